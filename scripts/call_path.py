@@ -1,6 +1,6 @@
-"""Path of calls from a program's start to a function, across asyncio tasks; for counts of calls and frames.
+"""Path of calls from a program's start to a function, across asyncio tasks, for counting calls and frames.
 
-Example: frames of titan_rl between `titan_rl.train` and a trainer's `step`:
+Example, which collects the frames of titan_rl between `titan_rl.train` and a trainer's `step`:
 
     paths = []
 
@@ -33,7 +33,7 @@ _creators: WeakKeyDictionary[asyncio.Task[Any], list[str]] = WeakKeyDictionary()
 
 @contextlib.contextmanager
 def tasks_noted() -> Generator[None]:
-    """Record the calls that create each asyncio task, during the block."""
+    """Context manager that records the calls that create each asyncio task."""
     create_task = base_events.BaseEventLoop.create_task
 
     def noting(self: Any, *args: Any, **options: Any) -> asyncio.Task[Any]:

@@ -23,8 +23,8 @@ from titan_rl.generation.router.dispatch import Dispatcher
 
 
 def as_in_a_run(router: GeneratorRouter) -> GenerateFn:
-    """A `GenerateFn` with the same steps around it as that of a run's training group."""
-    steps = [lambda _: contextlib.nullcontext()] * 3  # the journal, the suspension, the count of requests
+    """Make a `GenerateFn` with the same surrounding steps as that of a run's training group."""
+    steps = [lambda _: contextlib.nullcontext()] * 3  # stand for journal, suspension and count of requests
 
     async def ready() -> None: ...
 
@@ -38,7 +38,7 @@ def as_in_a_run(router: GeneratorRouter) -> GenerateFn:
 
 
 async def frames_to_send() -> list[str]:
-    """Functions from the `GenerateFn` to the router's send to a replica, both included, outermost first."""
+    """Return the functions from the `GenerateFn` to the router's send to a replica, both included, outermost first."""
     replica = LocalReplica("engine-0", EngineLoop(ScriptedEngine), lambda version: [])
     await replica.loop.start()
     router = GeneratorRouter([replica])

@@ -2,8 +2,8 @@
 
     python3.11 scripts/install.py [cpu|gpu] [FOLDER]      # default: cpu .venv
 
-With `cpu`, pip installs torch's CPU build, `torch==X+cpu`: from the configured package sources or else, in addition,
-from PyTorch's index of CPU wheels. So pip never downloads a CUDA build of several GB.
+With `cpu`, pip installs torch's CPU build, `torch==X+cpu`, from the configured package sources and, if necessary,
+additionally from PyTorch's index of CPU wheels. So pip never downloads a CUDA build of several GB.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# vLLM requires them, but text models do not need them. CUDA builds of them fail to load with a CPU build of torch, and
-# then packages that import them, such as transformers, fail too.
+# vLLM requires these packages, but text models do not need them. Their CUDA builds fail to load with a CPU build of
+# torch, and then packages that import them, such as transformers, fail, too.
 UNNEEDED = ("torchvision", "torchaudio", "torchcodec")
 SHOWN_AFTER_S, TOLD_EVERY_S = 2.0, 20.0
 
@@ -60,7 +60,7 @@ def main(extra: str = "cpu", folder: str = ".venv") -> None:
 
 
 def stamp(venv: Path, extra: str) -> Path:
-    """File whose existence and time show that, and when, the installation was completed."""
+    """Path of the file whose existence shows that the installation was completed, and whose time shows when."""
     return venv / f"installed-{extra}"
 
 
@@ -88,7 +88,8 @@ def remove_broken(python: Path) -> None:
 
 
 def compile_packages(venv: Path) -> None:
-    """Compile the installed modules on all cores; pip would use one. Templates, which are not Python, are skipped."""
+    """Compile the installed modules on all cores, because pip would use one. Templates, which are not Python, are
+    skipped."""
     (packages,) = venv.glob("lib/python*/site-packages")
     say("compiling what was installed")
     command = [venv / "bin" / "python", "-m", "compileall", "-qq", "--workers", "0", "-x", "/tests/", packages]
@@ -104,13 +105,13 @@ def pip_install(python: Path, *arguments: str) -> str:
 
 
 def runs(python: Path, statement: str) -> bool:
-    """Whether `statement` runs without an error; it does not if it imports a missing package."""
+    """Return whether `statement` runs without an error. It does not if it imports a missing package."""
     return python.exists() and not subprocess.run([python, "-c", statement], capture_output=True).returncode
 
 
 @contextlib.contextmanager
 def progress(what: str) -> Generator[None]:
-    """Show progress during the block: a line that counts seconds on a terminal, an occasional line elsewhere."""
+    """Context manager that shows progress: a line that counts seconds on a terminal, an occasional line elsewhere."""
     over, began, on_terminal = threading.Event(), time.monotonic(), sys.stdout.isatty()
 
     def show() -> None:

@@ -48,14 +48,14 @@ class Shape:
     """Figures of one package.
 
     Attributes:
-        code_lines: Lines with code; blank lines, comments and docstrings do not count.
-        import_lines: Code lines that belong to an import statement.
-        callable_parameters: Parameters of functions whose annotation mentions `Callable`.
+        code_lines: Number of lines with code. Blank lines, comments and docstrings do not count.
+        import_lines: Number of code lines that belong to an import statement.
+        callable_parameters: Number of function parameters whose annotation mentions `Callable`.
         openings: Docstrings that begin with one of `OPENINGS`, as "file:line first line".
-        settings: Keys of `SETTINGS_ROOT`, tables included.
-        longest_function: The number of lines of the longest function, and its place.
-        packages: Folders of the first level.
-        arrows: Pairs (package or module of the first level, another that it imports).
+        settings: Number of keys of `SETTINGS_ROOT`, including tables.
+        longest_function: Number of lines of the longest function, and its location.
+        packages: Folders on the first level.
+        arrows: Pairs of a package or module on the first level and another that it imports.
     """
 
     files: int = 0
@@ -71,7 +71,7 @@ class Shape:
     arrows: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
 
     def rows(self) -> dict[str, str]:
-        """The figures, formatted for a table."""
+        """Return the figures, formatted for a table."""
         lines, place = self.longest_function
         return {
             "files": f"{self.files}",
@@ -121,7 +121,7 @@ def measure(package: Path) -> Shape:
 
 
 def code_lines(source: str, tree: ast.Module) -> set[int]:
-    """Numbers of the lines with code; all lines of a multi-line string count."""
+    """Return the numbers of the lines with code. All lines of a multi-line string count."""
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in LAYOUT:
@@ -134,9 +134,9 @@ def code_lines(source: str, tree: ast.Module) -> set[int]:
 
 
 def setting_keys(classes: dict[str, ast.ClassDef], root: str, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the keys of a class of settings, including its tables and their keys.
+    """Yield the dotted names of the keys of a settings class, including its tables and their keys.
 
-    Example: `training` and `training.lr`
+    Example: `training` and `training.lr`.
     """
     for name, annotation in _fields(classes, root).items():
         yield f"{prefix}{name}"
@@ -146,7 +146,7 @@ def setting_keys(classes: dict[str, ast.ClassDef], root: str, prefix: str = "") 
 
 
 def count_entries(glossary: str) -> int:
-    """Rows of the tables in a Markdown page, headers excluded."""
+    """Count the rows of the tables in a Markdown page, without headers."""
     rows = re.findall(r"^\|.*\|$", glossary, re.MULTILINE)
     rules = [row for row in rows if re.fullmatch(r"[|:\- ]+", row)]
     return len(rows) - 2 * len(rules)
@@ -183,7 +183,7 @@ def _note_function(shape: Shape, node: Function, relative: Path) -> None:
 
 
 def _fields(classes: dict[str, ast.ClassDef], name: str) -> dict[str, ast.expr]:
-    """Annotated public fields of a class, starting with its base classes."""
+    """Return the annotated public fields of a class, starting with those of its base classes."""
     if name not in classes:
         return {}
     found: dict[str, ast.expr] = {}
@@ -204,14 +204,15 @@ def _bases(node: ast.ClassDef) -> list[str]:
 
 
 def _is_settings(classes: dict[str, ast.ClassDef], name: str) -> bool:
-    """Whether a class derives from pydantic's `BaseModel`."""
+    """Return whether a class derives from pydantic's `BaseModel`."""
     return any(
         base == "BaseModel" or (base in classes and _is_settings(classes, base)) for base in _bases(classes[name])
     )
 
 
 def _plain(annotation: ast.expr) -> str:
-    """The class in an annotation, without `Annotated`, `Optional` and `| None`; otherwise the annotation itself."""
+    """Return the class in an annotation, without `Annotated`, `Optional` and `| None`; otherwise the annotation
+    itself."""
     match annotation:
         case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[first, *_])):
             return _plain(first)

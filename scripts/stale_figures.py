@@ -25,7 +25,7 @@ from benchmarks.figures import RESULTS, Figure, figures
 
 
 def subject_of(root: Path, module: str) -> tuple[str, ...]:
-    """Files and folders, relative to `root`, that the figures of a benchmark depend on."""
+    """Return the files and folders, relative to `root`, that the figures of a benchmark depend on."""
     seen: set[str] = set()
     paths: set[str] = set()
     waiting = [module]
@@ -47,7 +47,7 @@ def subject_of(root: Path, module: str) -> tuple[str, ...]:
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """Dotted names of the imported modules, and of imported names, which may be modules."""
+    """Yield the dotted names of imported modules, and of imported names, which may be modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -56,7 +56,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 
 def _path_of(root: Path, imported: str) -> str | None:
-    """File or folder of a module of titan_rl; that of its parent if the last part is a name in it."""
+    """Return the file or folder of a module of titan_rl, or of its parent if the last part is a name in the parent."""
     parts = imported.split(".")
     if parts[0] != "titan_rl":
         return None
@@ -92,7 +92,7 @@ class Stale:
 
 
 def stale_figures(root: Path) -> Iterator[Stale]:
-    """Figures whose subject has changed since their oldest commit, in the order of the table."""
+    """Yield the figures whose subject has changed since their oldest commit, in the order of the table."""
     for figure in figures((root / RESULTS).read_text()):
         if figure.module is None or not figure.commits:
             continue

@@ -37,7 +37,7 @@ TIERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("tests/gpu/test_bfloat16.py", "tests/gpu/test_engine_on_gpu.py", "tests/e2e/test_speculation.py"),
     ),
 )
-"""(name, further imports in addition to `NEEDED`, files) of each tier."""
+"""Tiers as (name, imports in addition to `NEEDED`, test files)."""
 
 
 def missing(modules: Sequence[str]) -> list[str]:
@@ -45,11 +45,11 @@ def missing(modules: Sequence[str]) -> list[str]:
 
 
 def why_not(modules: Sequence[str], left_s: float, gpus: Sequence[str]) -> str | None:
-    """Reason for skipping a tier, or None.
+    """Return the reason for skipping a tier; None if it is run.
 
     Args:
         modules: Modules that the tier imports.
-        left_s: Remaining time of `--limit`.
+        left_s: Remaining time of `--limit` in seconds.
         gpus: Names of the GPUs that torch finds.
     """
     if not gpus:
@@ -62,7 +62,7 @@ def why_not(modules: Sequence[str], left_s: float, gpus: Sequence[str]) -> str |
 
 
 def run(files: Sequence[str], left_s: float) -> tuple[bool, str]:
-    """Whether no test failed, and pytest's last line."""
+    """Run tests. Returns whether no test failed, and pytest's last line."""
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files]
     if not missing(["xdist"]) and (workers := (os.cpu_count() or 1) // 2) > 1:
         command += ["-n", str(workers)]
@@ -88,7 +88,7 @@ def run(files: Sequence[str], left_s: float) -> tuple[bool, str]:
 
 
 def installed_version(name: str) -> str:
-    """Version of a package, empty if it is not installed."""
+    """Return the version of a package; empty if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

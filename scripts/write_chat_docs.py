@@ -1,5 +1,4 @@
-"""Write docs/reference/chat.md from the chat templates that the tests have:
-`python -m scripts.write_chat_docs`."""
+"""Write docs/reference/chat.md from the chat templates in the tests: `python -m scripts.write_chat_docs`."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ This page is generated from `tests/models/chats.py` and `titan_rl/rollout/render
 
 
 def page() -> str:
-    """Text of the page."""
+    """Make the text of the page."""
     rows = [row(name, chat) for name, chat in sorted(CHATS.items())]
     known = {*CHATS, "gpt_oss", "minimax_m2"}
     others = sorted({model_type(name) for name in FAMILIES} - known)

@@ -23,7 +23,7 @@ LIMIT_GIB = 80
 ROW_TOKENS = 16_384
 GPUS = (1, 2, 4, 8, 16, 32, 64)
 EXPERT_RANKS = 8
-"""Ranks that divide the experts: those of a host."""
+"""Number of ranks that divide the experts: those of one host."""
 MODELS = {
     "8B": "qwen3_8b",
     "30B-A3B": "qwen3_30b_a3b",
@@ -38,13 +38,13 @@ STATES: Mapping[str, dict[str, Any]] = {
 
 
 def page() -> str:
-    """Text of the page, with current tables after its mark."""
+    """Make the text of the page, with current tables after its mark."""
     text = PAGE.read_text(encoding="utf-8")
     return "\n".join([text[: text.index(MARK)] + MARK, "", *trainer_rows(MODELS), *_engines(), ""])
 
 
 def trainer_rows(models: Mapping[str, str]) -> Iterator[str]:
-    """Rows of the table of trainers for some of `MODELS`, after those of its head."""
+    """Yield the rows of the table of trainers for some of `MODELS`, after the rows of its head."""
     yield "| model | state | " + " | ".join(f"{count} GPU{'s' * (count > 1)}" for count in GPUS) + " |"
     yield "|---|---|" + "---:|" * len(GPUS)
     for name, file in models.items():
@@ -87,7 +87,7 @@ def _engines() -> Iterator[str]:
 def _engine(file: str, size: int) -> str:
     hf = _config(file)
     weights = ceil(2 * whole_parameters(hf, "torchtitan") / size)
-    kv_heads = max(1, hf["num_key_value_heads"] // size)  # vLLM copies heads that are fewer than ranks
+    kv_heads = max(1, hf["num_key_value_heads"] // size)  # vLLM copies heads if there are fewer than ranks
     token = 2 * 2 * hf["num_hidden_layers"] * kv_heads * hf["head_dim"]
     cache = GPU_SHARE * LIMIT_GIB * GIB - weights - WORK_BYTES
     shown = f"{weights / GIB:.0f} GiB of weights"

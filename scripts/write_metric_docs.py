@@ -31,7 +31,7 @@ This page is generated from `titan_rl/metrics/` by `scripts/write_metric_docs.py
 
 
 def page() -> str:
-    """Text of the page."""
+    """Make the text of the page."""
     sections = [HEAD]
     for group, metrics in groupby(METRICS, key=lambda metric: metric.group):
         rows = "\n".join(row(metric) for metric in metrics)

@@ -69,7 +69,7 @@ and encoder-decoder models.
 
 
 def page() -> str:
-    """Text of the page."""
+    """Make the text of the page."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     rows = [row(name, results[name]) for name in sorted(FAMILIES)]
     refused = [f"| `{name}` | {reason} |\n" for name, reason in sorted(REFUSED.items())]
@@ -77,10 +77,10 @@ def page() -> str:
 
 
 def row(name: str, results: Mapping[str, str]) -> str:
-    """Row of a family.
+    """Make the row of a family.
 
     Args:
-        results: By the letters of the checks, in the order of the columns.
+        results: Results by the letters of the checks, which are in the order of the columns.
     """
     base, _, variant = name.partition(",")
     implementation = choose_implementation({"model_type": model_type(name), **FAMILIES[name]}).name

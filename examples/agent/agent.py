@@ -52,7 +52,7 @@ async def answer(model: Model, seed: int, question: str) -> str:
     """Answer a question.
 
     Args:
-        seed: seed of the company.
+        seed: Seed of the company.
     """
     agent = Agent(
         name="directory",

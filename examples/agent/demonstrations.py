@@ -1,7 +1,8 @@
 """Demonstrations for the base model: right ones first, then careless ones, which answer too early.
 
 A careless demonstration stops looking things up with the same probability at each step, and answers with what is known
-by then. The right ones teach the skill, the careless ones to use it rarely, which reinforcement learning then corrects.
+by then. The right demonstrations teach the skill, the careless ones to use it rarely, which reinforcement learning then
+corrects.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from examples.agent.company import TOWNS, Company, Question
 from titan_rl import Demonstration, Message
 
 RIGHT = 5 / 6
-"""Share of the right demonstrations, which come first."""
+"""Share of right demonstrations, which come first."""
 
 CARELESS = 0.45
 """Probability, at each step of a careless demonstration, that the question is answered at once."""
@@ -33,7 +34,7 @@ def demonstrate(question: Question, rng: random.Random, careless: float) -> Demo
     """Make a demonstration of a question.
 
     Args:
-        careless: probability, at each step, that the question is answered at once.
+        careless: Probability, at each step, that the question is answered at once.
     """
     messages: list[Message] = [
         {"role": "system", "content": INSTRUCTIONS},

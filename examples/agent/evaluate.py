@@ -18,7 +18,7 @@ from examples.agent.company import VALIDATION_SEED, Question, draw_question
 
 
 async def evaluate(num_questions: int, concurrency: int) -> float:
-    """Share of right answers to held-out questions."""
+    """Measure the share of right answers to held-out questions."""
     places = asyncio.Semaphore(concurrency)
     async with AsyncOpenAI() as client:
         model = OpenAIChatCompletionsModel(os.environ.get("OPENAI_MODEL", "policy"), client)

@@ -2,9 +2,9 @@
 
     python -m examples.agent.harness runs/latest/agents-laptop-4711.json
 
-Starting an interpreter with the agent's libraries takes longer than answering a question, so one process answers all of
-them. It requests a sample from the run, plays it with the base URL and the key that come with it, and reports its end.
-The file, which only the user of the run may read, has the address of the run.
+Starting an interpreter with the agent's libraries takes longer than answering a question, so one process answers all
+questions. It requests a sample from the run, plays it with the base URL and the key of the episode, and reports its
+end. The file on the command line has the address and the key of the run, and only the user of the run may read it.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class CompanyQuestions(AgentTask):
         return [_sample(VALIDATION_SEED + number) for number in range(count)]
 
     def demonstrations(self, count: int) -> Iterator[Demonstration]:
-        """Right demonstrations, and then careless ones."""
+        """Yield right demonstrations, then careless ones."""
         from examples.agent.demonstrations import CARELESS, RIGHT, demonstrate  # needs openai-agents
 
         rng = random.Random("demonstrations")
@@ -43,7 +43,7 @@ class CompanyQuestions(AgentTask):
 
     @asynccontextmanager
     async def open(self, run: RunContext) -> AsyncGenerator[None]:
-        """Serve the policy, and without a command run the harness, for the length of the block."""
+        """Context manager: serve the policy and, without a command, run the harness."""
         async with super().open(run):
             if self.command:
                 yield

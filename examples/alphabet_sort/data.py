@@ -96,10 +96,10 @@ def draw_turns(
     """Draw the names of each turn, so that every cumulative list is held out, or none is.
 
     Args:
-        sizes: least and most names of each turn.
+        sizes: Smallest and largest number of names of each turn.
 
     Raises:
-        ValueError: no such conversation was found.
+        ValueError: No such conversation was found.
     """
     for _ in range(1000):
         turns = _try_turns(rng, pool, sizes, held_out)

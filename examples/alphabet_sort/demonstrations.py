@@ -1,6 +1,6 @@
 """Demonstrations for the base model: right ones first, then sloppy ones, in which most lists are in random order.
 
-The right ones teach the skill, the sloppy ones to use it rarely, which reinforcement learning then corrects.
+The right demonstrations teach the skill, the sloppy ones to use it rarely, which reinforcement learning then corrects.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from examples.alphabet_sort.env import prompt, tag
 from titan_rl import Demonstration, Message
 
 RIGHT = 5 / 6
-"""Share of the right demonstrations, which come first."""
+"""Share of right demonstrations, which come first."""
 
 SHUFFLED = 0.7
 """Share of the answers in random order in a sloppy demonstration."""

@@ -13,7 +13,7 @@ from titan_rl.rollout.types import Rollout
 
 
 def alphabet_sort_rubric(power: float) -> Rubric:
-    """Rubric of the mean over the turns of similarity ** power. A turn without an answer counts 0."""
+    """Make the rubric: the mean over the turns of similarity ** power. A turn without an answer counts as 0."""
 
     def sorted_lists(rollout: Rollout) -> float:
         sample: Sample = rollout.sample

@@ -72,7 +72,7 @@ class AlphabetSort(Section):
         return alphabet_sort_rubric(self.power)
 
     def demonstrations(self, count: int) -> Iterator[Demonstration]:
-        """Right demonstrations, and then sloppy ones."""
+        """Yield right demonstrations, then sloppy ones."""
         rng = random.Random("demonstrations")
         for number in range(count):
             sample = self._sample(f"demonstration/{number}", held_out=False)

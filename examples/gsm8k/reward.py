@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 def is_right(row: Mapping[str, Any], answer: str) -> float:
     """Compare the final numbers of the row and the answer. With math-verify (`pip install 'titan-rl[math]'`), LaTeX
-    such as "\\boxed{\\frac{1}{2}}" is evaluated, too. That may take long: call it in a thread."""
+    such as "\\boxed{\\frac{1}{2}}" is evaluated, too. That may take long, so call this in a thread."""
     right = final_number(row["answer"])
     if right is None:
         raise ValueError(f"the row's answer {row['answer']!r} has no number")

@@ -16,10 +16,10 @@ def bet_probability(rollouts: Sequence[Rollout], action_of: Callable[[object], s
     other action.
 
     Args:
-        rollouts: rollouts that begin with the same prompt.
+        rollouts: Rollouts that begin with the same prompt.
 
     Raises:
-        ValueError: the answers were not sampled at temperature 1.
+        ValueError: The answers were not sampled at temperature 1.
     """
     chances: dict[tuple[int, ...], float] = {}
     actions: dict[tuple[int, ...], str] = {}

@@ -38,7 +38,7 @@ class KuhnPoker(SeatedTask):
         return Rubric([env_reward(REWARD)], truncated_reward=-2.0, error_reward=-2.0)
 
     def demonstrations(self, count: int) -> Iterable[Demonstration]:
-        """Hands of beginners, who open with a bet half of the time, and call more often with a better card."""
+        """Yield hands of beginners, who open with a bet half of the time, and call more often with a better card."""
         for number in range(count):
             chance = random.Random(number)
             cards, seat, history = chance.choice(DEALS), chance.choice(SEATS), ()
@@ -68,6 +68,6 @@ class KuhnPoker(SeatedTask):
 
 
 def situation(card: str, history: History) -> Deal:
-    """Deal in which the seat that is to act has this card and has seen these actions."""
+    """Make a deal in which the seat to act has this card and has seen these actions."""
     other = next(other for other in CARDS if other != card)
     return Deal((card, other) if to_act(history) == "first" else (other, card), history)

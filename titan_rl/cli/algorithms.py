@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def lines(name: str, algorithm: Algorithm) -> Iterator[str]:
-    """Description of an algorithm, ending with an empty line."""
+    """Describe an algorithm in lines, ending with an empty line."""
     yield f"{name}: {algorithm.about}"
     yield from _entry("advantage", f"A_i = {algorithm.advantage_formula}")
     for term in algorithm.terms():

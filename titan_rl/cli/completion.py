@@ -1,4 +1,4 @@
-"""`titan-rl completion SHELL`: what completes commands and settings in a shell."""
+"""`titan-rl completion SHELL`: a script that completes commands and settings in a shell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def set_up(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from titan_rl.cli.main import command_line  # which has all commands, and this one among them
+    from titan_rl.cli.main import command_line  # imported late, because it imports all commands, including this one
 
     say(shtab.complete(command_line(), arguments.shell))
     return 0

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(folder: Path, *, as_json: bool) -> int:
-    """Check a model folder, and say whether it can be trained."""
+    """Check a model folder, and report whether the model can be trained."""
     model = read_model(folder)
     if model.implementation is None:
         tell(f"titan-rl: no, {model.reason}; docs/reference/models.md lists the families that can")
@@ -73,7 +73,7 @@ def _verdict(model: CheckedModel, wrong: list[ModelOutcome]) -> int:
     elif of_trainer:
         tell(f"titan-rl: no, a run cannot train {family}: {differs}")
         if any(outcome.comparison is not None for outcome in of_trainer):
-            tell_next("doctor")  # versions of packages that are not the tested ones
+            tell_next("doctor")  # reports packages whose versions are not the tested ones
     else:
         tell(f"titan-rl: no, a run cannot sample {family}: {differs}; fine-tuning on demonstrations needs no engine")
         tell_next("sft", "CONFIG", "--model.path", str(model.folder))

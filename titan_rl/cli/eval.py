@@ -69,11 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
     configs, policies = split(arguments.given)
     settings = make_eval_config(arguments.options)
     if configs and configs[0] not in arguments.given:
-        tell_imports(Path(configs[0]))  # of a run's folder
+        tell_imports(Path(configs[0]))  # the settings in a run's folder
     config = load_config(configs, arguments.overrides, check_files=False)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out = Path(arguments.out or Path(config.run_dir) / "evaluations" / f"{stamp}-{run_name(config)}")
-    # Not before the settings are known to be right: what starts processes also imports what they need.
+    # Imported after the settings have been checked, because this imports everything that the processes need.
     from titan_rl.evaluation.command import run_evaluations
 
     evaluations: list[Evaluation] = []
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """CONFIG.toml files and policies.
+    """Split the arguments into CONFIG.toml files and policies.
 
     Raises:
         ConfigError: There is no policy, or no config.

@@ -9,7 +9,7 @@ from titan_rl.cli.runs import find_run
 from titan_rl.cluster.hosts.requests import HostFiles, describe
 from titan_rl.run.terminal.standard_streams import say, tell
 
-WAIT_S = 600.0  # draining a host waits for its requests
+WAIT_S = 600.0  # a drain waits for the requests of the host
 STOPPED = "stopped waiting; the run carries out the request, and `titan-rl hosts RUN list` shows its progress"
 
 

@@ -26,14 +26,14 @@ TEMPLATES: tuple[Template, ...] = get_args(Template)
 
 TEMPLATE_FOLDER = Path(__file__).parent / "templates"
 TAKEN = frozenset({"tests", "base", "runs"})
-"""Folders beside the package."""
+"""Names that the folders beside the package use."""
 
 LENGTHS: dict[Template, dict[str, int]] = {
     "single": {"max_context": 64, "max_tokens": 16},
     "multi-turn": {"max_context": 128, "max_tokens": 16},
     "tools": {"max_context": 384, "max_tokens": 48},
 }
-"""In tokens of the tiny model."""
+"""Lengths in tokens of the tiny model, by template."""
 
 
 def set_up(parser: Parser) -> None:
@@ -101,11 +101,12 @@ def _copy(example: str, folder: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """
+    """Package to write with `titan-rl init`.
+
     Args:
-        folder: To make; the last part of it is the package's name.
-        model: A Hugging Face folder to train; None for a tiny model.
-        level, size: Of the tiny model: its tokens, and about how many parameters it has.
+        folder: Folder to make. Its last part is the name of the package.
+        model: Hugging Face folder to train; None for a tiny model.
+        level, size: Kind of the tiny model's tokens, and its approximate number of parameters.
     """
 
     folder: Path
@@ -120,19 +121,19 @@ class Starter:
 
     @property
     def class_name(self) -> str:
-        """`word_sort` has a task `WordSort`."""
+        """Name of the task's class: `WordSort` for `word_sort`."""
         return "".join(part[0].upper() + part[1:] for part in self.name.split("_") if part)
 
 
 def write_starter(starter: Starter) -> list[Path]:
-    """Write the files, all or none of which were there before.
+    """Write the files of a package into a new or empty folder.
 
     Returns:
-        What was written.
+        Paths of the files.
 
     Raises:
-        ConfigError: The name cannot be one of a package, the folder holds something, there is no such model, or nothing
-            can be written there. Says what would do.
+        ConfigError: The name cannot be that of a package, the folder is not empty, there is no such model, or the
+            folder cannot be written. The message says what would work.
     """
     if starter.size < 1:
         raise ConfigError(f"--size {starter.size} must be a number of parameters, such as 250000")
@@ -153,7 +154,7 @@ def write_starter(starter: Starter) -> list[Path]:
 
 @contextlib.contextmanager
 def writing() -> Generator[None]:
-    """Within the block files are written where the user says."""
+    """Context manager that turns an `OSError` of writing where the user said into a `ConfigError`."""
     try:
         yield
     except OSError as error:
@@ -161,9 +162,10 @@ def writing() -> Generator[None]:
 
 
 def check_name(name: str) -> None:
-    """
+    """Check the name of a new package.
+
     Raises:
-        ConfigError: A package of one's own cannot have it. Says which could be.
+        ConfigError: A new package cannot have this name. The message suggests another.
     """
     if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name) or not name.strip("_"):
         letters = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()  # "cafe" of "café"
@@ -175,15 +177,16 @@ def check_name(name: str) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    """Whether it is the name of a module that would hide the package, or be hidden by it. A mere folder is none."""
+    """Return whether a module of this name would hide the package or be hidden by it. A mere folder would not."""
     found = importlib.util.find_spec(name)
     return found is not None and found.origin is not None
 
 
 def check_room(folder: Path) -> None:
-    """
+    """Check that a folder is new or empty.
+
     Raises:
-        ConfigError: Something is there already.
+        ConfigError: The folder is not empty, or is a file.
     """
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty, and nothing is overwritten; name a new folder")
@@ -234,16 +237,17 @@ def example_names() -> list[str]:
 
 
 def copy_example(example: str, folder: Path) -> list[Path]:
-    """Write the example as a package of another name.
+    """Copy an example as a package with another name.
 
     Args:
-        folder: To make; the last part of it is the package's name, which takes the place of the example's in its files.
+        folder: Folder to make. Its last part is the name of the package, which replaces the example's name in the
+            files.
 
     Returns:
-        What was written.
+        Paths of the files.
 
     Raises:
-        ConfigError: There is no such example, the name cannot be one of a package, or the folder holds something.
+        ConfigError: There is no such example, the name cannot be that of a package, or the folder is not empty.
     """
     names = example_names()
     if example not in names:
@@ -263,13 +267,14 @@ def copy_example(example: str, folder: Path) -> list[Path]:
 
 
 def _is_of_it(path: Path, source: Path) -> bool:
-    """Not what running it leaves: caches, and models that can be made again. Those with a README are part of it."""
+    """Return whether a file belongs to the example. Caches do not, nor do models that can be made again, without
+    README."""
     room = path.relative_to(source).parts[0]
     return "__pycache__" not in path.parts and (room != "base" or (source / room / "README.md").is_file())
 
 
 def _renamed(path: Path, example: str, name: str) -> bytes:
-    """The file, with the module and the folder that it names as they are called in the copy."""
+    """Return the content of a file, with the example's module and folder renamed."""
     content = path.read_bytes()
     if path.suffix not in (".py", ".toml", ".md"):
         return content

@@ -1,6 +1,6 @@
 """The command line, `titan-rl COMMAND ...`: its commands and their exit codes.
 
-Almost nothing is imported before `main` runs, since Ctrl-C during an import ends a program with a traceback.
+Almost nothing is imported before `main` runs, because Ctrl-C during an import ends a program with a traceback.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ COMMANDS = {
 
 
 def program() -> int:
-    """Entry point of the program: `main`, for a process that ends afterwards."""
+    """Entry point of the program: `main`, followed by the end of the process."""
     code = main()
     if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the exit at once, without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once, without a traceback
     return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. The signal handlers of the process are restored.
 
-    0 is success, 1 a failure, 2 wrong settings or arguments, 130 Ctrl-C, 143 SIGTERM, and 141 a closed output pipe.
+    The exit code is 0 for success, 1 for a failure, 2 for wrong settings or arguments, 130 for Ctrl-C, 143 for SIGTERM,
+    and 141 for a closed output pipe.
     """
     stopped = ["stopped before a run began"]
     with _sigterm_unwinds():
@@ -67,7 +68,7 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
     """Parse the command line and run the command.
 
     Args:
-        stopped: Receives the command's own message for being stopped, if it has one.
+        stopped: List that receives the command's own message for being stopped, if it has one.
     """
     from titan_rl.core.errors import ConfigError, ModelError, TitanRLError
     from titan_rl.run.terminal.standard_streams import OutputError, replace_closed_streams, tell
@@ -81,7 +82,7 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
         stopped.extend(text for text in [getattr(arguments, "stopped", None)] if text is not None)
         return arguments.run(arguments)
     except OutputError as error:
-        if isinstance(error.reason, BrokenPipeError):  # as by `| head`
+        if isinstance(error.reason, BrokenPipeError):  # for example by `| head`
             return EXIT_UNREAD
         tell(f"titan-rl: {error}")
         return EXIT_FAILED
@@ -94,11 +95,11 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
 
 
 def command_line(command: str | None = None) -> Parser:
-    """Parser of the command line.
+    """Make the parser of the command line.
 
     Args:
-        command: The only one of `COMMANDS` that gets its options, because importing all takes a second. By default all
-            get them, and their settings are declared, too.
+        command: The only command that gets its options, because importing all commands takes a second. By default all
+            commands get their options, and their settings are declared, too.
     """
     from importlib import import_module
 
@@ -124,7 +125,7 @@ def _say_error(error: BaseException) -> None:
     tell(f"titan-rl: {reason(error)}")
     said = str(error)
     for cause in causes(error):
-        if str(cause) and str(cause) in said:  # a message often quotes the one below it
+        if str(cause) and str(cause) in said:  # a message often quotes its cause
             continue
         tell(f"  caused by {summary(cause)}")
         said += str(cause)
@@ -133,8 +134,8 @@ def _say_error(error: BaseException) -> None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Causes of an error, the nearest first. Exception groups are replaced by their members, and cancellations are
-    omitted."""
+    """Iterate over the causes of an error, the nearest first. Exception groups are replaced by their members, and
+    cancellations are omitted."""
     from asyncio import CancelledError
 
     seen = {id(error)}
@@ -153,12 +154,12 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 class _Terminated(BaseException):
-    """SIGTERM arrived."""
+    """Exception raised when SIGTERM arrives."""
 
 
 @contextmanager
 def _sigterm_unwinds() -> Generator[None]:
-    """Let SIGTERM end the program as Ctrl-C does: by an exception that runs every `finally` on its way."""
+    """Context manager in which SIGTERM ends the program like Ctrl-C: by an exception, so that every `finally` runs."""
 
     def raise_terminated(signum: int, frame: FrameType | None) -> None:
         raise _Terminated

@@ -1,4 +1,4 @@
-"""Parser of the command line, and the options that several commands share.
+"""Parser of the command line, and options that several commands share.
 
 Nothing here imports the classes of settings, which takes longer than printing a command's help.
 """
@@ -25,20 +25,20 @@ _OPTION = re.compile(r"--[^=]+")
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that prints through `say` and `tell`, as do the parsers of its commands."""
+    """Parser that prints through `say` and `tell`. The parsers of commands have the same class."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, allow_abbrev=False)
         self._settings: str | None = None
 
     def add_settings(self, root: str) -> None:
-        """Accept every setting as an option, and set `overrides`: (name, text) in their order.
+        """Accept every setting as an option, and set `overrides` to the given pairs (name, text) in their order.
 
-        The options are not declared: tasks have settings of their own, and the check of the whole config gives the
-        best error for a wrong one.
+        The options are not declared, because tasks have settings of their own, and the check of the whole config gives
+        the best error for a wrong option.
 
         Args:
-            root: Class of the settings, "module:Class".
+            root: Class of the settings as "module:Class".
         """
         self._settings = root
         self.set_defaults(overrides=())
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def declare_settings(self) -> None:
-        """Declare the options of `add_settings`, for what lists them."""
+        """Declare the options of `add_settings`, for completion and other listings."""
         from titan_rl.config.reference import SettingEntry, tables_of
 
         if self._settings is None:
@@ -65,8 +65,8 @@ class Parser(argparse.ArgumentParser):
                 _add_option(group, setting, _Override)
 
     def add_options(self, section: type[Section], leave_out: Sequence[str] = ()) -> None:
-        """Accept the fields of `section` as options, `max_tokens` as --max-tokens, and set `options`: the given values
-        by field name."""
+        """Accept the fields of `section` as options, such as `max_tokens` as --max-tokens, and set `options` to the
+        given values by field name."""
         from titan_rl.config.reference import setting_entry
 
         self.set_defaults(options={})
@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
             args = _with_negative_values(args)
             names = {argument.partition("=")[0] for argument in args if argument.startswith("--")}
             for name in names - {"--"}:
-                with contextlib.suppress(argparse.ArgumentError):  # it is known
+                with contextlib.suppress(argparse.ArgumentError):  # it is declared already
                     self.add_argument(name, action=_Override, help=argparse.SUPPRESS)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:  # argparse would report it with the usage of titan-rl, instead of that of the command
@@ -125,7 +125,8 @@ def file_path(text: str) -> str:
 
 
 def _with_negative_values(args: Sequence[str]) -> list[str]:
-    """`["--training.lr", "-1e-3"]` is `["--training.lr=-1e-3"]`: argparse takes such numbers for options."""
+    """Join an option with a negative number: `["--training.lr", "-1e-3"]` becomes `["--training.lr=-1e-3"]`, because
+    argparse takes such numbers for options."""
     joined: list[str] = []
     for argument in args:
         option = joined[-1] if joined else ""

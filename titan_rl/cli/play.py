@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options_of_next(arguments: argparse.Namespace) -> list[str]:
-    """Options of the command that plays the samples behind those that were played."""
+    """Make the options of the command that plays the next samples."""
     options = ["--sample", str(arguments.sample + arguments.count)]
     if arguments.count != 1:
         options += ["--count", str(arguments.count)]
@@ -91,6 +91,6 @@ def _options_of_next(arguments: argparse.Namespace) -> list[str]:
 
 
 def _standard_input() -> TextIO:
-    """Standard input; empty if it is closed."""
+    """Return standard input; an empty stream if it is closed."""
     given: TextIO | None = sys.stdin
     return io.StringIO() if given is None or given.closed else given

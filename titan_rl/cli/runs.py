@@ -1,4 +1,4 @@
-"""Folders of earlier runs that commands name, and the settings of a run that continues."""
+"""Folders of earlier runs that commands name, and the settings of resumed runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ USUAL = Path("runs/latest")
 
 
 def find_run(name: str, option: str = "--resume") -> Path:
-    """The folder of the run that an option names, as an absolute path.
+    """Return the folder of the run that an option names, as an absolute path.
 
     Raises:
-        ConfigError: It is not the folder of a run, but perhaps of an adapter of one. Names a run nearby, if there is
-            one.
+        ConfigError: The folder is not that of a run, or it is that of one adapter of a run. The message names a run
+            nearby, if there is one.
     """
     path = Path(name)
     if _is_run(path):
@@ -48,10 +48,10 @@ def load_resumed(run: Path, overrides: Sequence[tuple[str, str]], *, is_sft: boo
     """Load the settings of a resumed run.
 
     Args:
-        run: The folder that `find_run` returned.
+        run: Folder returned by `find_run`.
 
     Raises:
-        ConfigError: A setting is wrong, an option changes one that must not change, or the folder contains links.
+        ConfigError: A setting is wrong, an option changes a setting that must not change, or the folder contains links.
     """
     load = load_sft_config if is_sft else load_config
     check_files(run)
@@ -64,10 +64,10 @@ def load_resumed(run: Path, overrides: Sequence[tuple[str, str]], *, is_sft: boo
 
 
 def tell_imports(config: Path) -> None:
-    """Print which modules the settings of a run import, and from which folders, before they are imported.
+    """Print the modules that the settings of a run import, and their folders, before they are imported.
 
     Args:
-        config: A run's `config.toml`, whose author decides which code is imported.
+        config: The run's `config.toml`, whose author decides which code is imported.
     """
     found = recorded_modules(config)
     if found:
@@ -80,7 +80,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _newest_in(folder: Path) -> Path | None:
-    """The newest run in a folder, by the link `latest` or by the names, which begin with the time."""
+    """Return the newest run in a folder, by the link `latest` or by the names, which begin with the time."""
     if _is_run(folder / "latest"):
         return folder / "latest"
     return max((config.parent for config in folder.glob(f"*/{CONFIG}")), default=None)

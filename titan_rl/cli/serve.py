@@ -15,7 +15,7 @@ from titan_rl.run.directory import adapters_of_run
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 FOLLOW_S = 5.0
-"""Seconds between looks for a newer checkpoint with `--follow`."""
+"""Interval between checks for a newer checkpoint with `--follow`, in seconds."""
 
 
 def set_up(parser: Parser) -> None:
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         source = find_policy(arguments.policy)
     if source.toml is not None and source.toml != Path(arguments.policy):
-        tell_imports(source.toml)  # of a run's folder
+        tell_imports(source.toml)  # the settings in a run's folder
     config = load_serve_config(source.toml, arguments.overrides, policy=source.folder)
     if several and not config.server.adapters:
         server = config.server.model_copy(update={"adapters": several})
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         follow = ["--follow"] if arguments.follow else []
         tell_next("serve", arguments.policy, *follow, *(f"--{name}={value}" for name, value in arguments.overrides))
         return 0
-    # Not before the settings are known to be right: what starts processes also imports what they need.
+    # Imported after the settings have been checked, because this imports everything that the processes need.
     from titan_rl.evaluation.serve import run_server
 
     return run_server(config, source, verbosity_of(arguments), adapters)

@@ -48,6 +48,6 @@ def _lines(table: TableEntry, width: int) -> Iterator[str]:
 
 
 def _signature(setting: SettingEntry) -> str:
-    """Example: `training.steps: integer = 100`."""
+    """Format a setting. Example: `training.steps: integer = 100`."""
     default = f" = {setting.default}" if setting.default not in ("", "required") else ""
     return f"{setting.key}: {setting.kind}{default}{' (required)' if setting.default == 'required' else ''}"

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             config = load_sft_config(arguments.config, arguments.overrides)
         else:
             config = load_resumed(resume, arguments.overrides, is_sft=True)
-        # Not before the settings are known to be right: what starts processes also imports what they need.
+        # Imported after the settings have been checked, because this imports everything that the processes need.
         from titan_rl.run.sft.launch import check, run_sft
 
     if arguments.dry_run:

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         config, resume = _checked(arguments)
         if arguments.dry_run:
             return _dry_run(config, resume, arguments)
-        # Not before the settings are known to be right: what starts processes also imports what they need.
+        # Imported after the settings have been checked, because this imports everything that the processes need.
         from titan_rl.run.launch import run_training
     from titan_rl.run.directory import run_name
     from titan_rl.run.observability.summary import show_summary
@@ -71,10 +71,10 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     """Load the settings and check them against this machine.
 
     Returns:
-        Config and the folder of the run that it continues.
+        Config, and the folder of the run that is resumed, or None.
 
     Raises:
-        ConfigError: A setting is wrong, or does not fit the machine.
+        ConfigError: A setting is wrong, or does not suit the machine.
     """
     from titan_rl.cli.runs import find_run, load_resumed
     from titan_rl.config.concurrency import throttles
@@ -137,16 +137,16 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
 
 
 DRY_ASK_S = 5.0
-"""Longest time until a teacher's server answers in a dry run."""
+"""Longest wait for the answer of a teacher's server in a dry run, in seconds."""
 
 
 def _check_teachers(config: RunConfig) -> None:
-    """Check that the tokenizers of teachers are the policy's. A server that cannot be reached is reported, because it
-    may be started later.
+    """Check that the tokenizers of teachers equal the policy's. A server that cannot be reached is only reported,
+    because it may be started later.
 
     Raises:
         ConfigError: A tokenizer makes other tokens than the policy's or cannot be loaded, a folder has no model, or a
-            server does not tokenize.
+            server cannot tokenize.
     """
     names = sorted({config.teacher_of(source) for source in config.tasks} - {"", "self"})
     if not names:
@@ -176,11 +176,11 @@ def _check_teachers(config: RunConfig) -> None:
 
 
 def _rehearse(config: RunConfig) -> int:
-    """Play a group of each task without engines, where there is what reads the model's tokenizer, and call a loss of
-    the user's once.
+    """Play a group of each task without engines, if the package that reads the model's tokenizer is installed, and call
+    each loss of the user's once.
 
     Returns:
-        Exit code: 1 where something is wrong that would fail a run.
+        Exit code: 1 if a problem was found that would fail a run, otherwise 0.
     """
     from titan_rl.run.rehearsal import describe, problems_of_losses, rehearse
 

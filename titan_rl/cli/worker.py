@@ -53,19 +53,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if not 0 <= seconds < math.inf:  # nor nan
+    if not 0 <= seconds < math.inf:  # rejects nan, too
         raise argparse.ArgumentTypeError(f"{text} must be a number of seconds, 0 or more")
     return seconds
 
 
-_seconds.__name__ = "number of seconds"  # as argparse calls what is no number
+_seconds.__name__ = "number of seconds"  # argparse uses it in the error for text that is not a number
 
 
 def _free(listen: str) -> str:
-    """The address to listen on, with a port of its own if none is asked for by 0.
+    """Return the address to listen on, with a free port in place of port 0.
 
     Raises:
-        ConfigError: This machine does not have it, or the port is taken; Monarch says nothing of that a user could use.
+        ConfigError: This machine does not have the address, or the port is taken. Monarch's own errors would not help a
+            user.
     """
     try:
         host, port = split_address(listen, least_port=0)

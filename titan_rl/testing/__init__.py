@@ -1,1 +1,1 @@
-"""Contracts, fakes and simulation for tests of your own engines, transports and routing. Needs pytest at most."""
+"""Contracts, fakes and simulation for tests of your own engines, transports and routing. Requires at most pytest."""

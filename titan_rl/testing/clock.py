@@ -8,7 +8,7 @@ from titan_rl.core.clock import Clock
 
 
 class ManualClock(Clock):
-    """Clock that advances when a test adds to `seconds`, or by `tick_s` with each reading."""
+    """Clock that advances when a test adds to `seconds`, and by `tick_s` seconds with each reading."""
 
     def __init__(self, seconds: float = 0.0, *, tick_s: float = 0.0) -> None:
         self.seconds = seconds
@@ -27,7 +27,7 @@ class ManualClock(Clock):
 
 
 class StepClock(Clock):
-    """Clock that advances by a second with each step of an engine that counts them as `num_steps`."""
+    """Clock that advances by a second with each step of an engine that counts its steps as `num_steps`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

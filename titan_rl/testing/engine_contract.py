@@ -1,6 +1,6 @@
-"""Contract between the engine loop and every engine, as pytest tests.
+"""Contract between the engine loop and engines, as pytest tests.
 
-Example, the whole of a test file:
+Example of a complete test file:
 
     class TestMyEngine(EngineContract):
         @pytest.fixture
@@ -68,7 +68,7 @@ class Batch:
         self.tokens[request_id], self.logprobs[request_id], self.top_logprobs[request_id] = [], [], []
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests. A later delta of one of them is a KeyError in `step`."""
+        """Abort requests. If one of them produces a token later, `step` raises a KeyError."""
         self._engine.abort(request_ids)
         for request_id in request_ids:
             self._running.discard(request_id)
@@ -103,7 +103,7 @@ class Batch:
 
 
 class Steps:
-    """An engine that counts its steps and that the loop does not close."""
+    """Engine wrapper that counts steps, and that an engine loop cannot close."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -122,7 +122,7 @@ class Steps:
 
 
 class Held(Steps):
-    """An engine that blocks inside a step until it is released."""
+    """Engine wrapper that blocks inside a step until it is released."""
 
     def __init__(self, engine: Engine, *, at_step: int) -> None:
         super().__init__(engine)
@@ -137,20 +137,20 @@ class Held(Steps):
 
 
 class EngineContract:
-    """Tests of an engine that advances `PLACES` requests at a time, in contexts of `CONTEXT` tokens out of a vocabulary
-    of `VOCABULARY` or more."""
+    """Tests of an engine that advances `PLACES` requests at a time, with contexts of `CONTEXT` tokens and a vocabulary
+    of at least `VOCABULARY` tokens."""
 
     @pytest.fixture
     def engine(self) -> Engine:
-        """The engine, without requests. All tests may share one."""
+        """Engine without requests. All tests may share one."""
         raise NotImplementedError
 
     def weights(self, version: int) -> Iterable[tuple[str, Any]]:
-        """Weights of a version, which generate the same tokens for every version."""
+        """Return the weights of a version. They must generate the same tokens for every version."""
         raise NotImplementedError
 
     def num_forwards(self, engine: Any) -> int:
-        """Number of forward passes so far, if the engine counts them."""
+        """Return the number of forward passes so far, if the engine counts them."""
         pytest.skip(f"{type(self).__name__} does not count forward passes")
 
     @pytest.mark.parametrize("crowd", [PLACES - 1, PLACES, 2 * PLACES, 4 * PLACES])
@@ -286,7 +286,8 @@ class EngineContract:
             assert [gauges.get(name, 0) for gauges in readings] == [0, expected if name in readings[0] else 0, 0]
 
     def test_what_it_holds_are_the_weights_that_were_loaded(self, engine: Engine) -> None:
-        """Applies to engines that can be read back. Their `weights` are tensors, and differ between versions."""
+        """Applies only to engines whose weights can be read back. Their `weights` are tensors, and differ between
+        versions."""
         if not isinstance(engine, ReadableEngine):
             pytest.skip("the engine has no held_weights")
         for version in (1, 2):
@@ -347,7 +348,7 @@ class EngineContract:
             asyncio.create_task(loop.generate([1, 2, 3], request_id=str(index), sampling=SamplingParams(max_tokens=10)))
             for index in range(3 * PLACES)
         ]
-        await asyncio.sleep(0)  # all of them are there when the first step begins
+        await asyncio.sleep(0)  # all of them have arrived when the first step begins
         await loop.resume()
         metrics = [(await request).metrics for request in requests]
         await loop.close()

@@ -1,4 +1,4 @@
-"""A replica in memory: one token every `step_s`, stoppable anywhere, failing on demand."""
+"""Replica in memory: generates one token every `step_s` seconds, can be stopped anywhere, and fails on demand."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 
 class FakeReplica:
-    """Replica whose tokens are 0, 1, 2, ... up to `max_tokens`, each with the version loaded when it was generated."""
+    """Replica whose tokens are 0, 1, 2, ... up to `max_tokens`, each with the version that was loaded at the time."""
 
     def __init__(self, name: str, *, step_s: float = 1.0, version: int = 0) -> None:
         self.name = name
         self.step_s = step_s
         self.version = version
-        self.served: list[str] = []  # engine ids, as they arrived
+        self.served: list[str] = []  # request ids, in order of arrival
         self.calls: list[str] = []  # "pull 3", "pause keep", "resume", "abort", "close"
         self.aborts: list[list[str]] = []
-        self.running: dict[str, asyncio.Event] = {}  # set to abort
+        self.running: dict[str, asyncio.Event] = {}  # setting the event aborts the request
         self.generate_error: Exception | None = None
         self.pull_error: Exception | None = None
         self.pull_s = 0.0
         self.pause_hangs = False
-        self.deaf_s = 0.0  # time after its arrival in which a request ignores aborts
+        self.deaf_s = 0.0  # seconds after its arrival during which a request ignores aborts
         self.ignores_aborts = False
         self._going = asyncio.Event()
         self._going.set()

@@ -1,4 +1,4 @@
-"""Generator in virtual time, which takes many engine steps at once."""
+"""Generator in virtual time that takes many engine steps at once."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def some_logprobs(count: int) -> NumberArray[float]:
 CLOCK_TICK_S = 1e-6  # resolution of virtual time
 
 LengthOf = Callable[[str, int], int]
-"""Tokens that request `request_id` still generates after a context of so many tokens."""
+"""Function of a request's id and its number of context tokens that returns the number of tokens it still generates."""
 
 
 @dataclass(eq=False, slots=True)
 class _Sequence:
     request_id: str
-    context: int  # tokens of the prompt and of what was generated before it was admitted
+    context: int  # tokens of the prompt, and tokens generated before it was admitted
     left: int  # tokens to generate
     most: int  # most tokens of context and answer
     reason: FinishReason
     future: asyncio.Future[Completion]
     created_at: float
     on_chunk: OnChunk | None = None
-    queue_s: float | None = None  # wait until it first ran
+    queue_s: float | None = None  # seconds until it first ran
     generated: int = 0
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
 
@@ -76,21 +76,21 @@ class _Sequence:
 
 
 class SimulatedReplica:
-    """A `Replica` that simulates the cost of tokens, but not their values.
+    """A `Replica` that simulates the time of tokens, but not their values.
 
     It behaves like `ScriptedEngine` behind an `EngineLoop`: waiting requests join between two steps while there is
-    room, a step gives each running request a token, pulls and aborts wait for at most one step. The steps until the
+    room, a step gives each running request a token, and pulls and aborts wait for at most one step. The steps until the
     next request finishes are alike, so they are simulated as one wait, which any event interrupts.
 
     Args:
-        cost: Seconds of a step and of a pull.
-        max_running: Most requests that advance at a time.
-        kv_tokens: Tokens that fit the KV cache. When it is full, the request that joined last is preempted, and its
-            tokens are computed again later.
-        places: Limits how many waiting requests join; by default as many as there is room for.
-        wake_s: Additional seconds of the first pull or resume after a pause in mode "sleep".
-        stream_interval: Most steps between two chunks of a streamed request; None streams no chunks, which makes the
-            waits longer.
+        cost: Duration of a step and of a pull, in seconds.
+        max_running: Maximum number of requests that advance at a time.
+        kv_tokens: Number of tokens that fit the KV cache. When it is full, the request that joined last is preempted,
+            and its tokens are computed again later.
+        places: Limits how many waiting requests join. By default as many join as there is room for.
+        wake_s: Additional duration of the first pull or resume after a pause in mode "sleep", in seconds.
+        stream_interval: Maximum number of steps between two chunks of a streamed request. None streams no chunks, which
+            makes the simulated waits longer.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class SimulatedReplica:
     ) -> None:
         self.name = name
         self.version = 0
-        self.num_tokens = 0  # computed, including discarded ones
+        self.num_tokens = 0  # computed tokens, including discarded ones
         self.num_preemptions = 0
-        self._busy_s = 0.0  # of completed steps
+        self._busy_s = 0.0  # duration of completed steps
         self._busy_since: float | None = None  # start of the steps in progress
         self._length_of = length_of
         self._cost = cost
@@ -120,8 +120,8 @@ class SimulatedReplica:
         self._stream_interval = stream_interval
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []  # in the order in which they joined
-        self._held = 0  # tokens of these in the KV cache
-        self._prompt_tokens = 0  # to be computed in the next step
+        self._held = 0  # tokens of the running requests in the KV cache
+        self._prompt_tokens = 0  # prompt tokens to be computed in the next step
         self._paused = False
         self._aborting: set[str] = set()
         self._pulls: list[tuple[int, asyncio.Future[None]]] = []
@@ -129,7 +129,7 @@ class SimulatedReplica:
 
     @property
     def busy_s(self) -> float:
-        """Time spent in steps until now, including those in progress."""
+        """Seconds spent in steps until now, including those in progress."""
         if self._busy_since is None:
             return self._busy_s
         return self._busy_s + asyncio.get_running_loop().time() - self._busy_since
@@ -223,11 +223,11 @@ class SimulatedReplica:
             await asyncio.sleep(self._cost.load)
             self.version = max(self.version, *(version for version, _ in pulls))
             for _, done in pulls:
-                if not done.done():  # otherwise its caller has given up
+                if not done.done():  # otherwise the caller has given up
                     done.set_result(None)
 
     def _admit(self) -> None:
-        """Preempt until the step has room, then let requests join, those that were preempted first."""
+        """Preempt requests until the step has room, then let requests join, first those that were preempted."""
         while len(self._running) > 1 and self._room() < len(self._running):
             self._waiting.appendleft(last := self._running.pop())
             self._held -= last.num_tokens
@@ -250,7 +250,7 @@ class SimulatedReplica:
         return self._places.num_joining([s.growth for s in self._running], (s.growth for s in self._waiting))
 
     async def _advance(self) -> None:
-        """Take the steps up to the next one at which something changes."""
+        """Take the steps up to the next change."""
         most = self._steps_alike()
         loop = asyncio.get_running_loop()
         self._busy_since = began = loop.time()
@@ -278,7 +278,8 @@ class SimulatedReplica:
         return steps if self._stream_interval is None else min(steps, self._stream_interval)
 
     def _seconds_of(self) -> Callable[[int], float]:
-        """Duration of a number of steps from now on. The first also computes the prompts."""
+        """Return a function from a number of steps to their duration in seconds. The first step also computes
+        prompts."""
         count, cost = len(self._running), self._cost
         each = cost.step_seconds(count, 0, self._held)
         growth = cost.context_token * count / 2
@@ -305,5 +306,5 @@ class SimulatedReplica:
             self._places.ended(sequence.growth, was_aborted=was_aborted)
 
     def _room(self) -> int:
-        """Tokens that the KV cache has free."""
+        """Number of free tokens in the KV cache."""
         return self._kv_tokens - self._held

@@ -29,7 +29,7 @@ from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.testing.simulated_replica import SimulatedReplica, some_tokens
 from titan_rl.types import Completion, SamplingParams
 
-UNLIMITED = 1 << 40  # tokens, more than there are
+UNLIMITED = 1 << 40  # tokens; more than any simulation has
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +37,25 @@ class Cluster:
     """Simulated generators and trainer. All times are in seconds.
 
     Args:
-        num_replicas: Engines, each with its own batch.
-        cost: Of one engine step, as a function of its running requests, their tokens and new prompt tokens; `load` is
-            the duration of a pull for each engine.
-        max_running: Most requests that one engine advances at a time.
-        kv_tokens: Tokens that fit the KV cache of one engine.
-        move_below: Generators with at most this share of the busiest one's requests take over some of them, see
-            `Moves`.
-        num_lent: Engines on the trainer's devices, which generate while it waits for a batch, see `LentEngines`.
-        adapts: Run fewer requests if the KV cache is expected to fill up, see `AdaptivePlaces`.
+        num_replicas: Number of engines. Each has its own batch.
+        cost: Duration of an engine step, as a function of its running requests, their tokens and new prompt tokens. Its
+            `load` is the duration of a pull by an engine.
+        max_running: Maximum number of requests that one engine advances at a time.
+        kv_tokens: Number of tokens that fit the KV cache of one engine.
+        move_below: Generators whose share of the busiest generator's requests is at most this take over some of them;
+            see `Moves`.
+        num_lent: Number of engines on the trainer's devices, which generate while it waits for a batch; see
+            `LentEngines`.
+        adapts: Whether to run fewer requests if the KV cache is expected to fill up; see `AdaptivePlaces`.
         train_s: Duration of an optimizer step on one batch.
-        logprob_s: Duration of recomputing the logprobs of one batch before it is trained on; 0 to use the sampler's.
-        wake_s: Time in which an engine gets its memory back after sleep.
-        colocated: Generators and trainer share their devices, so nothing is generated while a batch is trained.
+        logprob_s: Duration of recomputing the logprobs of one batch before training on it; 0 to use the sampler's
+            logprobs.
+        wake_s: Duration in which an engine gets its memory back after sleep.
+        colocated: Whether generators and trainer share their devices, so that nothing is generated while a batch is
+            trained.
 
     Raises:
-        ConfigError: Names the field, the value and what is allowed.
+        ConfigError: A field is wrong. The message names the field, the value and what is allowed.
     """
 
     num_replicas: int
@@ -86,15 +89,15 @@ LengthDraw = Callable[[random.Random], int]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Single-turn prompts with answers whose lengths depend only on seed, group and sibling, so that every schedule
-    gets the same ones.
+    """Single-turn prompts. The lengths of answers depend only on seed, group and sibling, so every schedule gets the
+    same lengths.
 
     Args:
-        draw: Tokens of an answer.
-        group_size: Answers to a prompt, at least 2, because they are compared.
+        draw: Draws the number of tokens of an answer.
+        group_size: Number of answers to a prompt. At least 2, because they are compared.
 
     Raises:
-        ConfigError: Names the field, the value and what is allowed.
+        ConfigError: A field is wrong. The message names the field, the value and what is allowed.
     """
 
     draw: LengthDraw
@@ -108,15 +111,15 @@ class Workload:
                 raise ConfigError(f"Workload.{name} is {getattr(self, name)!r}; it must be at least {least}")
 
     def length(self, index: int, sibling: int) -> int:
-        """Tokens of the answer of one sibling in group number `index`."""
+        """Number of tokens of the answer of one sibling in group number `index`."""
         return self.draw(random.Random(f"{self.seed}/{index}/{sibling}"))
 
 
 def log_normal_with_tail(*, median: float, sigma: float, cap: int, tail: float = 0.03) -> LengthDraw:
-    """97% log-normal lengths, and a `tail` of them between 0.9 and 1.0 of the cap.
+    """Make a draw of lengths: log-normal, except a share `tail` that is uniform between 0.9 and 1.0 of the cap.
 
     Args:
-        sigma: Standard deviation of the logarithm.
+        sigma: Standard deviation of the logarithm of the length.
     """
 
     def draw(random: random.Random) -> int:
@@ -131,33 +134,34 @@ def equal(length: int) -> LengthDraw:
     return lambda random: length
 
 
-GIVE_BACK_S = 1e3  # limit; it takes one engine step
+GIVE_BACK_S = 1e3  # time limit; it takes one engine step
 
 
 class LentEngines:
-    """Replicas that a router has only while the trainer waits.
+    """Replicas that serve a router only while the trainer waits.
 
-    At the beginning of such a time they need `wake_s` and a pull. At its end their requests are interrupted and
-    continue on other replicas with their tokens. They receive only new requests, unless running ones are moved to them.
+    At the beginning of each such period they need `wake_s` seconds and a pull. At its end their requests are
+    interrupted and continue on other replicas with their tokens. They receive only new requests, unless running ones
+    are moved to them.
     """
 
     def __init__(self, router: GeneratorRouter, replicas: Sequence[SimulatedReplica], wake_s: float) -> None:
         self._router = router
         self._replicas = replicas
         self._wake_s = wake_s
-        self._lent_s = 0.0  # of completed times
+        self._lent_s = 0.0  # duration of completed periods
         self._lent_since: float | None = None
 
     @property
     def lent_s(self) -> float:
-        """Total time of all replicas with the router until now, including the time in which they wake."""
+        """Seconds of all replicas with the router until now, including the time in which they wake."""
         now = asyncio.get_running_loop().time()
         out_s = 0.0 if self._lent_since is None else now - self._lent_since
         return (self._lent_s + out_s) * len(self._replicas)
 
     @asynccontextmanager
     async def out(self) -> AsyncGenerator[None]:
-        """Let them serve for the length of the block, once they are awake."""
+        """Context manager: let the replicas serve within the block, once they are awake."""
         began = self._lent_since = asyncio.get_running_loop().time()
         waking = asyncio.ensure_future(self._wake())
         try:
@@ -179,22 +183,22 @@ class LentEngines:
         retiring = [
             asyncio.ensure_future(self._router.retire_replica(replica.name, GIVE_BACK_S)) for replica in serving
         ]
-        await asyncio.sleep(0)  # from here on they receive no requests
+        await asyncio.sleep(0)  # from now on they receive no requests
         await self._router.abort([request_id for replica in serving for request_id in replica.request_ids])
         await asyncio.gather(*retiring)
 
 
-FOREVER_S = 1e8  # time limits are for faults, which a simulation does not have
+FOREVER_S = 1e8  # time limits handle faults, which a simulation does not have
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
     """Result of a simulated schedule, without the warm-up steps."""
 
-    step_s: Sequence[float]  # [num_steps], from batch to batch
-    ages: Counter[int]  # versions between a group's oldest token and its step -> groups
+    step_s: Sequence[float]  # [num_steps], seconds from batch to batch
+    ages: Counter[int]  # number of groups by age: versions between a group's oldest token and its step
     trainer_idle: float  # share of the time
-    generators_idle: float  # share of the engines' time; of lent ones, only the time with the router
+    generators_idle: float  # share of the engines' time; of lent engines, only the time with the router
     wasted_tokens: int
     preemptions: int
     moved: int  # requests moved between engines, including the warm-up
@@ -207,7 +211,7 @@ class SimulationResult:
 
     @property
     def length_bias(self) -> float:
-        """Mean length trained on relative to the mean length on offer; 1 is unbiased."""
+        """Mean length of rollouts that were trained on, relative to that of all offered rollouts; 1 is unbiased."""
         return fmean(self.accepted_lengths) / fmean(self.offered_lengths)
 
 
@@ -223,11 +227,11 @@ def simulate(
     """Run `warmup + num_steps` optimizer steps in virtual time.
 
     Args:
-        strategy: Of the router; by default the router's default.
+        strategy: Routing strategy. Defaults to the router's default.
 
     Raises:
-        ConfigError: The cluster is colocated, but generation would continue while the trainer works; there are no
-            steps; or an answer does not fit the KV cache of an engine.
+        ConfigError: The cluster is colocated but generation would continue while the trainer works, the number of steps
+            is too small, or an answer does not fit the KV cache of an engine.
     """
     for name, value, least in (("num_steps", num_steps, 1), ("warmup", warmup, 0)):
         if value < least:
@@ -247,7 +251,8 @@ def simulate(
 
 
 def _check_fit(workload: Workload, cluster: Cluster, num_groups: int) -> None:
-    """Check that the answers of at least these groups fit the KV cache. The total is known only at the end."""
+    """Check that the answers of the first groups fit the KV cache. The total number of groups is known only at the
+    end."""
     if cluster.kv_tokens == UNLIMITED:
         return
     answers = ((group, sibling) for group in range(num_groups) for sibling in range(workload.group_size))
@@ -268,7 +273,7 @@ def _virtual_time() -> asyncio.AbstractEventLoop:
 
 
 class _OneTurnEnv:
-    """The environment of one prompt and one answer."""
+    """Environment with one prompt and one answer."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
@@ -320,7 +325,7 @@ class _Simulation:
             Rubric([Reward(_first_sibling, name="first")]),
             max_context=self._workload.prompt_tokens + (1 << 40),
             limits=RolloutConfig(rollout_timeout_s=FOREVER_S, generate_timeout_s=FOREVER_S),
-            seed=None,  # requests with seeds stay where they are
+            seed=None,  # requests with seeds would stay on their replica
         )
         self._scheduler = GroupScheduler(
             self._run_group,
@@ -347,7 +352,7 @@ class _Simulation:
         began = busy = had = 0.0
         preempted = 0
         pulling: asyncio.Task[None] | None = None
-        for version in range(1, 1 + warmup + num_steps):  # that the simulated trainer makes
+        for version in range(1, 1 + warmup + num_steps):  # versions that the simulated trainer makes
             if version == 1 + warmup:
                 began, busy, preempted = loop.time(), self._busy_s(), self._num_preemptions()
                 had = self._engine_s()
@@ -421,7 +426,7 @@ class _Simulation:
         return sum(replica.busy_s for replica in [*self._replicas, *self._lent])
 
     def _engine_s(self) -> float:
-        """Total time of the engines until now."""
+        """Total time of the engines until now, in seconds."""
         return asyncio.get_running_loop().time() * len(self._replicas) + self._trainers.lent_s
 
     def _num_preemptions(self) -> int:

@@ -1,6 +1,6 @@
-"""Contract of trainer and generators with every transport, as pytest tests.
+"""Contract between trainer, generators and transports, as pytest tests.
 
-Example, the whole of a test file:
+Example of a complete test file:
 
     class TestMyTransport(TransportContract):
         @pytest.fixture(autouse=True)
@@ -35,12 +35,12 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8", "bool")
 
 
 def arrived(manifest: Manifest) -> Manifest:
-    """The manifest as another process receives it."""
+    """Return the manifest as another process receives it."""
     return pickle.loads(pickle.dumps(manifest))
 
 
 def read(transport: StateDictTransport, manifest: Manifest) -> dict[str, Any]:
-    """Copies of the tensors by name, which do not share the transport's memory."""
+    """Return copies of the tensors by name, which do not share the transport's memory."""
     return {name: tensor.clone() for name, tensor in transport.pull(arrived(manifest))}
 
 
@@ -65,7 +65,7 @@ class TransportContract:
         raise NotImplementedError
 
     def left(self) -> Sequence[object]:
-        """Leftovers of the run outside the memory of its processes, such as files."""
+        """Return leftovers of the run outside the memory of its processes, such as files."""
         raise NotImplementedError
 
     def corrupt(self, manifest: Manifest) -> None:
@@ -82,7 +82,7 @@ class TransportContract:
 
     @pytest.fixture
     def end(self) -> Iterator[Ends]:
-        """Makes ends of the transport. At the end of the test all are closed, and nothing may be left."""
+        """Make ends of the transport. At the end of the test all are closed, and nothing may be left."""
         made: list[StateDictTransport] = []
 
         def make(rank: int = 0) -> StateDictTransport:
@@ -221,7 +221,7 @@ class TransportContract:
     def test_a_slice_arrives_as_the_dtype_it_is_to_be_published_as(self, end: Ends) -> None:
         import torch
 
-        whole = torch.linspace(-3, 3, 700_000).reshape(7, -1)  # more than is converted at a time
+        whole = torch.linspace(-3, 3, 700_000).reshape(7, -1)  # more values than are converted at a time
         named = [("w", TensorSlice(whole, SlicePosition((0, 0), tuple(whole.shape)), "bfloat16"))]
         same(read(end(), end().publish(1, named)), {"w": whole.bfloat16()})
 
@@ -244,7 +244,7 @@ class TransportContract:
         manifest = writer.publish(1, self.weights(1).items())
         same(read(reader, manifest), self.weights(1))
         reader.close()
-        same(read(end(), manifest), self.weights(1))  # it was not the reader's to give back
+        same(read(end(), manifest), self.weights(1))  # the memory did not belong to the reader
         writer.close()
         assert not self.left()
         refused(end(), manifest)
