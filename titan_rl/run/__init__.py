@@ -1,12 +1,15 @@
-"""One run, from a checked config to its end. In the order in which it is read best:
+"""One run, from a checked config to its end. A good order to read it in:
 
-launch          the story of a run: its folder, the machine, the processes, the loop, giving all of it back
-controller      the training loop, with its schedule
-stages/         what the loop calls: groups, calls of the trainer, weights, validation
-checkpoints/    what is kept so that a run can go on, and going on
-journal/        what happens between two checkpoints
-observability/  what a run notes, shows and writes
-stopping, end_messages    signals, and what is told when a run ends before its time
-directory, json_lines     the run's folder and its files
-machine/        what a run borrows from the machine, and how it gives it back
+launch          a run from start to end: its folder, processes, tasks, journal and loop, and their cleanup
+session         setup and teardown around the work of a command, and its closing messages
+controller      the training loop and its stages
+stages/         the stages: rollouts, calls of the trainer, weight sync, validation, leagues
+checkpointing   checkpoints, and resumption from the newest one
+trainer_recovery, trainer_turns    death of the trainer's processes; several experiments that share one trainer
+journal/        events between two checkpoints
+observability/  metrics, progress, transcripts and the summary
+directory, json_lines, status    the run's folder and its files
+sft/            supervised runs
+machine/        environment, signals, and checks of the machine
+terminal/       terminal output
 """

@@ -1,4 +1,5 @@
-"""Checkpoints of a run: copied while training stands and written to disk while it continues; resumption from one."""
+"""Checkpoints of a run, which are copied while training pauses and written to disk while it continues, and resumption
+from a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,22 +38,22 @@ from titan_rl.training.state.checkpoint import (
 
 
 def is_complete(root: Path, version: int) -> bool:
-    """Return whether the trainer has written state and checksums itself."""
+    """Return whether the trainer itself has written the state and the checksums of a checkpoint."""
     folder = _folder(root, version)
     return (folder / FILE).is_file() and (folder / CHECKSUMS).is_file()
 
 
 def complete(root: Path, version: int, run_state: Mapping[str, Any]) -> None:
-    """Write the missing state and checksums of a checkpoint. A trainer that has nothing to save has written no folder
-    either.
+    """Write the state and the checksums of a checkpoint if they are missing. If a trainer has nothing to save, its
+    folder is missing too, and is created.
 
     Args:
-        root: The folder of checkpoints.
-        run_state: as the trainer was given it.
+        root: Folder of the checkpoints.
+        run_state: Run state that the trainer was given.
 
     Raises:
         NoSpaceError: The disk is full.
-        CheckpointError: it could not be written for another reason.
+        CheckpointError: The checkpoint could not be written for another reason.
     """
     folder = _folder(root, version)
     try:
@@ -66,13 +67,14 @@ def complete(root: Path, version: int, run_state: Mapping[str, Any]) -> None:
 
 
 def _folder(root: Path, version: int) -> Path:
-    """`step-4` is the checkpoint of version 4, too."""
+    """Folder of a version's checkpoint, whose number may have fewer digits than usual: `step-4` is that of version
+    4."""
     found = (path for path in list_checkpoints(root) if step_of(path) == version)
     return next(found, step_directory(root, version))
 
 
 SHARE = 0.1
-"""Largest share of the time in which checkpoints by `checkpoint.interval_s` are being written."""
+"""Largest share of the run's time that writing checkpoints by `checkpoint.interval_s` may take."""
 
 TELL_EVERY_S = 30.0
 
@@ -86,28 +88,28 @@ class SavedRun(Protocol):
         ...
 
     async def copy_state(self) -> Mapping[str, Any]:
-        """Have the trainer copy its version for a checkpoint, which training may change afterwards, and return the
-        `run_state` that the trainer was given.
+        """Have the trainer copy its weights and state for a checkpoint, so that training may change them afterwards.
+        Return the `run_state` that the trainer was given.
 
         Raises:
-            CheckpointError: it cannot be copied.
+            CheckpointError: The state cannot be copied.
         """
         ...
 
     def forget_before(self, version: int) -> None:
-        """Delete records that only checkpoints before this version need."""
+        """Delete records that only checkpoints before a version need."""
         ...
 
 
 class CheckpointSaver:
-    """Writer of a run's checkpoints, one at a time: while the run continues, and when it ends. A checkpoint that does
+    """Writer of a run's checkpoints, one at a time, while the run continues and when it ends. A checkpoint that does
     not fit on the disk is skipped with a message, and retried when the next one is due; the last one has to fit.
 
     Args:
-        run: Its version is saved already.
-        calls: Calls of the trainer, which a copy is one of.
+        run: Run to save. Its current version is already saved.
+        calls: Calls of the trainer, to which the copies are added.
         root: Folder of the checkpoints.
-        estimate: Size of a checkpoint in bytes before there is one.
+        estimate: Size to assume while there is no checkpoint, in bytes.
     """
 
     def __init__(
@@ -127,8 +129,8 @@ class CheckpointSaver:
         self._estimate = estimate
         self._progress = progress
         self._begun = self._whole = run.version
-        self._run_state: Mapping[str, Any] = {}  # of the version begun last
-        self._wait_s = config.interval_s  # from the end of one checkpoint to the next by time
+        self._run_state: Mapping[str, Any] = {}  # state of the version begun last
+        self._wait_s = config.interval_s  # seconds from the end of one checkpoint to the next by time
         self._began_at: float | None = None
         self._ended_at: float | None = None
         self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
@@ -147,8 +149,8 @@ class CheckpointSaver:
         return by_steps or (by_time and self._begun == self._whole) or self._asked.is_set()
 
     async def soon(self) -> None:
-        """Ask for a checkpoint at the loop's next opportunity, and wait until it is written, or skipped because the
-        disk is full. Returns at once if the version was saved before."""
+        """Ask for a checkpoint at the loop's next opportunity, and wait until it is written, or is skipped because the
+        disk is full. Return at once if the version is already saved."""
         version = self._run.version
         self._tried = -1  # there may be room by now
         while max(self._whole, self._tried) < version:
@@ -157,8 +159,7 @@ class CheckpointSaver:
             await self._wrote.wait()
 
     async def asked_before(self, waiting: asyncio.Future[Any]) -> bool:
-        """Wait until `soon` asks for a checkpoint, or `waiting` is done, and return whether a checkpoint was asked for
-        first."""
+        """Wait until `soon` asks for a checkpoint or `waiting` is done. Return whether the checkpoint came first."""
         asked = asyncio.ensure_future(self._asked.wait())
         try:
             await asyncio.wait([waiting, asked], return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +172,7 @@ class CheckpointSaver:
         room.
 
         Raises:
-            CheckpointError: it cannot be copied.
+            CheckpointError: The state cannot be copied.
         """
         await self.written()
         self._asked.clear()
@@ -194,7 +195,7 @@ class CheckpointSaver:
         """Save the run's version if it is not saved yet, however long that takes, and report it.
 
         Raises:
-            CheckpointError: it cannot be saved.
+            CheckpointError: The version cannot be saved.
         """
         version = self._run.version
         try:
@@ -218,12 +219,13 @@ class CheckpointSaver:
         self._progress.message(f"step {version} is saved")
 
     async def _copy_and_finish(self) -> None:
-        if self._begun != self._run.version:  # else the copy was made before the run was stopped
+        if self._begun != self._run.version:  # otherwise the copy was made before the run was stopped
             await self._copy()
         await self._finish()
 
     async def _write(self, version: int) -> None:
-        """Write the version that was copied. A full disk is reported; another failure fails the background."""
+        """Write the version that was copied. A full disk is reported; any other failure fails the background task
+        group."""
         with (
             self._progress.working(f"writing the checkpoint of step {version}"),
             span("checkpoint", "checkpoint", lane="checkpoint", step=version),
@@ -248,7 +250,7 @@ class CheckpointSaver:
             await self._calls.trainer.finish_save()
             if not is_complete(self._root, self._begun):
                 await in_thread(complete, self._root, self._begun, self._run_state)
-        except NoSpaceError as error:  # another process took the room meanwhile
+        except NoSpaceError as error:  # another process has used the space meanwhile
             raise NoSpaceError(no_space(self._root, self._size(), free_bytes(self._root))) from error
         finally:
             self._ended_at = asyncio.get_running_loop().time()
@@ -265,7 +267,7 @@ class CheckpointSaver:
         self._note_tried(version)
 
     def _note_tried(self, version: int) -> None:
-        """Wake up the tasks that wait for a version, which is saved or cannot be saved."""
+        """Wake up the tasks that wait for a version, which is now saved or cannot be saved."""
         self._tried = version
         self._wrote.set()
 
@@ -279,7 +281,7 @@ class CheckpointSaver:
 class Resumption:
     """Starting point of a run."""
 
-    checkpoint: Path | None  # None: there is none yet, and training begins with the groups of the journal
+    checkpoint: Path | None  # None if there is none yet: training begins with the groups of the journal
     state: RunState
     losses: tuple[str, ...] = ()  # messages for the user
     journal: JournalContents | None = None  # None for a new run
@@ -288,7 +290,7 @@ class Resumption:
         """Check the version that the trainer reports after it has loaded the checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint has the run's state of another version.
+            CheckpointError: The run state in the checkpoint is that of another version.
         """
         if version != self.state.step:
             raise CheckpointError(
@@ -299,13 +301,13 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """State of a stopped run on the disk."""
+    """State on the disk of a stopped run."""
 
-    checkpoint: Path | None  # the newest that is whole
-    damaged: Mapping[Path, str]  # newer ones, with the damage
+    checkpoint: Path | None  # the newest one that is whole
+    damaged: Mapping[Path, str]  # newer checkpoints that are damaged, each with a description of the damage
     state: RunState
     journal: JournalContents
-    lost_records: Sequence[str] = ()  # of metrics and transcripts
+    lost_records: Sequence[str] = ()  # messages about lost metrics and transcripts
     told: tuple[str, ...] = ()  # other messages for the user
 
     @property
@@ -322,7 +324,7 @@ def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
     """Find the newest whole checkpoint, and check that the run can resume from it. The run is left unchanged.
 
     Raises:
-        ConfigError: A setting that weights and rollouts come from has changed since.
+        ConfigError: A setting that determines weights or rollouts has changed since the run began.
         CheckpointError: The run is finished, its state cannot be read or is of other tasks, all its checkpoints are
             damaged, its journal is of another run, or `model.path` holds another model than the run began with.
     """
@@ -344,11 +346,11 @@ def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
 
 
 def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
-    """Cut metrics and transcripts back to the step that the run resumes from, and write the config. Damaged checkpoints
-    are renamed. A run that cannot resume is left unchanged.
+    """Prepare a run to resume from its newest whole checkpoint: cut metrics and transcripts back to its step, rename
+    damaged checkpoints, and write the config. A run that cannot resume is left unchanged.
 
     Raises:
-        ConfigError, CheckpointError: as `find_standing` does.
+        ConfigError, CheckpointError: The run cannot resume; see `find_standing`.
     """
     stands = find_standing(config, run_dir)
     checkpoint, state, journal = stands.checkpoint, stands.state, stands.journal
@@ -356,7 +358,7 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     losses += stands.lost_records
     if checkpoint is None and not journal.begins and not journal.losses:
         losses.append(f"{run_dir.path} has no checkpoint and no journal: the run starts from the beginning")
-    # Without a checkpoint the first validation is made again, too.
+    # Without a checkpoint, the first validation is also repeated.
     run_dir.cut_records(state.step if checkpoint is not None else -1, journal.state)
     run_dir.write_config(config)
     return Resumption(checkpoint, state, tuple(losses), journal)
@@ -366,7 +368,7 @@ def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) ->
     """Check that the model's folder has not changed since the run began.
 
     Returns:
-        messages for the user. Changed weights are no error if the weights of the checkpoint are enough.
+        Messages for the user. Changed weights are no error if the weights of the checkpoint are sufficient.
 
     Raises:
         CheckpointError: A part of the model that the run needs has changed.
@@ -400,8 +402,8 @@ def _check_mix(config: RunConfig, state: RunState, folder: Path) -> None:
 
 
 def is_finished(config: RunConfig, run_dir: RunDirectory, newest: Path | None) -> bool:
-    """Return whether a run is finished: its newest checkpoint has all steps, and the policy was exported after it. A
-    run may also be stopped in its last validation."""
+    """Return whether a run is finished: its newest checkpoint has all steps, and the policy was exported after it. The
+    checkpoint alone is not enough, because a run may be stopped in its last validation."""
     if newest is None or step_of(newest) < config.training.steps:
         return False
     export = run_dir.export
@@ -409,10 +411,10 @@ def is_finished(config: RunConfig, run_dir: RunDirectory, newest: Path | None) -
 
 
 def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest undamaged checkpoint, or None if there is no checkpoint, and the damage of newer ones.
+    """Return the newest undamaged checkpoint, or None if there is no checkpoint, and the damage of each newer one.
 
     Raises:
-        DamagedCheckpointError: there are checkpoints, and all are damaged.
+        DamagedCheckpointError: The folder has checkpoints, but all of them are damaged.
     """
     damaged: dict[Path, str] = {}
     for checkpoint in reversed(list_checkpoints(root)):
@@ -431,10 +433,11 @@ def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def _check_step(checkpoint: Path) -> None:
-    """
+    """Check that a checkpoint's folder has the name of its step.
+
     Raises:
-        DamagedCheckpointError: The folder is named after another step than it holds.
-        CheckpointError: its step cannot be read.
+        DamagedCheckpointError: The folder holds another step than its name says.
+        CheckpointError: The step cannot be read.
     """
     step = RunState.read(checkpoint).step
     if step != step_of(checkpoint):
@@ -442,7 +445,7 @@ def _check_step(checkpoint: Path) -> None:
 
 
 def _set_aside(checkpoint: Path, complaint: str) -> str:
-    """Rename a damaged checkpoint, so that it does not count among the newest that are kept, and return the message
+    """Rename a damaged checkpoint, so that it does not count as one of the newest, which are kept. Return a message
     about it."""
     aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)

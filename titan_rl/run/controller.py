@@ -1,4 +1,4 @@
-"""The training loop: batches of groups become optimizer steps, whose weights go to the generators.
+"""The training loop: it turns batches of groups into optimizer steps, and sends the new weights to the generators.
 
 A step goes through these stages, each begun by a method of `Controller`, in this order:
 
@@ -19,8 +19,8 @@ So the next BATCH and TRAIN overlap SYNC and WRITE, and the scheduler decides ho
 them. A step can wait for groups (SYNC frees their slots), for the slowest pull of the previous version, or for the
 disk.
 
-A background task that fails ends the loop. Whatever ends it, the loop waits for a running call of the trainer, whose
-version is known only then, and saves the trained version.
+A background task that fails ends the loop. Whatever ends the loop, it first waits for a running call of the trainer,
+because only then is the trainer's version known, and saves the trained version.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ from titan_rl.weights.types import PublishedWeights
 
 
 class Controller(TrainingLoop):
-    """Training loop over the planes of one run. It neither starts nor closes the objects it is given.
+    """Training loop over the planes of one run. It neither starts nor closes the objects that it is given.
 
     Args:
         group_runners: Runners of groups, by the tasks' names.
         start: State of the checkpoint that the trainer has loaded.
         published: Manifests of published versions, for the router's replicas.
-        sinks: Receives the metrics.
-        token_texts: Decodes tokens for transcripts.
-        filters: Replace the group filters that settings name.
-        hosts: Reports hosts joining, draining and lost.
-        teachers: Score finished groups, by the tasks' names.
-        workers: Run the groups, if there are rollout workers.
+        sinks: Sink for the metrics.
+        token_texts: Decoder of tokens for transcripts.
+        filters: Group filters that replace those of the settings.
+        hosts: Source of reports of joining, draining and lost hosts.
+        teachers: Teachers that score finished groups, by the tasks' names.
+        workers: Rollout workers that run the groups, if there are any.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Controller(TrainingLoop):
         super().__init__(config, trainer, run_dir=run_dir, state=state, sinks=sinks, progress=progress)
         self._router = router
         self._journal = journal
-        self._syncing: asyncio.Task[None] | None = None  # the newest version, until all generators have it
+        self._syncing: asyncio.Task[None] | None = None  # sync of the newest version, until all generators have it
         tokens = TokenRecords(token_texts, config.scheduling.max_token_age)
         self._transcripts = RolloutLog(
             run_dir,
@@ -146,7 +146,8 @@ class Controller(TrainingLoop):
         self._generation = GenerationStatus(router, config.generation.num_generators, hosts)
 
     async def run(self) -> RunSummary:
-        """Validate, train, validate again. A checkpoint is written on every way out that leaves a trained model.
+        """Validate, train, and validate again. However the run ends, a checkpoint is written if a trained model is
+        left.
 
         Raises:
             TitanRLError: The error that ended the run.
@@ -194,7 +195,7 @@ class Controller(TrainingLoop):
         self._stages.close()
 
     async def _validate_first(self) -> None:
-        """Run the first validation; a resumed run repeats one that was due when it was stopped."""
+        """Run the first validation. A resumed run repeats a validation that was due when the run was stopped."""
         if not self._validation.is_on:
             self._progress.message("validation is off: validation.num_prompts = 0")
         if self._state.reward_before is None:
@@ -205,7 +206,7 @@ class Controller(TrainingLoop):
     async def _train(self, background: asyncio.TaskGroup) -> None:
         """Loop over the stages until all steps are trained, all generators have the last version, and no checkpoint is
         being written."""
-        await self._freeze_if_due(self.version)  # else done at the end of the step, unless the run was stopped there
+        await self._freeze_if_due(self.version)  # a run that was stopped at the end of a step has not done this yet
         while self.version < self._config.training.steps:
             self._stages.enter(Stage.BATCH, self.version + 1)
             with self._progress.working(f"waiting for the rollouts of step {self.version + 1}", self._progress.slots):
@@ -213,7 +214,7 @@ class Controller(TrainingLoop):
             async with self._groups.paused(self._config.scheduling.on_batch_ready) as paused:
                 with self._progress.working(f"training step {batch.step}"):
                     step = await self._calls.finish(self._train_on(batch))
-                self._skipped.check()  # the batch is settled, so a checkpoint on the way out continues after it
+                self._skipped.check()  # may end the run; the batch is settled, so a last checkpoint continues after it
                 await self._publish(step, batch, background)
                 if paused:
                     await self._pulled(step)
@@ -230,7 +231,7 @@ class Controller(TrainingLoop):
         await self._saver.written()
 
     async def _next_batch(self, background: asyncio.TaskGroup) -> GroupBatch:
-        """BATCH. The trainer is idle meanwhile, and a checkpoint may be requested."""
+        """Run BATCH. Meanwhile, the trainer is idle and a requested checkpoint is written."""
         coming = asyncio.ensure_future(self._scheduler.next_batch())
         try:
             while await self._saver.asked_before(coming):
@@ -261,7 +262,7 @@ class Controller(TrainingLoop):
         return result.version
 
     async def _publish(self, step: int, batch: GroupBatch, background: asyncio.TaskGroup) -> None:
-        """PUBLISH."""
+        """Run PUBLISH, and begin SYNC in the background."""
         with self._progress.working(f"waiting until the generators have loaded version {step - 1}"):
             await self._pulled(step)
             if self._beside is not None:
@@ -286,7 +287,7 @@ class Controller(TrainingLoop):
             await asyncio.wait([self._syncing])
 
     async def _freeze_if_due(self, step: int) -> None:
-        """Add the version to the leagues of tasks, before a checkpoint of it is written."""
+        """Add the version to the leagues of tasks if that is due, before a checkpoint of the version is written."""
         if self._league.is_due(step):
             await self._pulled(step)
             self._stages.enter(Stage.CHECKPOINT, step)
@@ -294,7 +295,7 @@ class Controller(TrainingLoop):
                 await self._calls.finish(self._league.freeze(step))
 
     async def _validate_if_due(self, step: int, background: asyncio.TaskGroup) -> None:
-        """VALIDATE."""
+        """Run VALIDATE if it is due."""
         if self._validation.is_due(step):
             await self._pulled(step)
             self._stages.enter(Stage.VALIDATION, step)
@@ -302,7 +303,7 @@ class Controller(TrainingLoop):
                 await self._validation.run_suites(step, self._validation.due(step))
 
     async def _save(self, background: asyncio.TaskGroup) -> None:
-        """SAVE."""
+        """Run SAVE, and begin WRITE in the background."""
         await self._pulled(self.version)
         self._stages.enter(Stage.CHECKPOINT, self.version)
         await self._before_checkpoint()
@@ -317,13 +318,13 @@ class Controller(TrainingLoop):
         self._reports.report(step)
 
     def _wind_up(self) -> None:
-        """Report the steps whose versions no generator will pull."""
+        """Also report the steps whose versions no generator will pull."""
         super()._wind_up()
         for step in self._reports.unreported:
             self._report(step)
 
     async def copy_state(self) -> Mapping[str, Any]:
-        """Copy the weights with their position in the data, and begin the next segment of the journal.
+        """Copy the weights and their position in the data for a checkpoint, and begin the next segment of the journal.
 
         Returns:
             `run_state.json` of the checkpoint.
@@ -333,7 +334,7 @@ class Controller(TrainingLoop):
             CheckpointError: The weights cannot be copied, or the trainer is at another version.
         """
         await self._groups.send_answers()
-        state, tasks = self._state, self._mix.state()  # before anything is awaited: later events go to the new segment
+        state, tasks = self._state, self._mix.state()  # before the first await: later events belong to the new segment
         tokens = self._router.tokens_so_far()
         position = await self._journal.checkpoint(state.step, self._scheduler.next_index, tokens)
         run_state = asdict(replace(state, next_index=position.next_index, unsettled=position.unsettled, tasks=tasks))

@@ -1,4 +1,4 @@
-"""Folder of one run. Its files are an interface: reports, notebooks and people read them."""
+"""Folder of one run. Its files are an interface for reports, notebooks and people."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from titan_rl.run.journal.state import JournalState, RunState, ranges, train_ind
 from titan_rl.run.json_lines import JsonLines, cut_records, cut_traces, records
 
 ADAPTERS = "adapters"
-"""Folder, in that of a run of several adapters, with the folder of each."""
+"""Folder in the folder of a run with several adapters; it has a folder for each adapter."""
 
 LONGEST = 80
 SAYS_NOTHING = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath", "hosts.")
-"""Settings, or prefixes of their names, that do not distinguish two runs."""
+"""Names of settings, or prefixes of names, that do not distinguish two runs."""
 
 
 def run_name(config: RunConfig, tomls: Sequence[Path] = (), overrides: Sequence[tuple[str, str]] = ()) -> str:
-    """Name of a run: the config's own; else the task, the names of further files, and the settings of the command line.
+    """Name a run: by `config.name`, or otherwise by the task, the names of further files, and the settings of the
+    command line.
 
     Example: `AlphabetSort` from `cpu.toml` and `long.toml` with `--training.lr 1e-3` is "alphabet-sort-long-lr=1e-3".
 
     Returns:
-        part of a file name: at most 80 letters, digits and `-_.+=`.
+        A name that can be part of a file name: at most 80 letters, digits and `-_.+=`.
     """
     if config.name:
         return config.name
@@ -62,12 +63,12 @@ def _plain(text: str) -> str:
 
 
 def adapters_of_run(run: Path) -> dict[str, Path]:
-    """Folders of the adapters of a run with [[adapters]], by their names; empty for a run of a single policy. One that
-    has not begun has no folder yet."""
+    """Folders of the adapters of a run with [[adapters]], by adapter name; empty for a run of a single policy. The
+    folder of an adapter does not exist before its training begins."""
     try:
         tables: Any = tomllib.loads((run / "config.toml").read_text()).get("adapters", ())
         return {str(table["name"]): run / ADAPTERS / str(table["name"]) for table in tables}
-    except (OSError, ValueError, LookupError, TypeError):  # loading the settings says what is wrong with them
+    except (OSError, ValueError, LookupError, TypeError):  # loading the settings reports what is wrong with them
         return {}
 
 
@@ -83,10 +84,10 @@ class _Rollout(msgspec.Struct, gc=False):
 
 
 def check_run_dir(config: RunConfig) -> None:
-    """Check that a run's folder can be made, and leave nothing behind.
+    """Check that a run's folder can be created, and leave nothing behind.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: The folder cannot be created.
     """
     path = Path(config.run_dir).absolute()
     try:
@@ -102,25 +103,25 @@ def check_run_dir(config: RunConfig) -> None:
 
 
 class RunDirectory:
-    """Paths of a run's files, and the one writer of its JSON lines.
+    """Paths of a run's files, and the only writer of its JSON lines.
 
         config.toml      the resolved settings, defaults included
         metrics.jsonl    {"step": 3, "time_s": 12.5, "rollout/reward_mean": 0.41, ...}, one line per record
         rollouts.jsonl   {"step": 3, "phase": "train", "messages": [...], "reward": 0.74, ...}, one line per rollout
-        status.json      state of the run, its outcome, and the resource that it waits for
-        hosts.json       hosts that a run with processes has and had; requests for changes arrive in hosts.jsonl
+        status.json      state of the run, its outcome, and what it is waiting for
+        hosts.json       current and former hosts of a run with processes; requests for changes arrive in hosts.jsonl
         logs/            one file per process
         trace/           Chrome trace events, one file per process
         checkpoints/     one folder per saved step
         run_state.json   settings and data position at the start of the run; each checkpoint has its own
-        journal/         events since then, one file per checkpoint
+        journal/         events after each checkpoint, one file per checkpoint
         supervised.json  digest of the demonstrations, in runs of `titan-rl sft`
         export/          the policy as a Hugging Face folder
         report.html      page of `titan-rl view`, as one file
         lock             held while a process executes this run
 
     Args:
-        path: Folder of a run. It is made, with `logs` and `checkpoints`, if it does not exist.
+        path: Folder of a run. It is created, with `logs` and `checkpoints`, if it does not exist.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -142,15 +143,15 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: RunConfig, name: str | None = None) -> RunDirectory:
-        """Make a new folder, `<config.run_dir>/<date>-<time>-<name>`, and write the settings to it.
+        """Create a new folder, `<config.run_dir>/<date>-<time>-<name>`, and write the settings to it.
 
         `<config.run_dir>/latest` links to it, if the file system has links.
 
         Args:
-            name: Defaults to `run_name(config)`.
+            name: Last part of the folder's name. Defaults to `run_name(config)`.
 
         Raises:
-            ConfigError: it cannot be made.
+            ConfigError: The folder cannot be created.
         """
         parent = Path(config.run_dir)
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name or run_name(config)}"
@@ -173,21 +174,21 @@ class RunDirectory:
         return run_dir
 
     def become_latest(self) -> None:
-        """Point an existing link `latest` beside the folder to this run."""
+        """Point the link `latest` beside the folder to this run, if the link exists."""
         link = self.path.with_name("latest")
         if link.is_symlink():
             _link(link, self.path.name)
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None]:
-        """Hold the run's lock for the length of the block, so that no other process runs it.
+        """Hold the run's lock during the block, so that no other process executes the run.
 
         Raises:
-            CheckpointError: Another process runs it, or the lock cannot be opened.
+            CheckpointError: Another process is executing the run, or the lock cannot be opened.
         """
         lock = self.path / "lock"
         try:
-            # Neither truncated nor opened through a link: an existing file need not be a lock.
+            # The file is not truncated, nor opened through a link: an existing file need not be a lock.
             file = os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb+")
         except OSError as error:
             raise CheckpointError(
@@ -201,7 +202,7 @@ class RunDirectory:
             yield
 
     def write_config(self, config: RunConfig) -> None:
-        """Replace the settings, in one step."""
+        """Replace the file of the settings atomically."""
         fresh = self.config.with_suffix(".tmp")
         fresh.write_text(dump_config(config), encoding="utf-8")
         fresh.replace(self.config)
@@ -230,11 +231,11 @@ class RunDirectory:
         return complaints
 
     def cut_records(self, step: int, journal: JournalState) -> None:
-        """Remove the metrics and transcripts of steps after `step`, which are run again. A dropped training group stays
-        if it is settled, in whatever step it was dropped.
+        """Remove the metrics, transcripts and trace events of steps after `step`, which are run again. The transcripts
+        of a dropped training group stay if the group is settled, whatever the step in which it was dropped.
 
         Args:
-            journal: Tells which groups are settled.
+            journal: State that tells which groups are settled.
         """
 
         def stays(rollout: _Rollout) -> bool:
@@ -248,18 +249,18 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """Name of the run in resources that its processes share."""
+        """Name of the run in the names of resources that its processes share."""
         return self.path.name
 
     @property
     def model(self) -> Mapping[str, str]:
-        """The `model_identity` at the start of the run; empty if unknown."""
+        """Result of `model_identity` at the start of the run; empty if unknown."""
         with contextlib.suppress(CheckpointError):
             return RunState.read(self.path).model
         return {}
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one record, with `elapsed_s` as `time_s`. NaN and infinities become null.
+        """Append one record of metrics, with `elapsed_s` as `time_s`. NaN and infinities become null.
 
         Raises:
             OSError: The record could not be written.
@@ -275,7 +276,7 @@ class RunDirectory:
         self._lines[self.rollouts].append(record)
 
     def metric(self, step: int, name: str) -> float | None:
-        """Value of a metric in the records of a step; None if there is none."""
+        """Read the value of a metric in the records of a step; None if there is none."""
         named = json.dumps(name).encode()
         with contextlib.suppress(FileNotFoundError), self.metrics.open("rb") as file:
             for line in file:
@@ -287,7 +288,7 @@ class RunDirectory:
 
     @property
     def elapsed_s(self) -> float:
-        """Duration of the run in seconds. Earlier processes count up to their last record."""
+        """Duration of the run in seconds. For earlier processes of the run, the time up to their last record counts."""
         return self._elapsed_before_s + time.monotonic() - self._started
 
     @cached_property
@@ -311,13 +312,14 @@ _FOLDERS = {"logs", "trace", "checkpoints", "journal", "export", "start"}
 
 def check_files(folder: Path | os.DirEntry[str], *, below: bool = False) -> None:
     """Check that a run's folder has only regular files and folders, and no links, through which a resumed run would
-    write elsewhere. Folders that are not made by a run, such as those of a task, are not checked.
+    write elsewhere. Folders that the run itself does not create, such as those of a task, are not checked.
 
     Args:
         below: Whether this is a folder in a run's folder.
 
     Raises:
-        ConfigError: An entry is something else. The message names the first one and the fix.
+        ConfigError: An entry is neither a regular file nor a folder, or not the one that its name requires. The message
+            names the first such entry and the fix.
     """
     try:
         entries = list(os.scandir(folder))
@@ -340,13 +342,13 @@ def check_files(folder: Path | os.DirEntry[str], *, below: bool = False) -> None
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """See `each_of`."""
+    """Read the records of a file into a list; see `each_of`."""
     return list(each_of(path))
 
 
 def each_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Iterate over the records of a file; none if it does not exist. Lines that are not JSON objects are skipped: a
-    full disk or a killed process may have truncated one."""
+    """Iterate over the records of a JSON-lines file; a missing file has none. Lines that are not JSON objects are
+    skipped: a full disk or a killed process may have truncated a line."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -368,7 +370,7 @@ def _make_unique(parent: Path, stem: str) -> Path:
 
 
 def _link(link: Path, target: str) -> None:
-    """Point `link` to `target` in one step, so that it exists at every moment."""
+    """Point `link` to `target` atomically, so that the link always exists."""
     fresh = link.with_name(f".{link.name}-{os.getpid()}")
     with contextlib.suppress(OSError):
         fresh.symlink_to(target, target_is_directory=True)

@@ -1,13 +1,14 @@
-"""Several experiments in one run, each with an adapter of its own: `[[adapters]]`.
+"""Several experiments in one run, each of which trains an adapter of its own: `[[adapters]]`.
 
 Each experiment is a training run like any other: a `Controller` with its own scheduler, rollouts, journal, checkpoints,
-metrics and exported policy, in the folder `adapters/NAME` of the run. They share
+metrics and exported policy, in the folder `adapters/NAME` of the run. They share:
 
     the generators   each experiment has a router of its own over the same engines, whose batches mix adapters
-    the trainer      one process with the frozen weights and a trainer for each adapter; turns are fair by its time
+    the trainer      one process with the frozen weights and a trainer for each adapter; each gets a fair share of time
                      (`scheduling/fair_turns.py`)
 
-An experiment that fails stops alone. The run ends once all have ended, with an error that names those that failed.
+If an experiment fails, only that experiment stops. The run ends once all experiments have ended. If some failed, it
+raises an error that names them.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ logger = logging.getLogger(__name__)
 
 
 class ExperimentProgress(Progress):
-    """Progress of one experiment, whose lines begin with its name in the display of the run.
+    """Progress of one experiment. Its lines in the display of the run begin with its name.
 
     Args:
         run: Display of the run.
-        name: of the experiment.
+        name: Name of the experiment.
     """
 
     def __init__(self, total: int, run: Progress, name: str) -> None:
@@ -87,11 +88,12 @@ class ExperimentProgress(Progress):
 
 
 class RunMetrics:
-    """Metrics of the run itself: the steps, the share of the trainer and the failures of its experiments.
+    """Metrics of the run itself: for each experiment, its steps, its share of the trainer's time, and whether it
+    failed.
 
     Args:
-        sink: of the run.
-        steps: Steps of each experiment so far.
+        sink: Metric sink of the run.
+        steps: Steps so far, by experiment.
     """
 
     def __init__(self, sink: MetricSink, turns: FairTurns, steps: Mapping[str, int]) -> None:
@@ -123,7 +125,7 @@ class RunMetrics:
 
 
 class StepSink:
-    """Metric sink of an experiment that tells the run of its steps."""
+    """Metric sink of an experiment that reports its steps to the run's metrics."""
 
     def __init__(self, metrics: RunMetrics, name: str) -> None:
         self._metrics = metrics
@@ -140,13 +142,13 @@ class Experiment:
     """One experiment of a run.
 
     Attributes:
-        is_over: It was finished before this process began.
-        summary: Its result; None until it is finished.
-        error: Reason of its failure.
-        controller: Its training loop; None until it trains.
+        is_over: Whether it was finished before this process began.
+        summary: Result of the experiment; None until it is finished.
+        error: Error that ended the experiment, if it failed.
+        controller: Training loop; None until the experiment trains.
 
     Args:
-        folder: of the run.
+        folder: Folder of the run.
     """
 
     def __init__(self, name: str, config: RunConfig, folder: Path) -> None:
@@ -170,7 +172,7 @@ class Experiment:
 
     @property
     def step(self) -> int:
-        """Step that was trained last, which may not be saved."""
+        """Step that was trained last. It may not be saved."""
         return self.saved_step if self.controller is None else self.controller.version
 
     @property
@@ -183,13 +185,13 @@ class Experiment:
         return f"step {self.step} is not saved: {newest}"
 
     def failed(self) -> str:
-        """Message about its failure."""
+        """Message about the experiment's failure."""
         assert self.error is not None
         unsaved = f" ({self.unsaved})" if self.unsaved else ""
         return f"failed at step {self.step}{unsaved}, and the others continue: {reason(self.error)}"
 
     def _past_summary(self) -> RunSummary:
-        """Summary of a finished experiment, from its files."""
+        """Read the summary of a finished experiment from its files."""
         checkpoint = latest(self.run_dir.checkpoints)
         assert checkpoint is not None
         state, run_dir = RunState.read(checkpoint), self.run_dir
@@ -200,7 +202,7 @@ class Experiment:
         """Begin the experiment, or resume it from its newest checkpoint.
 
         Raises:
-            ConfigError, CheckpointError: It cannot be resumed.
+            ConfigError, CheckpointError: The experiment cannot be resumed.
         """
         if self.begins:
             self.run_dir.write_config(self.config)
@@ -209,8 +211,8 @@ class Experiment:
 
 
 class ExperimentStalls:
-    """Progress of one experiment for the warning of stalls. Waiting behind others that progress is no stall: for a turn
-    at the trainer, or for an engine that steps for the requests of others."""
+    """Progress of one experiment, for the warning of stalls. It is no stall to wait behind others that make progress,
+    either for a turn at the trainer or for an engine that is busy with the requests of others."""
 
     def __init__(self, run: Progressing, router: GeneratorRouter, turns: FairTurns, name: str) -> None:
         self._run = run
@@ -227,10 +229,10 @@ class ExperimentStalls:
 
 
 class Experiments:
-    """The experiments of a run, which train at the same time.
+    """Concurrent training of the experiments of a run.
 
     Args:
-        session: of the run.
+        session: Session of the run.
         planes: Running generators and trainer.
     """
 
@@ -248,13 +250,13 @@ class Experiments:
         self._metrics = RunMetrics(session.sinks, turns, steps)
 
     async def run(self) -> RunSummary:
-        """Run all experiments to their ends. The failure of one does not concern the others.
+        """Run all experiments to their ends. The failure of one does not affect the others.
 
         Returns:
-            Summary with those of all experiments.
+            Summary of the run, with the summaries of all experiments.
 
         Raises:
-            AdaptersFailedError: Some have failed.
+            AdaptersFailedError: Some of the experiments failed.
         """
         async with asyncio.TaskGroup() as running:
             for experiment in self._experiments:
@@ -365,7 +367,7 @@ class ExperimentMessages(EndMessages):
     """Closing messages of a run of several experiments.
 
     Attributes:
-        experiments: of the run; none until they begin.
+        experiments: Experiments of the run; none until they begin.
     """
 
     experiments: Sequence[Experiment] = ()
@@ -387,15 +389,15 @@ def run_experiments(
     """Run the experiments of a config to their ends.
 
     Args:
-        begins: The run is new, not resumed.
+        begins: Whether the run is new, not resumed.
         begun_by: Command to name if the run fails before it has saved anything.
 
     Returns:
-        exit code: 0, or 128 + the number of the signal that stopped the run.
-        summary: None where it was stopped.
+        exit code: Exit code: 0, or 128 + the number of the signal that stopped the run.
+        summary: Summary of the run; None if it was stopped.
 
     Raises:
-        AdaptersFailedError: Experiments failed.
+        AdaptersFailedError: Some of the experiments failed.
         TitanRLError: The error that ended the run.
     """
     session = ExperimentsSession(

@@ -1,4 +1,4 @@
-"""Hosts of a command: workers that a provider starts, and the address on which Monarch listens for them."""
+"""Hosts of a command: the workers that a provider starts, and the address on which Monarch listens for them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class StartedWorkers(Generic[C]):
     """Workers of a command.
 
     Attributes:
-        config: Settings with the addresses of the workers in the place of a provider.
-        provided: Hosts of a provider whose hosts come and go; None if they stay the same.
+        config: Settings with the addresses of the workers instead of a provider.
+        provided: Hosts of a provider whose hosts come and go; None if the hosts stay the same.
     """
 
     config: C
@@ -50,15 +50,16 @@ class StartedWorkers(Generic[C]):
 async def workers_started(
     config: C, logs: Path, verbosity: Verbosity = Verbosity.NORMAL, signals: StopSignals | None = None
 ) -> AsyncGenerator[StartedWorkers[C]]:
-    """Workers started by a provider, which end with the block.
+    """Start the workers of the provider that the settings name, if any. They end with the block.
 
     Args:
         logs: Folder for the output of workers.
-        signals: Stop the run once all workers are told to end, if the provider's workers end with their job.
+        signals: Signals by which to stop the run once all workers are told to end, if the provider's workers end with
+            their job.
 
     Raises:
-        ConfigError: The settings name no provider, or one that gives no workers.
-        TitanRLError: The provider failed.
+        ConfigError: The provider does not exist, or it gives no valid addresses.
+        TitanRLError: The provider failed, or it gives too few workers.
     """
     hosts = config.hosts
     if hosts.provider is None:
@@ -80,11 +81,11 @@ async def workers_started(
 
 
 async def _begun(opened: contextlib.AsyncExitStack, name: str, kind: ProviderKind, spec: ProviderSpec) -> Iterable[str]:
-    """Start a provider's workers, which end with the stack.
+    """Start a provider's workers. They end with the stack.
 
     Raises:
-        ConfigError: it is not a provider.
-        TitanRLError: it failed.
+        ConfigError: The provider does not return an async context manager.
+        TitanRLError: The provider failed.
     """
     with _of_provider(name):
         workers: Any = kind.workers(spec)
@@ -116,7 +117,7 @@ async def _begun(opened: contextlib.AsyncExitStack, name: str, kind: ProviderKin
 
 @contextlib.contextmanager
 def _of_provider(name: str) -> Generator[None]:
-    """Name the provider in its errors, unless they are titan_rl's own."""
+    """Convert errors of the block to errors that name the provider, unless they are titan_rl's own."""
     try:
         yield
     except TitanRLError:
@@ -132,10 +133,10 @@ def _problem(name: str, error: Exception) -> ProviderError:
 
 
 def _addresses_of(name: str, started: object) -> tuple[str, ...]:
-    """Addresses of a provider's workers, in the form of `hosts.addresses`.
+    """Convert what a provider yields to addresses of workers, in the form of `hosts.addresses`.
 
     Raises:
-        ConfigError: A value is not an address of a worker, or there are none.
+        ConfigError: A value is not an address of a worker, an address occurs twice, or there is no address.
     """
     if isinstance(started, str) or not isinstance(started, Iterable):
         raise ConfigError(f"hosts.provider {name} gave {_a(started)}; have it yield a list of addresses, HOST:PORT")
@@ -164,13 +165,13 @@ def _a(value: object) -> str:
 
 
 _announced = set[str]()
-"""Addresses that this process has announced: an evaluation of several policies announces each once."""
+"""Addresses that this process has announced, so that an evaluation of several policies announces each only once."""
 
 
 def use_monarch(hosts: HostsConfig, console: Console) -> None:
-    """Have Monarch listen where the run's hosts reach it.
+    """Make Monarch listen on an address that the run's hosts can reach.
 
-    Monarch writes to the terminal when it is first used, so call this while no display is drawn.
+    Monarch writes to the terminal when it is first used, so call this while no live display is shown.
 
     Raises:
         ConfigError: This machine lacks the address that `hosts` names.
@@ -197,12 +198,12 @@ async def open_hosts(
     signals: StopSignals | None = None,
     console: Console | None = None,
 ) -> AsyncGenerator[StartedWorkers[C]]:
-    """Start a provider's workers, import what starts processes on them, and have Monarch listen for them.
+    """Start a provider's workers, import the module that starts processes on them, and make Monarch listen for them.
 
     Args:
         module: Module that starts the processes. Its import takes seconds.
-        logs, signals: See `workers_started`.
-        console: Shows a warning if Monarch's address is open to other machines. Defaults to standard error.
+        logs, signals: Arguments of `workers_started`.
+        console: Console for a warning if Monarch's address is open to other machines. Defaults to standard error.
     """
     async with workers_started(config, logs, verbosity, signals) as workers:
         with status("loading what runs models", verbosity):

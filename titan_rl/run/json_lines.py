@@ -1,4 +1,5 @@
-"""JSON-lines files: append whole records, read them, and cut them back to the step that a run resumes from."""
+"""JSON-lines files: appending whole records, reading records, and cutting a file back to the step from which a run
+resumes."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 def cut_records(path: Path, record: type[T], keeps: Callable[[T], bool]) -> None:
     """Remove the records for which `keeps` returns False, and lines that are not records. The file may be larger than
-    memory. It is replaced atomically, or left alone if every line stays. The kernel copies the part before the first
-    removed line.
+    memory. The file is replaced atomically, or left unchanged if every line stays. The kernel copies the part before
+    the first removed line.
 
     Args:
-        record: Fields that `keeps` reads. A record has all fields without a default. Other fields are skipped, which
-            takes hardly any time.
+        record: Type with the fields that `keeps` reads. A line is a record if it has all fields without a default.
+            Skipping other fields takes hardly any time.
     """
     if not path.exists():
         return
@@ -81,18 +82,19 @@ def _read(line: bytes, decoder: msgspec.json.Decoder[T]) -> T | None:
 
 
 class JsonLines:
-    """File of records that is appended to. Each record takes one write: readers see whole lines, and a crash loses
-    none."""
+    """File to which records are appended. Each record takes one write, so that readers see whole lines, and a crash
+    loses none."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """
+        """Append one record.
+
         Raises:
-            OSError: The record could not be written. The file is restored, since a partial line would spoil the next
-                one, too.
+            OSError: The record could not be written. The file is restored, because a partial line would also spoil the
+                next one.
         """
         line = (json_line(record) + "\n").encode()
         if self._file is None:
@@ -115,7 +117,7 @@ class _Event(msgspec.Struct, gc=False):
 
 
 def cut_traces(folder: Path, step: int) -> None:
-    """Remove trace events that began after the loop entered the first step after `step`, which is run again."""
+    """Remove trace events that began after the loop entered the step after `step`, which is run again."""
     controller = folder / "controller.jsonl"
     if not controller.exists():
         return
@@ -129,7 +131,7 @@ def cut_traces(folder: Path, step: int) -> None:
 
 
 def _began(line: bytes, step: int) -> float | None:
-    """Start time of a stage of a repeated step, in trace time; None for other lines."""
+    """Start time, in trace time, of the stage in a line if it belongs to a step after `step`; None for other lines."""
     if b'"step"' not in line:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Training run, from a checked config to its end.
+"""Training run, from a checked config to its end:
 
-run_training   checks the parts, makes the run's folder and its session
-_train         starts processes, opens tasks, journal and trainer, and runs the controller's loop
+run_training   checks the parts, and creates the run's folder and its session
+_train         starts the processes, opens tasks, journal and trainer, and runs the controller's loop
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from titan_rl.training.teaching import Teacher
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """End of a run that no error ended.
+    """Outcome of a run that did not end with an error.
 
     Attributes:
-        code: 0, or 128 + the number of the signal that stopped it.
-        summary: None where it was stopped.
+        code: Exit code: 0, or 128 + the number of the signal that stopped the run.
+        summary: Summary of the run; None if it was stopped.
     """
 
     code: int
@@ -69,7 +69,7 @@ def run_training(
     Args:
         resume: Folder of an earlier run with this config, which is continued from its newest checkpoint.
         parts: Objects that replace what the settings name.
-        name: Name of a new run's folder; by default that of `run_name`.
+        name: Last part of the name of a new run's folder; by default, the result of `run_name`.
         begun_by: Command to name if the run fails before it has saved anything.
 
     Raises:
@@ -110,11 +110,11 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
         for note in filter(None, notes):
             progress.message(note)
     journal = resources.enter_context(open_journal(session.start, run_dir, progress))
-    async with asyncio.TaskGroup() as beside:  # of the start, which takes longer than the imports of a renderer
+    async with asyncio.TaskGroup() as beside:  # during the start, which takes longer than a renderer's imports
         making = beside.create_task(_make_renderer(session, parts), name="renderer")
         planes = await _start_planes(session, parts, resources)
     renderer = making.result()
-    resources.enter_context(LoopWatchdog(progress))  # after those imports, which hold up the event loop
+    resources.enter_context(LoopWatchdog(progress))  # after the imports, which block the event loop
     opening = _group_runners(config, run_dir.path, planes, progress, renderer)
     with progress.working("opening the tasks"):
         group_runners = await resources.enter_async_context(opening)
@@ -161,10 +161,11 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
 
 
 async def _make_renderer(session: RunSession[RunSummary], parts: Parts) -> Renderer:
-    """Make the renderer that settings name, unless one is given. Its error ends the start of the processes.
+    """Create the renderer that the settings name, unless one is given. An error here also ends the start of the
+    processes.
 
     Raises:
-        ConfigError, ModelError: it cannot be made.
+        ConfigError, ModelError: The renderer cannot be created.
     """
     if parts.renderer is not None:
         return parts.renderer
@@ -191,7 +192,8 @@ async def _start_planes(session: RunSession[RunSummary], parts: Parts, resources
 async def _group_runners(
     config: RunConfig, folder: Path, planes: Planes, console: Console, renderer: Renderer
 ) -> AsyncGenerator[Mapping[str, GroupRunner]]:
-    """Group runners by task name: rollout workers, which open the tasks themselves, or rollouters in this process."""
+    """Open the group runners, by task name: rollout workers, which open the tasks themselves, or rollouters in this
+    process."""
     if planes.workers is not None:
         yield {source.name: planes.workers.of(source.name) for source in config.sources}
         return

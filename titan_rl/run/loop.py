@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingLoop(ABC):
-    """Loop that trains steps and saves checkpoints. It does not close the objects it is given.
+    """Loop that trains steps and saves checkpoints. It does not close the objects that it is given.
 
     Args:
         run_dir: Folder of the run, for checkpoints and the exported policy.
         state: State of the run at the version that the trainer has loaded.
-        sinks: Receives the metrics.
+        sinks: Sink for the metrics.
     """
 
     def __init__(
@@ -69,16 +69,17 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     async def copy_state(self) -> Mapping[str, Any]:
-        """Copy the version and the state of the run that belongs to it; see `SavedRun.copy_state`."""
+        """Copy the current version of the weights, and the state of the run at that version; see
+        `SavedRun.copy_state`."""
 
     def forget_before(self, version: int) -> None:  # noqa: B027  a supervised run has nothing to delete
-        """Delete records that only checkpoints before this version need."""
+        """Delete records that only checkpoints before a version need."""
 
     async def _before_checkpoint(self) -> None:  # noqa: B027  a supervised run has nothing to wait for
         """Wait until a checkpoint of the version may be written.
 
         Raises:
-            TrainingError: it may not.
+            TrainingError: The checkpoint may not be written.
         """
 
     def _wind_up(self) -> None:
@@ -87,20 +88,20 @@ class TrainingLoop(ABC):
 
     @contextlib.asynccontextmanager
     async def _saved_at_the_end(self) -> AsyncGenerator[None]:
-        """Save a checkpoint on every way out of the block that leaves a trained model."""
+        """Save a checkpoint when the block ends, in whatever way, if it leaves a trained model."""
         try:
             yield
             self._stages.enter(Stage.CHECKPOINT, self.version)
             await self._saver.save_last()
-        except NoSpaceError:  # of the last save
+        except NoSpaceError:  # raised by the last save
             raise
         except BaseException:
             await self._save_what_is_trained()
             raise
 
     async def _save_what_is_trained(self) -> None:
-        """Save the trained version of a run that failed or was stopped. Raises nothing, so that the error that ended
-        the run stays visible. The save takes as long as it needs; a second cancellation ends the wait."""
+        """Save the trained version of a run that failed or was stopped. This raises nothing, so that the error that
+        ended the run stays visible. The save takes as long as it needs; a second cancellation ends the wait."""
         try:
             if self._calls.running:
                 logger.info("stopped at version %d, with the trainer at work: waiting for it to finish", self.version)

@@ -1,9 +1,9 @@
 """Log files whose records survive the death of their writer: the file format, its reader, and a writer with a thread.
 
-Each record is `MAGIC`, its length, and a CRC-32 of length and bytes, four bytes each, little-endian, then its bytes and
-`END`. So zeros are not a record, and appended bytes do not complete a torn one. A file is never truncated: if bytes are
-not a record, because the writer was killed, power was lost, or the disk changed them, a reader continues at the next
-whole record.
+A record consists of `MAGIC`, its length, and a CRC-32 of length and bytes, four bytes each, little-endian; then its
+bytes, and `END`. So zeros are not a record, and appended bytes do not complete a torn one. A file is never truncated:
+if some bytes are not a record, because the writer was killed, power was lost, or the disk changed them, a reader
+continues at the next whole record.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from typing import NamedTuple, TypeVar
 
 from titan_rl.core.errors import CheckpointError, NoSpaceError, means_no_space
 
-MAGIC = b"\xffTR\xfe"  # not in any UTF-8 text, whoever wrote it
+MAGIC = b"\xffTR\xfe"  # cannot occur in UTF-8 text
 END = b"\n"
 _HEADER = struct.Struct("<4sII")
 _LENGTH = struct.Struct("<I")
 
 KEPT_BYTES = 1 << 24
-"""Bytes of a file that stay in memory after they have been read."""
+"""Most bytes of a file that stay in memory after they have been read."""
 
 
 class Damage(NamedTuple):
-    """Bytes of a file that are not a record."""
+    """Range of bytes in a file that are not a record."""
 
     offset: int
     size: int
 
 
 def read_log(path: Path, damages: list[Damage] | None = None) -> Iterator[bytes]:
-    """Read the whole records of a file, in order. A missing file has none.
+    """Iterate over the whole records of a file, in order. A missing file has none.
 
     Args:
-        damages: Receives the parts of the file that are skipped.
+        damages: List to which the skipped parts of the file are appended.
 
     Raises:
-        OSError: it cannot be read, or is not a regular file: a pipe might never end.
+        OSError: The file cannot be read, or is not a regular file: a pipe might never end.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -86,7 +86,7 @@ def _records_in(descriptor: int, damages: list[Damage]) -> Iterator[bytes]:
 
 
 def frame(record: bytes) -> bytes:
-    """The bytes of one record in a file."""
+    """Encode one record as its bytes in a file."""
     return _HEADER.pack(MAGIC, len(record), _checksum(record)) + record + END
 
 
@@ -123,37 +123,38 @@ RETRY_S = 0.5
 
 
 class LogWriter:
-    """Appends to one file at a time from its own thread: `append` never waits for the disk.
+    """Writer that appends to one file at a time from its own thread, so that `append` never waits for the disk.
 
-    A record survives a SIGKILL of this process once the thread has written it, usually within milliseconds, and a loss
-    of power after `drain`, `switch` or `close`, which flush to disk. While the disk is full, records wait in memory.
+    A record survives a SIGKILL of this process once the thread has written it, usually within milliseconds. It survives
+    a loss of power after `drain`, `switch` or `close`, which flush to disk. While the disk is full, records wait in
+    memory.
 
     Args:
-        max_pending_bytes: Size of the records waiting for the disk above which `room` waits.
-        stall_s: Longest time in which the disk may take nothing.
+        max_pending_bytes: Size of the pending records, in bytes, above which `room` waits.
+        stall_s: Longest time that the disk may accept nothing, in seconds.
 
     Raises:
-        CheckpointError: A write has failed. Every later call raises it, with the cause.
+        CheckpointError: A write has failed. Every call after that raises this error, with the cause.
     """
 
     def __init__(self, path: Path, *, max_pending_bytes: int = 1 << 28, stall_s: float = 60.0) -> None:
         self._folder = path.parent
         self._max_pending_bytes = max_pending_bytes
         self._stall_s = stall_s
-        self._lock = threading.Lock()  # of the next three
+        self._lock = threading.Lock()  # guards the next three attributes
         self._pending_bytes = 0
-        self._progress = 0  # grows with everything that the disk takes
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []  # for room
+        self._progress = 0  # grows with everything that the disk accepts
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []  # callers of `room`
         self._queue: queue.SimpleQueue[bytes | Path | threading.Event | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
-        self._full: OSError | None = None  # while it is
-        self._num_refusals = 0  # for want of space
+        self._full: OSError | None = None  # set while the disk is full
+        self._num_refusals = 0  # failed attempts because the disk was full
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write, args=(path,), name="journal", daemon=True)
         self._thread.start()
 
     def append(self, record: bytes) -> None:
-        """Queue one record. Callers with many records await `room` first, since memory is limited."""
+        """Queue one record. Callers with many records should await `room` first, because memory is limited."""
         self._raise_failure()
         framed = frame(record)
         with self._lock:
@@ -161,10 +162,10 @@ class LogWriter:
         self._queue.put(framed)
 
     async def room(self) -> None:
-        """Wait while more than `max_pending_bytes` wait for the disk.
+        """Wait while more than `max_pending_bytes` are pending.
 
         Raises:
-            CheckpointError: The disk has taken nothing for `stall_s`.
+            CheckpointError: The disk has accepted nothing for `stall_s`.
         """
         while True:
             self._raise_failure()
@@ -181,23 +182,24 @@ class LogWriter:
                 self._raise_stalled(progress)
 
     def switch(self, path: Path) -> None:
-        """Flush the current file; later records go to the end of `path`."""
+        """Flush the current file. Later records are appended to `path`."""
         self._raise_failure()
         self._queue.put(path)
 
     def drain(self) -> None:
-        """Block until everything queued is on the disk, and safe from a loss of power.
+        """Block until everything queued is flushed to the disk, so that it survives a loss of power.
 
         Raises:
             NoSpaceError: The disk is full.
-            CheckpointError: it has taken nothing for `stall_s`, or the interpreter ends and has stopped the thread.
+            CheckpointError: The disk has accepted nothing for `stall_s`, or the interpreter is exiting and has stopped
+                the thread.
         """
         self._raise_failure()
         done = threading.Event()
         self._queue.put(done)
         progress, since, refusals = self._progress, time.monotonic(), self._num_refusals
         while not (self._thread_is_gone() or done.wait(min(self._stall_s, RETRY_S))):
-            if self._full is not None and self._num_refusals >= refusals + 2:  # the second is of a later attempt
+            if self._full is not None and self._num_refusals >= refusals + 2:  # the second is surely a later attempt
                 self._raise_stalled(progress)
             elif self._progress != progress:
                 progress, since = self._progress, time.monotonic()
@@ -208,14 +210,14 @@ class LogWriter:
             raise CheckpointError(f"the journal's thread has ended; {self._pending_bytes} bytes are not on the disk")
 
     def close(self) -> None:
-        """Block until everything queued is on the disk, and end."""
+        """Block until everything queued is on the disk, and end the thread."""
         try:
             self.drain()
         finally:
             self._closing.set()
             self._queue.put(None)
             if not self._thread_is_gone():
-                self._thread.join(1.0)  # it has nothing left to do, or hangs in the disk
+                self._thread.join(1.0)  # it has nothing left to do, unless a call of the disk hangs
 
     def _thread_is_gone(self) -> bool:
         return sys.is_finalizing() or not self._thread.is_alive()
@@ -257,19 +259,19 @@ class LogWriter:
             self._release_waiters(item)
 
     def _flush(self, file: FileIO) -> None:
-        """Flush a file to the disk, which may report only now that it is full. A part that is lost then costs only
-        recorded answers: a reader skips it."""
+        """Flush a file to the disk, which may report only now that it is full. If a part is lost then, a reader skips
+        it, and only recorded answers are lost."""
         self._with_room(lambda: os.fsync(file.fileno()))
 
     def _flush_and_close(self, file: FileIO) -> None:
         self._flush(file)
         try:
             file.close()
-        except OSError as error:  # everything is on the disk, and the descriptor is gone all the same
+        except OSError as error:  # everything is on the disk, and the descriptor is closed anyway
             logger.warning("%s: closing it failed: %s", self._folder, error)
 
     def _with_room(self, write: Callable[[], R]) -> R:
-        """Call `write` again while the disk is full, and return its result."""
+        """Call `write` until the disk is no longer full, and return its result."""
         while True:
             try:
                 done = write()
@@ -319,7 +321,7 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _open(path: Path) -> FileIO:
-    """Open a file for appending, and flush the folder's entry of it."""
+    """Open a file for appending, and flush its entry in the folder."""
     file = FileIO(path, "ab")
     try:
         flush_entry(path.parent)

@@ -1,8 +1,8 @@
 """Records of a journal, encoded as MessagePack and decoded by type: reading one executes nothing.
 
-Tokens are stored as bytes, and each turn of a rollout as its difference from an earlier one. MessagePack has no word
-for integers beyond 64 bits and for lone surrogates. The former are an extension of it, the latter escaped, so that
-messages come back as `titan_rl.core.calls.plain.plain` makes them, and other text unchanged.
+Tokens are stored as bytes, and each turn of a rollout as its difference from an earlier turn. MessagePack can represent
+neither integers beyond 64 bits nor lone surrogates. Such integers are stored as an extension type, and surrogates are
+escaped, so that messages are read back as `titan_rl.core.calls.plain.plain` returns them, and other text unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from titan_rl.types import Completion, FinishReason, PromptScores, SamplingParam
 
 
 class StoredExperts(msgspec.Struct, array_like=True, frozen=True):
-    """Two bytes for each expert."""
+    """Routed experts of tokens, with two bytes for each expert."""
 
     num_layers: int
     top_k: int
@@ -41,7 +41,7 @@ class StoredExperts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StoredCompletion(msgspec.Struct, array_like=True, frozen=True):
-    """Four bytes for each token, and eight for its logprob."""
+    """Completion, with four bytes for each token and eight for its logprob."""
 
     request_id: str
     token_ids: bytes
@@ -56,9 +56,10 @@ class StoredCompletion(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StoredTurn(msgspec.Struct, array_like=True, frozen=True):
-    """Its prompt is the first `num_shared` tokens of the prompt and completion of turn `base`, and `added`."""
+    """Turn of a rollout. Its prompt consists of the first `num_shared` tokens of the prompt and completion of turn
+    `base`, followed by `added`."""
 
-    base: int  # of the same rollout; of no meaning where nothing is shared
+    base: int  # index of a turn of the same rollout; meaningless if nothing is shared
     num_shared: int
     added: bytes
     completion: StoredCompletion
@@ -69,9 +70,10 @@ class StoredTurn(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StoredRollout(msgspec.Struct, array_like=True, frozen=True):
-    """
+    """Rollout with its turns stored separately.
+
     Args:
-        rollout: Without its turns.
+        rollout: Rollout without its turns.
     """
 
     rollout: Rollout
@@ -96,9 +98,10 @@ def stored_completion(completion: Completion) -> StoredCompletion:
 
 
 def completion_of(stored: StoredCompletion) -> Completion:
-    """
+    """Convert a stored completion back.
+
     Raises:
-        ValueError: its parts do not fit each other.
+        ValueError: The parts of the completion are inconsistent.
     """
     return Completion(
         stored.request_id,
@@ -116,7 +119,7 @@ def completion_of(stored: StoredCompletion) -> Completion:
 
 def stored_rollout(rollout: Rollout) -> StoredRollout:
     turns: list[StoredTurn] = []
-    last_on_line: dict[int, int] = {}  # by the identity of the array that turns share
+    last_on_line: dict[int, int] = {}  # index of the last turn, by the id() of the array that turns share
     for place, turn in enumerate(rollout.turns):
         prompt = token_array(turn.prompt_token_ids)
         window = prompt.window()
@@ -141,9 +144,10 @@ def stored_rollout(rollout: Rollout) -> StoredRollout:
 
 
 def rollout_of(stored: StoredRollout) -> Rollout:
-    """
+    """Convert a stored rollout back.
+
     Raises:
-        ValueError: its parts do not fit each other.
+        ValueError: The parts of the rollout are inconsistent.
     """
     turns: list[Turn] = []
     contexts = Contexts()
@@ -172,7 +176,7 @@ def rollout_of(stored: StoredRollout) -> Rollout:
 def _top(rows: Sequence[Sequence[tuple[int, float]]] | None) -> list[list[tuple[int, float]]] | None:
     if rows is None:
         return None
-    return [[(int(token), float(logprob)) for token, logprob in row] for row in rows]  # which may be NumPy's
+    return [[(int(token), float(logprob)) for token, logprob in row] for row in rows]  # numbers may be NumPy's
 
 
 def _stored_scores(scores: PromptScores) -> tuple[bytes, int, bytes, bytes]:
@@ -198,7 +202,8 @@ def _experts_of(stored: StoredExperts) -> ExpertRows:
 
 
 class StartRecord(msgspec.Struct, tag="start", frozen=True):
-    """The checkpoint of `version` is being written; what follows up to the next one is not in it."""
+    """Begin of a checkpoint of `version`. It does not contain the events between this record and the next one of its
+    kind."""
 
     version: int
     next_index: int
@@ -222,7 +227,7 @@ class ResultRecord(msgspec.Struct, tag="result", frozen=True):
 
 
 class CompletionRecord(msgspec.Struct, frozen=True):
-    """Answer to one request: a whole completion, or the part before an interruption."""
+    """Answer to one request: a whole completion, or its part before an interruption."""
 
     index: int
     prompt_digest: bytes
@@ -257,13 +262,13 @@ class DropRecord(msgspec.Struct, tag="drop", frozen=True):
 
 
 class DiscardRecord(msgspec.Struct, tag="discard", frozen=True):
-    """A group is generated again: what is recorded of it before this no longer counts."""
+    """Group that is generated again. Earlier records of it no longer count."""
 
     index: int
 
 
 class BatchRecord(msgspec.Struct, tag="batch", frozen=True):
-    """Groups that the step from `version` is trained on."""
+    """Groups on which the step from `version` is trained."""
 
     version: int
     indices: list[int]
@@ -273,7 +278,7 @@ _Plain = StartRecord | AssignRecord | ResultRecord | DropRecord | DiscardRecord 
 JournalRecord = _Plain | CompletionRecord | GroupRecord
 _Stored = _Plain | _StoredCompletionRecord | _StoredGroupRecord
 
-_ESCAPE = "\U0010ffff"  # stands for no character and never will
+_ESCAPE = "\U0010ffff"  # a noncharacter, which never stands for text
 _ESCAPE_BYTES = _ESCAPE.encode()
 _UNSTORABLE = re.compile(f"[\ud800-\udfff{_ESCAPE}]")
 _ESCAPED = re.compile(f"{_ESCAPE}([0-9a-f]+);")
@@ -298,11 +303,11 @@ def encode(record: JournalRecord) -> bytes:
 
 
 def decode(data: bytes) -> JournalRecord:
-    """The record.
+    """Decode a record.
 
     Raises:
-        msgspec.DecodeError: these are not the bytes of one.
-        ValueError: its parts do not fit each other.
+        msgspec.DecodeError: The bytes are not those of a record.
+        ValueError: The parts of the record are inconsistent.
     """
     stored = _decoder.decode(data)
     is_escaped = _ESCAPE_BYTES in data
@@ -321,10 +326,10 @@ def decode(data: bytes) -> JournalRecord:
 
 
 def group_record(played: Assigned, group: RolloutGroup) -> GroupRecord:
-    """A group without its sample, which is a function of its number.
+    """Build the record of a group, without its sample, which its number determines.
 
     Args:
-        played: by the group.
+        played: Position, task and sample of the group.
     """
     rollouts = [replace(rollout, sample=None) for rollout in group.rollouts]
     return GroupRecord(played.index, played.task, played.sample, rollouts)
@@ -336,7 +341,7 @@ def group_of(record: GroupRecord, sample: Any) -> RolloutGroup:
 
 
 def mix_events(record: JournalRecord) -> Iterator[MixEvent]:
-    """Events of the task mix in a record."""
+    """Iterate over the events of the task mix in a record."""
     match record:
         case AssignRecord(index, task, sample) | GroupRecord(index, task, sample):
             yield Assigned(index, task, sample)
@@ -349,7 +354,7 @@ def mix_events(record: JournalRecord) -> Iterator[MixEvent]:
 
 
 def record_of(event: MixEvent) -> AssignRecord | ResultRecord | None:
-    """Record of an event of the task mix; None for a drop, whose own record has the reason."""
+    """Build the record of an event of the task mix; None for a drop, which has a record of its own with the reason."""
     match event:
         case Assigned(index, task, sample):
             return AssignRecord(index, task, sample)
@@ -360,7 +365,7 @@ def record_of(event: MixEvent) -> AssignRecord | ResultRecord | None:
 
 
 def _with_text(rollout: Rollout, text: TextFn, message: Callable[[Message], Message]) -> Rollout:
-    """Rollout whose user-written texts are replaced."""
+    """Copy a rollout with its user-written texts replaced."""
 
     def names(values: Mapping[str, float]) -> dict[str, float]:
         return {text(name): value for name, value in values.items()}

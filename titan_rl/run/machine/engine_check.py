@@ -1,4 +1,4 @@
-"""Comparison of an engine with the trainer, before and after hot swaps with requests running, with a tiny model."""
+"""Comparison of an engine with the trainer, with a tiny model, before and after hot swaps during running requests."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from titan_rl.types import SamplingParams
 PROMPT = (5, 6, 7, 8)
 SWAPS = 3
 LEAST_CHANGE = 100
-"""Least change of logprobs by a swap, in tolerances: after a smaller one, old weights might pass for new ones."""
+"""Least change of logprobs by a swap, as a multiple of the tolerance. After a smaller change, old weights might pass
+for new ones."""
 
 
 def check_engine(folder: Path, implementation: Implementation = "auto") -> Iterator[Comparison]:
-    """Start vLLM with a tiny model, and compare its logprobs with the trainer's: of given sequences, of sampled tokens,
-    and after each of three hot swaps, between which requests go on. vLLM runs in this process, which has to end
-    afterwards.
+    """Start vLLM with a tiny model, and compare its logprobs with the trainer's: for given sequences, for sampled
+    tokens, and after each of `SWAPS` hot swaps, between which requests continue. vLLM runs in this process, which must
+    exit afterwards.
 
     Raises:
-        ModelError: Trainer or engine cannot load the model.
+        ModelError: The trainer or the engine cannot load the model.
         GenerationError: The engine stops, or a swap changes too little.
-        Exception: Raised by the engine.
+        Exception: Any error of the engine.
     """
     policy = tiny_policy(folder, implementation)
     sequences = draw_sequences(40, 17)
@@ -86,7 +87,8 @@ def check_engine(folder: Path, implementation: Implementation = "auto") -> Itera
 
 @torch.no_grad()
 def change_weights(policy: Policy, *, seed: int) -> None:
-    """Change every weight by about a twentieth, as no optimizer step would, so that old weights show."""
+    """Change every weight by about a twentieth, far more than an optimizer step would, so that old weights can be
+    detected."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in policy.model.parameters():
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
@@ -98,16 +100,17 @@ def _scores(policy: Policy, sequences: Sequence[Sequence[int]]) -> list[list[flo
 
 
 def _difference(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> float:
-    """Largest difference; infinite if one is not a number."""
+    """Largest absolute difference; infinite if one of them is NaN."""
     pairs = zip(found, expected, strict=True)
     errors = (torch.tensor(mine) - torch.tensor(theirs) for mine, theirs in pairs)
     return max(float(error.abs().nan_to_num(torch.inf).max()) for error in errors)
 
 
 def _steps(engine: Engine, count: int) -> list[TokenDelta]:
-    """
+    """Run steps of an engine while requests are running, and collect their tokens.
+
     Raises:
-        GenerationError: A step gives no tokens, or a request ends, though none is finished.
+        GenerationError: A step gives no tokens, or a request ends too early.
     """
     found: list[TokenDelta] = []
     for _ in range(count):

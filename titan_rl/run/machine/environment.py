@@ -27,23 +27,24 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def log_to(path: Path) -> None:
     """Write all log messages to a file, and none to the terminal."""
     logging.basicConfig(filename=path, level=logging.INFO, format=LOG_FORMAT, force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each request to a judge or teacher
-    logging.raiseExceptions = False  # a log that has no room on the disk is no news for the screen at every line
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each request to a judge or teacher
+    logging.raiseExceptions = False  # on a full disk, each line of the log would print an error on the screen
 
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Generator[None]:
-    """`log_to` for the length of the block, in a program that has a log of its own. Its handlers are kept."""
+    """Log as `log_to` does during the block, in a program with logging of its own. Its handlers are restored
+    afterwards."""
     root = logging.getLogger()
     handlers, level, raises = root.handlers[:], root.level, logging.raiseExceptions
-    root.handlers.clear()  # which are closed where they are replaced
+    root.handlers.clear()  # `basicConfig(force=True)` would close them
     log_to(path)
     try:
         yield
     finally:
         for handler in root.handlers[:]:
             root.removeHandler(handler)
-            with contextlib.suppress(OSError):  # of lines that a full disk has not taken
+            with contextlib.suppress(OSError):  # lines that a full disk has not accepted
                 handler.close()
         root.handlers[:] = handlers
         root.setLevel(level)
@@ -52,11 +53,11 @@ def logging_to(path: Path) -> Generator[None]:
 
 @contextlib.contextmanager
 def run_environment(pythonpath: Sequence[str] = ()) -> Generator[None]:
-    """Set environment variables for this process and its children, unless the user has set them, and make a folder for
-    temporary files that is removed with the run.
+    """Set environment variables for this process and its children, unless the user has set them, and create a folder
+    for temporary files that is removed at the end of the block.
 
     Args:
-        pythonpath: Folders in which the children find modules, before those of the user's own PYTHONPATH.
+        pythonpath: Folders in which the children search for modules, before those of the user's own PYTHONPATH.
     """
     clean_up_after_dead_runs(scratch_root())
     kept = process_scratch()
@@ -67,7 +68,7 @@ def run_environment(pythonpath: Sequence[str] = ()) -> Generator[None]:
         variables = ours | {"TMPDIR": folder, "MONARCH_LOG_SUFFIX": kept.name}
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
-        tempfile.tempdir = None  # so that it is read from the environment again
+        tempfile.tempdir = None  # Python reads it from the environment again
         try:
             yield
         finally:
@@ -90,7 +91,8 @@ def is_exposed() -> bool:
 
 
 def shares_network() -> bool:
-    """Return whether this process is in the network namespace of the machine's first process, or that is unknown."""
+    """Return whether this process is in the network namespace of the machine's first process; True if that is
+    unknown."""
     try:
         return os.readlink("/proc/self/ns/net") == os.readlink("/proc/1/ns/net")
     except OSError:
@@ -98,8 +100,8 @@ def shares_network() -> bool:
 
 
 def process_scratch() -> Path:
-    """Temporary folder of this process, in which Monarch keeps listening, whichever run began it. It is removed when
-    the process ends, however it does."""
+    """Temporary folder of this process. Monarch keeps listening in it even if the run that started Monarch has ended.
+    It is removed when the process ends, in whatever way."""
     return _scratch_of(os.getpid())
 
 
@@ -109,7 +111,7 @@ def _scratch_of(pid: int) -> Path:
     guard = keep_clean(folder.path.parent, folder.path.name)
 
     def remove() -> None:
-        if os.getpid() == pid:  # not one that was forked from it
+        if os.getpid() == pid:  # not a process that was forked from it
             remove_monarch_logs(folder.path.name)
             folder.remove()
             if guard is not None:
@@ -122,8 +124,8 @@ def _scratch_of(pid: int) -> Path:
 
 @contextlib.contextmanager
 def file_modes(*, share: bool) -> Generator[None]:
-    """Keep files made by this process and its children private for the length of the block, or with `share` use the
-    user's umask."""
+    """Keep files that this process and its children create private during the block, or, with `share`, use the user's
+    umask."""
     before = os.umask(0o077)
     if share:
         os.umask(before)

@@ -1,6 +1,7 @@
-"""Memory of each GPU of a run, computed from config.json and the settings, and the settings that would make it fit.
+"""Memory of each GPU of a run, computed from config.json and the settings, and changes of settings that would make the
+run fit.
 
-A GPU has the ranks that `cluster/hosts/placement.py` places on it, as if all GPUs were on one host.
+Ranks are assigned to GPUs by `cluster/hosts/placement.py`, as if all GPUs were on one host.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from titan_rl.weights.types import NUM_KEPT
 GIB = 2**30
 
 CONTEXT_BYTES = GIB
-"""Memory that CUDA and its libraries take in a trainer's process. An estimate."""
+"""Estimate of the memory that CUDA and its libraries take in a trainer's process."""
 
 HOST = "one host"
 
 
 @dataclass(frozen=True, slots=True)
 class GPUMemory:
-    """Memory of GPUs that hold the same.
+    """Memory of one or several GPUs with equal content.
 
     Attributes:
-        gpus: Their numbers.
-        trainer: Bytes by component of the trainer's rank.
-        engines: Bytes by component of the generators' ranks.
-        lends: The engines have only what the trainer does not hold between two steps, while it does not train.
+        gpus: Numbers of the GPUs.
+        trainer: Bytes of the trainer's rank, by component.
+        engines: Bytes of the generators' ranks, by component.
+        lends: Whether the engines use the GPU only while the trainer does not train, beside what the trainer holds
+            between two steps.
         at_rest: Bytes of the trainer between two steps.
     """
 
@@ -61,8 +63,8 @@ class Saving:
     """A setting that saves memory.
 
     Attributes:
-        bytes: Saved on the GPU that has most.
-        fits: Whether it is enough.
+        bytes: Bytes saved on the fullest GPU.
+        fits: Whether the run fits once the setting is changed.
     """
 
     setting: str
@@ -79,9 +81,9 @@ class Fit:
     """Memory of all GPUs.
 
     Attributes:
-        parameters: of the model.
-        host: Bytes by component in the host's memory, of all ranks.
-        limit: Bytes of a GPU.
+        parameters: Number of parameters of the model.
+        host: Bytes of all ranks in the host's memory, by component.
+        limit: Memory of a GPU in bytes.
     """
 
     parameters: int
@@ -106,11 +108,11 @@ def plan_memory(config: RunConfig, num_gpus: int, limit: int) -> Fit:
     """Compute the memory of each GPU.
 
     Args:
-        limit: Bytes of a GPU.
+        limit: Memory of a GPU in bytes.
 
     Raises:
-        ConfigError: The ranks need more GPUs.
-        ModelError: See `rank_memory`.
+        ConfigError: The ranks need more GPUs than there are.
+        ModelError: The memory of a rank cannot be computed; see `rank_memory`.
     """
     ranks = [rank_memory(config.model, each.training) for each in config.experiments.values()]
     rank = RankMemory.of_adapters(ranks) if ranks else rank_memory(config.model, config.training)
@@ -118,7 +120,7 @@ def plan_memory(config: RunConfig, num_gpus: int, limit: int) -> Fit:
 
 
 def savings(config: RunConfig, before: Fit) -> list[Saving]:
-    """Settings that save memory on the GPU that has most, each alone, the largest saving first."""
+    """Changes of single settings that save memory on the fullest GPU, the largest saving first."""
     found: list[Saving] = []
     for setting, value in _candidates(config, before):
         after = _try(config, setting, value, before)
@@ -128,18 +130,18 @@ def savings(config: RunConfig, before: Fit) -> list[Saving]:
 
 
 def smallest_change(config: RunConfig, before: Fit) -> tuple[list[Saving], Fit]:
-    """Settings that make a run fit together: those that cost least speed first, without the ones that turn out not to
-    be needed. If no settings suffice, all that save memory.
+    """Find changes of settings that together make a run fit. Changes that cost the least speed are tried first, and
+    those that turn out not to be needed are left out. If no changes suffice, the result has all that save memory.
 
     Returns:
-        The settings, and the memory with them.
+        The changes, and the memory with them.
     """
     found: dict[str, Saving] = {}
     changed, fit = config, before
     progress = True
     while progress and not fit.fits:
         progress = False
-        # Engines take the GPUs that they need first, because the trainer's ranks take all others.
+        # Engines first take the GPUs that they need, because the trainer's ranks take all others.
         for candidates in (_splits, _candidates):
             for setting, value in candidates(changed, fit):
                 after = None if fit.fits else _try(changed, setting, value, before)
@@ -158,9 +160,10 @@ def smallest_change(config: RunConfig, before: Fit) -> tuple[list[Saving], Fit]:
 
 
 def _excess(fit: Fit) -> int:
-    """Bytes beyond the limit, on the fullest GPU with a rank of the trainer and on the fullest of the others.
+    """Bytes beyond the limit: on the fullest GPU with a rank of the trainer, plus on the fullest other GPU.
 
-    A setting of the trainer helps even if engines on GPUs of their own need more, and the other way round.
+    So a setting of the trainer counts as a help even if engines on GPUs of their own exceed the limit by more, and vice
+    versa.
     """
     fullest = (max((each.total for each in fit.gpus if bool(each.trainer) is has), default=0) for has in (True, False))
     return sum(max(0, each - fit.limit) for each in fullest)
@@ -181,7 +184,7 @@ def _splits(config: RunConfig, before: Fit) -> Iterator[tuple[str, Any]]:
 
 
 def _candidates(config: RunConfig, before: Fit) -> Iterator[tuple[str, Any]]:
-    """Changes of settings that may save memory, those that cost least speed first."""
+    """Changes of settings that may save memory, those that cost the least speed first."""
     num_gpus = before.num_gpus
     model, training, generation = config.model, config.training, config.generation
     if training.rows_per_micro_batch > 1:
@@ -191,7 +194,7 @@ def _candidates(config: RunConfig, before: Fit) -> Iterator[tuple[str, Any]]:
     if model.dtype == "float32":
         yield "model.dtype", "bfloat16"
     taken = generation.num_generators * generation.tensor_parallel_size
-    apart = num_gpus - taken  # GPUs that generators leave to the trainer
+    apart = num_gpus - taken  # GPUs that the generators leave to the trainer
     for available in sorted({apart, num_gpus} - {0}):
         if (ranks := available // training.ranks_a_row) > training.data_parallel:
             yield "training.data_parallel", ranks
@@ -225,17 +228,17 @@ def _candidates(config: RunConfig, before: Fit) -> Iterator[tuple[str, Any]]:
 
 
 def with_setting(config: RunConfig, setting: str, value: Any) -> RunConfig:
-    """A config with another value of one setting of [model], [training] or [generation].
+    """Copy a config with another value for one setting of [model], [training] or [generation].
 
     Raises:
-        ValidationError: it contradicts another setting.
+        ValidationError: The value contradicts another setting.
     """
     table, *names = setting.split(".")
     section: Section = getattr(config, table)
     for name in reversed(names[1:]):
         value = {name: value}
     given = {name: getattr(section, name) for name in section.model_fields_set}
-    if setting == "training.offload":  # add to the parts that are moved by now
+    if setting == "training.offload":  # adds to the parts that are already offloaded
         parts = dict.fromkeys((*given.get("offload", ()), *value))
         value = tuple(part for part in parts if part != "optimizer" or "parameters" not in parts)
     made = type(section).model_validate({**given, names[0]: value})
@@ -243,7 +246,7 @@ def with_setting(config: RunConfig, setting: str, value: Any) -> RunConfig:
 
 
 def _try(config: RunConfig, setting: str, value: Any, before: Fit) -> Fit | None:
-    """Memory with another value of a setting; None if the run cannot have it."""
+    """Memory with another value of a setting; None if the run cannot have that value."""
     try:
         changed = with_setting(config, setting, value)
         if changed.training.master_dtype == "bfloat16" and changed.model.dtype != "bfloat16":
@@ -273,7 +276,7 @@ def _place(config: RunConfig, rank: RankMemory, num_gpus: int, limit: int) -> Fi
     transport = config.statedict.transport
     if transport == "auto":
         transport, _ = choose_transport(config, trainer, generators, lambda: limit, parameters=rank.parameters)
-    num_versions = NUM_KEPT + config.validates_beside_training  # one more is held meanwhile
+    num_versions = NUM_KEPT + config.validates_beside_training  # a validation beside training holds one more version
     published = num_versions * _published(config, rank) // config.training.num_ranks
     of_trainer = {**rank.device, "CUDA": CONTEXT_BYTES}
     host = {name: size * config.training.num_ranks for name, size in rank.host.items()}
@@ -307,12 +310,17 @@ def _engines_on(gpu: GPUMemory, generation: GenerationConfig) -> int:
 
 
 def _published(config: RunConfig, rank: RankMemory) -> int:
-    """Bytes of a published version. An adapter's is small, and counted as nothing."""
+    """Bytes of a published version. A version of an adapter is small, and counts as 0."""
     return 0 if config.training.adapter.is_on or config.adapters else rank.parameters * BYTES[config.model.dtype]
 
 
 def _engines(config: RunConfig, parameters: int, count: int, limit: int, *, beside_trainer: bool) -> dict[str, int]:
-    """Bytes of the ranks of engines on a GPU, by component."""
+    """Bytes of the engines' ranks on a GPU, by component.
+
+    Args:
+        count: Number of engines on the GPU.
+        limit: Memory of the GPU in bytes.
+    """
     if not count or config.generation.engine != "vllm":
         return {}
     generation = config.generation
@@ -336,7 +344,8 @@ def _engines(config: RunConfig, parameters: int, count: int, limit: int, *, besi
 
 
 def _adapters(config: RunConfig) -> int:
-    """Bytes that an engine reserves for adapters: at most, because tensor-parallel ranks share a part of them."""
+    """Most bytes that a rank of an engine reserves for adapters. Tensor-parallel ranks may need less, because they
+    share a part of the adapters."""
     adapters = adapter_specs(config).values()
     if not adapters:
         return 0

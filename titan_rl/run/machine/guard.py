@@ -1,10 +1,10 @@
 """Guard process of a run, which acts when the run's own process cannot.
 
-It hears of every signal that the run gets, and when the run's process has ended. A second SIGINT or SIGTERM ends a run
-whose interpreter does not react: one that is held up in a call of native code that keeps Python's lock. And when the
-process has ended without cleaning up, by that or by a SIGKILL, the guard cleans up in its place.
+The guard is notified of every signal that the run's process receives, and of the end of that process. If the process
+does not react to a second SIGINT or SIGTERM, because native code holds Python's lock, the guard kills it. If the
+process has ended without cleaning up, for this reason or because of a SIGKILL, the guard cleans up instead.
 
-This file runs as a program of its own, and imports the rest of titan_rl only once that is needed.
+This file runs as a program of its own, and imports the rest of titan_rl only when it needs it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from pathlib import Path
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 ONE_STOP_S = 0.3
-"""Signals closer together are one: `timeout` sends its own to the process and to its group."""
-GRACE_S = 1.5  # for a process that reacts
+"""Time in seconds within which several signals count as one: `timeout` sends its signal both to the process and to the
+process group."""
+GRACE_S = 1.5  # time for a process to react
 CLEANING_S = 20.0
 HAS_DESCRIPTORS = hasattr(os, "pidfd_open")
 
 
 @contextlib.contextmanager
 def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
-    """Guard this process for the length of the block. Main thread only; does nothing if the system lacks process
-    descriptors.
+    """Guard this process during the block. Call this in the main thread only. It does nothing if the system lacks
+    process descriptors.
 
     Args:
-        root: where the scratch folders are.
-        run_id: in the names of the run's weights in shared memory.
-        advice: what the user is told when the process has to be killed.
+        root: Folder with the scratch folders.
+        run_id: Id in the names of the run's weights in shared memory.
+        advice: Advice for the user if the process has to be killed.
     """
     from titan_rl.core.calls.plain import terminal_text
 
@@ -57,11 +58,11 @@ def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
 
 
 def keep_clean(root: Path, name: str) -> subprocess.Popen[bytes] | None:
-    """Start a guard that gets no signals, and cleans up in `root` when this process has ended. The caller kills it
-    after cleaning up itself. None if the system lacks process descriptors.
+    """Start a guard that receives no signals, and cleans up in `root` when this process has ended. The caller kills the
+    guard after cleaning up itself. Return None if the system lacks process descriptors.
 
     Args:
-        name: Told to whoever lists processes.
+        name: Name to show in lists of processes.
     """
     return _start(subprocess.DEVNULL, root, name, "") if HAS_DESCRIPTORS else None
 
@@ -69,8 +70,8 @@ def keep_clean(root: Path, name: str) -> subprocess.Popen[bytes] | None:
 def _start(signals: int, root: Path, run_id: str, advice: str) -> subprocess.Popen[bytes]:
     process = os.pidfd_open(os.getpid())
     try:
-        # Of a session of its own, so that Ctrl-C in the terminal does not reach it. -P: the file's folder is no place
-        # for modules.
+        # A session of its own keeps Ctrl-C in the terminal from reaching the guard. -P keeps Python from searching for
+        # modules in this file's folder.
         return subprocess.Popen(
             [sys.executable, "-P", __file__, str(process), str(root), run_id, advice],
             stdin=signals,
@@ -82,10 +83,10 @@ def _start(signals: int, root: Path, run_id: str, advice: str) -> subprocess.Pop
 
 
 def watch(process: int, root: Path, run_id: str, advice: str) -> None:
-    """Watch a process until it has ended and nothing of it is left. Signal numbers arrive on standard input.
+    """Watch a process until it has ended, and clean up after it. Signal numbers arrive on standard input.
 
     Args:
-        process: its descriptor.
+        process: Descriptor of the process.
     """
     poll = select.poll()
     poll.register(process, select.POLLIN)
@@ -96,7 +97,7 @@ def watch(process: int, root: Path, run_id: str, advice: str) -> None:
         if process in ready:
             break
         numbers = os.read(0, 4096)
-        if not numbers:  # the run is over, and cleans up itself
+        if not numbers:  # the run is over, and cleans up by itself
             poll.unregister(0)
         now = time.monotonic()
         if any(number in STOPS for number in numbers) and now - last > ONE_STOP_S:
@@ -107,18 +108,19 @@ def watch(process: int, root: Path, run_id: str, advice: str) -> None:
 
 
 def _end(process: int, advice: str) -> None:
-    """Kill a process that does not end by itself."""
+    """Kill a process that does not end by itself within `GRACE_S`."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     if not poll.poll(GRACE_S * 1000):
         text = f"\ntitan-rl: the run does not react, and is killed; {advice}\n"
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # standard error may be closed
             os.write(2, text.encode())
         signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
 def _clean_up(root: Path, run_id: str) -> None:
-    """Clean up after the run. Its other processes end with it, and only then release the locks of their folders."""
+    """Clean up after the run. The run's other processes end after its own, and release the locks of their folders only
+    then."""
     sys.path.append(str(Path(__file__).parents[3]))
     from titan_rl.cluster.hosts.folders import clean_up_after_dead_runs
     from titan_rl.weights.shard_files import shard_folders
@@ -132,5 +134,5 @@ def _clean_up(root: Path, run_id: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all that a job has
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all processes of a job
     watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,4 +1,4 @@
-"""Check of a model folder, with a tiny model made from its config.json: `titan-rl doctor --model FOLDER`.
+"""Check of a model folder, with a tiny model built from its config.json: `titan-rl doctor --model FOLDER`.
 
 The trainer is checked in one process and the engine in another, both with a time limit, so that a crash, a hang or an
 engine that does not start is a result like any other. Importing this file imports no torch; running it,
@@ -27,7 +27,7 @@ from titan_rl.training.comparison import Comparison
 from titan_rl.training.models.choice import choose_implementation
 
 LIMIT_S = 300.0
-"""Time limit of each process. On a machine with nothing else to do they take half a minute."""
+"""Time limit of each process, in seconds. On an idle machine they take half a minute."""
 
 Part = Literal["trainer", "engine"]
 PARTS: tuple[Part, ...] = ("trainer", "engine")
@@ -35,12 +35,13 @@ PARTS: tuple[Part, ...] = ("trainer", "engine")
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """A model folder that can be read.
+    """A model folder whose config.json can be read.
 
     Attributes:
-        model_type: of config.json.
-        implementation: The one that trains it with `model.implementation = "auto"`; None if none does.
-        reason: for the implementation, or why there is none.
+        model_type: Value of `model_type` in config.json.
+        implementation: Implementation that trains the model with `model.implementation = "auto"`; None if no
+            implementation can.
+        reason: Reason for the implementation, or reason why there is none.
     """
 
     folder: Path
@@ -54,8 +55,8 @@ class ModelOutcome:
     """Result of one check, or the reason why a part could not be checked.
 
     Attributes:
-        comparison: None if there is a problem.
-        problem: Reason in one line.
+        comparison: Result of the comparison; None if there is a problem.
+        problem: Reason why the part could not be checked, in one line.
     """
 
     part: Part
@@ -64,15 +65,15 @@ class ModelOutcome:
 
     @property
     def is_right(self) -> bool:
-        """Whether the numbers are those of the other computation."""
+        """Whether the two computations agree."""
         return self.comparison is not None and self.comparison.holds
 
 
 def read_model(folder: Path) -> CheckedModel:
-    """Read the folder's config.json.
+    """Read the config.json of a model folder.
 
     Raises:
-        ModelError: there is none, or it is not an object with a `model_type`.
+        ModelError: The folder has no config.json, or it is not an object with a `model_type`.
     """
     path = folder / "config.json"
     try:
@@ -99,10 +100,10 @@ def read_model(folder: Path) -> CheckedModel:
 
 
 def check_model(model: CheckedModel, *, limit_s: float = LIMIT_S) -> Iterator[ModelOutcome]:
-    """Run all checks, the parts at the same time.
+    """Check all parts at the same time.
 
     Args:
-        limit_s: Time limit of each part.
+        limit_s: Time limit of each part, in seconds.
     """
     with tempfile.TemporaryDirectory(prefix="titan-rl-doctor-", ignore_cleanup_errors=True) as temporary:
         running = {part: _Process(part, model.folder, Path(temporary), limit_s) for part in PARTS}
@@ -115,7 +116,7 @@ def check_model(model: CheckedModel, *, limit_s: float = LIMIT_S) -> Iterator[Mo
 
 
 class _Process:
-    """Process that checks one part. It is ended with all that it started."""
+    """Process that checks one part. It is killed together with all processes that it has started."""
 
     def __init__(self, part: Part, folder: Path, temporary: Path, limit_s: float) -> None:
         self._part: Part = part
@@ -132,7 +133,7 @@ class _Process:
             )
 
     def outcomes(self) -> Iterator[ModelOutcome]:
-        """Results, once the process has ended."""
+        """Wait until the process has ended, and iterate over its results."""
         problem = None
         try:
             code = self._process.wait(self._limit_s)
@@ -152,7 +153,7 @@ class _Process:
             yield ModelOutcome(self._part, problem=problem)
 
     def end(self) -> None:
-        """End the process and its children, if they still run."""
+        """Kill the process and its children, if they are still running."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -163,8 +164,8 @@ class _Process:
 
 
 def main(part: Part, folder: Path, temporary: Path, limit_s: float) -> None:
-    """Check one part in this process, and write a line for each result."""
-    signal.alarm(int(limit_s) + 1)  # should the process that waits for this one be gone
+    """Check one part in this process, and write one line for each result."""
+    signal.alarm(int(limit_s) + 1)  # in case the process that waits for this one has died
     tiny = temporary / f"tiny-{part}"
     with (temporary / f"{part}.json").open("w") as file:
         try:
@@ -174,7 +175,7 @@ def main(part: Part, folder: Path, temporary: Path, limit_s: float) -> None:
         except Exception as error:
             file.write(json.dumps({"problem": in_a_line(error, tiny)}) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # an engine's threads may not end
+    os._exit(0)  # threads of an engine may never end
 
 
 def _compare(part: Part, folder: Path, tiny: Path) -> Iterator[Comparison]:
@@ -191,13 +192,13 @@ def _compare(part: Part, folder: Path, tiny: Path) -> Iterator[Comparison]:
 
 
 def in_a_line(error: Exception, tiny: Path) -> str:
-    """Reason of a failed check.
+    """Describe the reason of a failed check in one line.
 
     Args:
-        tiny: Folder of the tiny model, which is not the user's.
+        tiny: Folder of the tiny model. The description must not name it, because the user does not know it.
     """
     at = ""
-    if not str(error):  # an assertion, such as those of vLLM's models, is known by its place only
+    if not str(error):  # an assertion without a message, as in vLLM's models, is identified only by its place
         frame = traceback.extract_tb(error.__traceback__)[-1]
         at = f" at {Path(*Path(frame.filename).parts[-3:])}:{frame.lineno}: {frame.line}"
     return " ".join((reason(error) + at).replace(str(tiny), "the tiny model").split())

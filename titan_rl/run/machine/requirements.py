@@ -28,8 +28,8 @@ from titan_rl.training.models.choice import EXPERT_COUNTS, PROVED, choose_implem
 from titan_rl.weights.transports.registry import find_transport
 
 LEFT_FREE = 1 << 24
-"""Bytes that a checkpoint leaves free for journal, metrics and logs, which continue if it is skipped for lack of
-room."""
+"""Bytes that a checkpoint leaves free for journal, metrics and logs, which continue if a checkpoint is skipped for lack
+of room."""
 
 _RESERVE = f"{LEFT_FREE / 1e6:.1f} MB for journal, metrics and logs"
 
@@ -37,7 +37,7 @@ _AVERAGES = {"adamw": 2, "adam": 2, "muon": 2, "sgd": 1}  # of each parameter
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Approximate size of a checkpoint in bytes: the trained weights, and the optimizer's averages."""
+    """Approximate size of a checkpoint in bytes: the trained weights and the optimizer's averages."""
     training, folder = config.training, Path(config.model.path)
     count = count_adapter(folder, training.adapter) if training.adapter.is_on else count_parameters(folder)
     averages = _AVERAGES.get(training.optimizer, 2) * {**BYTES, "int8": 1}[training.optimizer_dtype]
@@ -48,11 +48,11 @@ def check_room(config: RunConfig, folder: Path, held: int = 0) -> None:
     """Check that the disk has room for the checkpoints of a run.
 
     Args:
-        folder: Folder of the run, or the one in which it will be made.
-        held: Bytes of its checkpoints so far.
+        folder: Folder of the run, or the folder in which it will be created.
+        held: Bytes of the run's existing checkpoints.
 
     Raises:
-        ConfigError: there is not enough room.
+        ConfigError: The disk does not have enough room.
     """
     policies = [*config.experiments.values()] or [config]
     each = sum(map(checkpoint_bytes, policies))
@@ -73,7 +73,7 @@ def require_room(folder: Path, num_bytes: int) -> None:
     """Check that the disk has room for a checkpoint.
 
     Raises:
-        NoSpaceError: it does not fit.
+        NoSpaceError: The checkpoint does not fit.
     """
     free = free_bytes(folder)
     if num_bytes + LEFT_FREE > free:
@@ -81,7 +81,7 @@ def require_room(folder: Path, num_bytes: int) -> None:
 
 
 def no_space(folder: Path, num_bytes: int, free: int) -> str:
-    """Error message for a checkpoint that did not fit on the disk."""
+    """Error message for a checkpoint that does not fit on the disk."""
     now = " again, now that what was written is removed" if free >= num_bytes + LEFT_FREE else ""
     return (
         f"no space left in {folder}: a checkpoint takes {gigabytes(num_bytes)} and leaves {_RESERVE}, "
@@ -90,14 +90,14 @@ def no_space(folder: Path, num_bytes: int, free: int) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes for this user in a folder, or in its first parent that exists."""
-    while not os.path.exists(folder):  # of a name that is too long, too, which creating it complains of
+    """Bytes that are free for this user in a folder, or in its nearest parent that exists."""
+    while not os.path.exists(folder):  # also if its name is too long, which will be reported when it is created
         folder = folder.absolute().parent
     return shutil.disk_usage(folder).free
 
 
 def size_of(folder: Path) -> int:
-    """Size of all files in a folder in bytes, without those that vanish meanwhile."""
+    """Size of all files in a folder in bytes, without files that disappear meanwhile."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -109,7 +109,7 @@ def size_of(folder: Path) -> int:
 
 
 def gigabytes(num_bytes: float) -> str:
-    """`gigabytes(12_300_000_000)` is "12.3 GB", and `gigabytes(12_300_000)` is "12.3 MB"."""
+    """Format a size: `gigabytes(12_300_000_000)` is "12.3 GB", and `gigabytes(12_300_000)` is "12.3 MB"."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
@@ -128,7 +128,8 @@ def require_modules(*modules: str) -> None:
 
 
 def check_needs(config: RunConfig) -> None:
-    """Check that this machine has what the settings need. Other hosts are checked when their workers answer.
+    """Check that this machine has the GPUs and packages that the settings need. Other hosts are checked when their
+    workers answer.
 
     Raises:
         ConfigError: The ranks of trainer and generators cannot be placed, or a setting needs a GPU or a package that
@@ -155,7 +156,7 @@ def check_needs(config: RunConfig) -> None:
 
 
 def describe_transport(config: RunConfig) -> str:
-    """Name of a run's transport, and the reason for an automatic choice.
+    """Describe a run's transport, and the reason if it was chosen automatically.
 
     Example: `statedict.transport is shared_memory: trainer and generators are on one host, not all on GPUs`
     """
@@ -164,7 +165,7 @@ def describe_transport(config: RunConfig) -> str:
 
 
 def describe_implementation(config: RunConfig) -> str:
-    """Name of the implementation of a run's policy, and the reason for it.
+    """Describe the implementation of a run's policy, and the reason for it.
 
     Example: `model.implementation is transformers: torchtitan's models here have no model_type 'qwen2', only ...`
 
@@ -190,11 +191,11 @@ def describe_implementation(config: RunConfig) -> str:
 
 
 def check_policy(config: RunConfig) -> None:
-    """Build the policy without memory, as the trainer does, and compare its tensors with those of the folder. Nothing
-    is built for a dense model that formulas show to fit, and nothing is checked if torchtitan is not installed.
+    """Build the policy without memory, as the trainer does, and compare its tensors with those of the folder. A dense
+    model whose tensors are confirmed by formulas is not built, and nothing is checked if torchtitan is not installed.
 
     Raises:
-        ModelError: config.json does not describe a model that can be built, or the folder has other weights.
+        ModelError: The model that config.json describes cannot be built, or the weights in the folder do not fit it.
         ConfigError: An adapter does not fit the model.
     """
     model, adapter = config.model, config.training.adapter
@@ -218,12 +219,12 @@ def check_policy(config: RunConfig) -> None:
 
 
 def describe_chat(config: RunConfig) -> list[str]:
-    """Lines on the renderer of a run and the reason for it, its turns, tool calls and stop tokens; none if transformers
-    is not installed.
+    """Describe, in lines, the renderer of a run and the reason for it, its turns, tool calls and stop tokens. There are
+    no lines if transformers is not installed.
 
     Raises:
-        ModelError: The chat template cannot be extended turn by turn, and a rollout may have several turns.
-        ConfigError: there is no such renderer, or it refuses the tokenizer.
+        ModelError: The chat template cannot be extended turn by turn, but a rollout may have several turns.
+        ConfigError: The renderer does not exist, or it refuses the tokenizer.
     """
     try:
         tokenizer = load_tokenizer(config.model.path)
@@ -238,7 +239,8 @@ def describe_chat(config: RunConfig) -> list[str]:
 
 
 def warn_of_experimental(config: RunConfig) -> str | None:
-    """A line that names the experimental settings of a run, with the transport that this machine leads to."""
+    """Line that names the experimental settings of a run, including the transport that is chosen on this machine; None
+    if there are none."""
     name, _ = _chosen_transport(config)
     return experimental_warning(config, name)
 
@@ -272,7 +274,7 @@ def _check_places(config: RunConfig, gpus: tuple[str, ...]) -> None:
     """Check that the ranks of trainer and generators can be placed.
 
     Args:
-        gpus: GPUs of each host; empty if it has none, or they are unknown.
+        gpus: GPUs of each host; empty if the hosts have none, or if they are unknown.
     """
     hosts = (
         [f"host {number + 1}" for number in range(config.hosts.train)] if config.hosts.elsewhere else ["this machine"]
@@ -283,6 +285,6 @@ def _check_places(config: RunConfig, gpus: tuple[str, ...]) -> None:
 
 
 def _gpus_of_a_pod(config: RunConfig) -> tuple[str, ...]:
-    """GPUs of a pod, if the settings name them."""
+    """GPUs of a Kubernetes pod, if the settings give their number; otherwise empty."""
     wanted = config.hosts.kubernetes.resources.get("nvidia.com/gpu", "")
     return tuple(map(str, range(int(wanted)))) if config.hosts.provider == "kubernetes" and wanted.isdigit() else ()

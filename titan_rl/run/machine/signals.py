@@ -1,4 +1,5 @@
-"""Graceful stop: Ctrl-C and SIGTERM cancel a program, which saves and closes before its event loop ends."""
+"""Graceful stop: Ctrl-C and SIGTERM cancel a program, which saves its state and closes its resources before its event
+loop ends."""
 
 from __future__ import annotations
 
@@ -25,21 +26,21 @@ REACTION_S = 3.0
 
 
 class StopSignals:
-    """Handlers of both signals for the length of a block, in the main thread.
+    """Handlers of SIGINT and SIGTERM during a block, in the main thread.
 
-    Python runs the handlers between two instructions of the main thread, even while a user's code blocks the event
-    loop. If native code holds Python's lock, they wait, and the guard process acts.
+    Python runs the handlers between two instructions of the main thread, even while user code blocks the event loop. If
+    native code holds Python's lock, the handlers have to wait, and the guard process acts instead.
 
     A SIGINT that is ignored when the program starts, as shells arrange for background commands, stays ignored.
 
     Attributes:
-        code: Exit code: 0, or 128 + the number of the signal that ended the program in order.
+        code: Exit code: 0, or 128 + the number of the signal after which the program ended in order.
 
     Args:
-        stopping: Message after the first signal. An attribute, which a program may change.
-        ending: Message after the second signal, which ends the process.
-        console: Shows the messages. Defaults to standard error. An attribute, too.
-        reaction_s: Time without a reaction, in seconds, after which a message says that the event loop is blocked.
+        stopping: Message after the first signal. It is also an attribute, which a program may change.
+        ending: Message after the second signal, which ends the process at once.
+        console: Console for the messages. Defaults to standard error. It is also an attribute.
+        reaction_s: Seconds without a reaction after which a message says that the event loop is blocked.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StopSignals:
         *,
         reaction_s: float = REACTION_S,
     ) -> None:
-        self.received: signal.Signals | None = None  # the first
+        self.received: signal.Signals | None = None  # the first signal
         self.code = 0
         self.console = console or StderrConsole()
         self.stopping = stopping
@@ -76,11 +77,11 @@ class StopSignals:
 
     @contextlib.contextmanager
     def ending_in_order(self) -> Generator[None]:
-        """Cancel the current task at the first signal, for the length of the block, or at once if the signal has come
-        already. The block then ends without an error, and `code` says so.
+        """Cancel the current task when the first signal arrives during the block, or at once if it has already arrived.
+        The block then ends without an error, and `code` is set.
 
         Raises:
-            Exception: The error that ended the block; the first cause of a group.
+            Exception: The error that ended the block or, if it is a group, the group's first cause.
         """
         failure: BaseException | None = None
         self._stoppable = asyncio.current_task()
@@ -105,7 +106,7 @@ class StopSignals:
             raise failure from failure.__cause__
 
     def stop(self) -> None:
-        """Stop the program like a SIGTERM, unless a signal came before."""
+        """Stop the program as a SIGTERM would, unless a signal has already arrived."""
         if self.received is None:
             self._handle(signal.SIGTERM, None)
 
@@ -142,16 +143,16 @@ T = TypeVar("T")
 def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine as `asyncio.run` does, and return its result.
 
-    A `SystemExit` or `KeyboardInterrupt` of a task or callback usually ends an event loop at once, and cancels all its
-    tasks. Here it only cancels the program, which can save and close its resources, even if more of them follow. The
-    end does not wait for hanging threads of `asyncio.to_thread`, either.
+    A `SystemExit` or `KeyboardInterrupt` in a task or callback usually ends an event loop at once, and cancels all its
+    tasks. Here it only cancels the program, which can still save its state and close its resources, even if more such
+    exceptions follow. The end does not wait for hanging threads of `asyncio.to_thread`, either.
 
     If this thread has a running loop, as in a notebook, the program runs in another thread, and this one waits. Ctrl-C
     then cancels the program.
 
     Raises:
-        SystemExit, KeyboardInterrupt: The first of them, once the program has ended.
-        BaseException: The error of the program.
+        SystemExit, KeyboardInterrupt: The first such exception, raised once the program has ended.
+        BaseException: The error with which the program ended.
     """
     if asyncio._get_running_loop() is not None:
         return _in_thread(program)
@@ -209,7 +210,8 @@ def _in_thread(program: Coroutine[Any, Any, T]) -> T:
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Error that ended the run: the first of titan_rl's own errors, else the first of all."""
+    """Find the error in a group that ended the run: the first of titan_rl's own errors or, if there is none, the first
+    error."""
     leaves = list(_leaves(group))
     return next((error for error in leaves if isinstance(error, TitanRLError)), leaves[0])
 
