@@ -1,1 +1,1 @@
-"""From a sample to a scored group of rollouts. Of generation it knows one thing: `GenerateFn`."""
+"""From a sample to a scored group of rollouts. `GenerateFn` is the only interface to generation."""

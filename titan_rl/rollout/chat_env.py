@@ -24,10 +24,11 @@ class ChatReply:
     """Reply of a policy in messages.
 
     Args:
-        message: the assistant's message, with "content", and optionally "reasoning_content" and "tool_calls". The
+        message: The assistant's message, with "content", and optionally "reasoning_content" and "tool_calls". The
             arguments of a call are a dictionary, or text that cannot be parsed as one.
-        num_tokens: tokens of the reply, if the policy reports them.
-        num_prompt_tokens: tokens of the conversation, likewise.
+        finish_reason: Reason why the reply ended.
+        num_tokens: Number of tokens of the reply, if the policy reports it.
+        num_prompt_tokens: Number of tokens of the conversation, if the policy reports it.
     """
 
     message: Message
@@ -41,11 +42,11 @@ class ChatFn(Protocol):
     """Policy in messages, the counterpart of a `GenerateFn`. Calls run concurrently.
 
     Args:
-        messages: the whole conversation.
-        tools: tools that may be called, in OpenAI's form; None for none.
-        request_id: unique for one call.
-        session_id: stable over the turns of one rollout.
-        sampling: its `stop_token_ids` are ignored.
+        messages: The whole conversation.
+        tools: Tools that may be called, in OpenAI's form; None if there are none.
+        request_id: Identifier that is unique to this call.
+        session_id: Identifier that is the same for all turns of a rollout.
+        sampling: Sampling parameters. Their `stop_token_ids` are ignored.
 
     Raises:
         titan_rl.core.errors.PromptTooLongError: the conversation leaves no room for an answer.
@@ -75,14 +76,16 @@ class ChatEnv:
         the conversation leaves no room for a reply           TRUNCATED_PROMPT
         another request that fails                            ERROR_GENERATE
 
-    `Rollout.metrics["completion_tokens"]` is the number of tokens that the policy reports, if it does.
+    If the policy reports numbers of tokens, their sum is in `Rollout.metrics["completion_tokens"]`.
 
     Example:
 
         rollouter = Rollouter(lambda sample: ChatEnv(SortEnv(sample), chat), rubric, max_context=4096)
 
     Args:
-        limits: time limits for each call of the environment and for each reply.
+        env: Environment to play.
+        chat: Policy.
+        limits: Time limits for each call of the environment and for each reply.
     """
 
     def __init__(self, env: MessageEnv, chat: ChatFn, limits: RolloutConfig | None = None) -> None:
@@ -158,7 +161,7 @@ class ChatEnv:
 
 
 async def _unless(time_is_up: asyncio.Event, reply: Any) -> ChatReply | None:
-    """Wait for the reply; None if the time is up before."""
+    """Wait for the reply; None if the time is up first."""
     replying = asyncio.ensure_future(reply)
     waiting = asyncio.ensure_future(time_is_up.wait())
     try:
@@ -175,7 +178,7 @@ async def _unless(time_is_up: asyncio.Event, reply: Any) -> ChatReply | None:
 
 
 class NoTokens:
-    """Renderer for environments of a policy without known tokens, which raises an error instead of rendering."""
+    """Renderer for environments of a policy whose tokens are not known. It raises an error instead of rendering."""
 
     def render_ids(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("this policy answers with messages, so its tokens are unknown")
@@ -187,7 +190,7 @@ class NoTokens:
 
 
 def message_env_of(env: object) -> MessageEnv:
-    """Message environment inside the environment that a task made.
+    """Message environment inside an environment that a task made.
 
     Raises:
         TypeError: the environment plays in tokens.

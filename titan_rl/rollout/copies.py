@@ -36,7 +36,7 @@ class Contexts:
         self._lines: list[array[int]] = []
 
     def add(self, turn: Turn) -> Turn:
-        """Copy of a turn with windows for its prompt and the tokens of its completion.
+        """Copy of a turn whose prompt and completion tokens are windows on a shared array.
 
         Raises:
             TypeError: the tokens are not integers.
@@ -92,7 +92,7 @@ def context_after(turn: Turn) -> NumberArray[int]:
 
 
 def end_on_line(turn: Turn) -> tuple[array[int], int] | None:
-    """Array that a turn shares with others, and the end of its completion there; None if it shares none."""
+    """Array that a turn shares with others, and the end of its completion in it; None if it shares no array."""
     prompt, said = token_array(turn.prompt_token_ids).window(), token_array(turn.completion.token_ids).window()
     if prompt is None or said is None or prompt[0] is not said[0] or prompt[2] != said[1] or prompt[1]:
         return None
@@ -102,9 +102,13 @@ def end_on_line(turn: Turn) -> tuple[array[int], int] | None:
 def token_ids_of(given: Any, what: str) -> list[int]:
     """Checked copy of tokens.  # [num_tokens]
 
+    Args:
+        given: Any iterable.
+        what: Name of the tokens in error messages.
+
     Raises:
-        TypeError: they are not integers.
-        ValueError: one of them is not a token id.
+        TypeError: a token is not an integer.
+        ValueError: an integer is not a token id.
     """
     tokens: list[int] = []
     for place, token in enumerate(given):
@@ -126,10 +130,11 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
     copied.
 
     Args:
-        max_tokens: limit of the request.
+        given: Result of the function.
+        max_tokens: Token budget of the request.
 
     Raises:
-        TypeError: it is not a `Completion`, or its tokens or logprobs are not numbers.
+        TypeError: the result is not a `Completion`, or its tokens or logprobs are not numbers.
         ValueError: a logprob is positive, a logprob or a metric is not finite, or there are too many tokens.
     """
     if not isinstance(given, Completion):
@@ -161,7 +166,7 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
 
 
 def _are_packed(tokens: Sequence[int]) -> bool:
-    """Whether tokens are packed already, and none is negative."""
+    """Whether tokens are packed already, and not negative."""
     return isinstance(tokens, NumberArray) and tokens.typecode == TOKENS and (len(tokens) == 0 or tokens.least() >= 0)
 
 
@@ -184,8 +189,8 @@ def _logprobs_of(logprobs: Sequence[float]) -> NumberArray[float]:
 
 
 def completion_to_give(own: Completion) -> Completion:
-    """Copy for user code, which may change it: tokens and logprobs are shared, but immutable. Routed experts and top
-    logprobs are left out, since only training needs them."""
+    """Copy of a completion for user code, which may change it: tokens and logprobs are shared, but immutable. Routed
+    experts and top logprobs are left out, since only training needs them."""
     return Completion(
         own.request_id,
         token_array(own.token_ids),
@@ -202,7 +207,7 @@ def token_advantages_of(given: Sequence[float] | None, completion: Completion) -
     """Checked copy of token advantages.
 
     Raises:
-        ValueError: there is not one finite number for each token of the completion.
+        ValueError: the values are not one finite number for each token of the completion.
     """
     if given is None:
         return None
@@ -217,5 +222,6 @@ def messages_of(given: Sequence[Message]) -> Iterable[Message]:
 
 
 def portable(rollout: Rollout) -> Rollout:
-    """Copy of a rollout for another process: messages as plain data, and without the sample, which that process has."""
+    """Copy of a rollout for another process: with messages as plain data, and without the sample, which that process
+    has."""
     return replace(rollout, sample=None, messages=[plain(message) for message in rollout.messages])

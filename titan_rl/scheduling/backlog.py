@@ -1,4 +1,4 @@
-"""Resuming a scheduler: the record that an observer keeps of its groups, and the groups to restore from it."""
+"""Resuming a scheduler: its observer, which records groups, and the groups to restore from such a record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titan_rl.scheduling.task_mix import TaskMix
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Groups before `next_index` that are neither trained nor dropped, with the state they were in.
+    """Groups before `next_index` that were neither trained nor dropped, with their state.
 
     Example: a run was lost when 5 and 7 had finished, 6 had not, and a step on 5 was not yet in a checkpoint:
 
@@ -27,7 +27,7 @@ class Backlog:
     next_index: int = 0
     unsettled: Sequence[int] = ()
     finished: Mapping[int, RolloutGroup] = field(default_factory=dict[int, RolloutGroup])
-    batches: Sequence[Sequence[int]] = ()  # handed out since the checkpoint, to be handed out again unchanged
+    batches: Sequence[Sequence[int]] = ()  # batches since the checkpoint, which are handed out again unchanged
 
     def __post_init__(self) -> None:
         if len(set(self.unsettled)) < len(self.unsettled):
@@ -38,11 +38,12 @@ class Backlog:
             )
 
     def check_admission(self, num_slots: int, budget: int) -> None:
-        """Check that every batch can be handed out again. Its groups are admitted first, so they must fit the slots.
+        """Check that every batch can be handed out again. The groups of a batch are admitted first, so they must fit
+        the slots.
 
         Args:
-            num_slots: maximum number of groups admitted and not yet trained on.
-            budget: groups that remain to be trained on.
+            num_slots: Maximum number of groups admitted and not yet trained on.
+            budget: Number of groups that remain to be trained on.
 
         Raises:
             ConfigError: a batch does not fit, because the settings differ from those of the earlier run.
@@ -68,7 +69,8 @@ class RestoreQueue:
     the turns, and the groups between would hold slots for more steps than the age bound allows.
 
     Args:
-        order: tasks and turns of the groups; None for a single task in data order.
+        backlog: Groups to restore.
+        order: Tasks and turns of the groups; None for a single task in data order.
     """
 
     def __init__(self, backlog: Backlog, order: TaskMix | None) -> None:
@@ -107,13 +109,16 @@ class SchedulerObserver(Protocol):
         """A group will be in no batch. Another one replaces it, in `step` at the earliest.
 
         Args:
-            group: None if it never finished.
+            step: First step that the replacement can be part of.
+            index: Position of the group in the data.
+            reason: Reason of the drop.
+            group: The group; None if it never finished.
         """
         ...
 
     def discarded(self, index: int, group: RolloutGroup) -> None:
-        """A group of an earlier run is generated again, because its tokens are older than the bound. Earlier records
-        of it are void."""
+        """A group of an earlier run is generated again, because its tokens are older than the bound. Its earlier
+        records are void."""
         ...
 
     def batch(self, version: int, indices: Sequence[int]) -> None:

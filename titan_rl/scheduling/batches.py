@@ -41,7 +41,7 @@ class GroupBatch:
         """Check the version that the trainer reports for the step on this batch.
 
         Raises:
-            TrainingError: it is not the version of this step.
+            TrainingError: `version` is not the version of this step.
         """
         if version != self.step:
             raise TrainingError(
@@ -67,10 +67,13 @@ def check_age(groups: Sequence[RolloutGroup], version: int, bound: int, max_stal
     """Check that no token of a batch is more than `bound` versions old in the step from `version`.
 
     Args:
-        max_staleness: setting from which the bound follows, for the message.
+        groups: Groups of the batch.
+        version: Version from which the step starts.
+        bound: Largest age of a token in versions.
+        max_staleness: Setting from which the bound follows, for the message.
 
     Raises:
-        TrainingError: a token is older.
+        TrainingError: a token is older than the bound.
     """
     oldest = min((v for group in groups for v in group.versions), default=version)
     if version - oldest > bound:
@@ -93,17 +96,19 @@ class ReadyQueue:
     """
 
     def __init__(self) -> None:
-        self._indices: dict[int, int] = {}  # place -> index in the data, of all waiting groups
+        self._indices: dict[int, int] = {}  # indices in the data of all waiting groups, by place
         self._unfinished: list[int] = []  # heap of places; those not in `_open` are ignored
-        self._open = set[int]()  # unfinished places
+        self._open = set[int]()  # places of unfinished groups
         self._beyond: list[int] = []  # heap of finished places outside the window at the last `count`
-        self._eligible = set[int]()  # finished places within it
+        self._eligible = set[int]()  # finished places within the window
 
     def add(self, place: int, index: int, version: int = 0) -> None:
         """Append an admitted group.
 
         Args:
-            version: newest version pulled; never less than that of the previous group.
+            place: Place of the group in its task's order.
+            index: Position of the group in the data.
+            version: Newest version pulled; never less than that of the previous group.
         """
         self._indices[place] = index
         self._open.add(place)
@@ -114,7 +119,7 @@ class ReadyQueue:
         heapq.heappush(self._beyond, place)
 
     def remove(self, place: int) -> None:
-        """Remove a group that is in a batch or dropped."""
+        """Remove a group that is in a batch or was dropped."""
         del self._indices[place]
         self._open.discard(place)
         self._eligible.discard(place)
@@ -131,11 +136,11 @@ class ReadyQueue:
         return len(self._eligible)
 
     def first(self, count: int) -> list[int]:
-        """Indices of the first `count` eligible groups, in order; call the method `count` before."""
+        """Indices of the first `count` eligible groups, in order. Call the method `count` first."""
         return [self._indices[place] for place in heapq.nsmallest(count, self._eligible)]
 
     def finished_but(self, places: Set[int]) -> Self:
-        """Copy of this queue in which all groups have finished except those at these places. O(groups)."""
+        """Copy of this queue in which all groups have finished except those at `places`. O(groups)."""
         later = copy(self)
         vars(later).update({name: copy(value) for name, value in vars(self).items()})
         for place in self._open - places:
@@ -152,9 +157,9 @@ class AgedQueue(ReadyQueue):
     def __init__(self, max_age: int) -> None:
         super().__init__()
         self._max_age = max_age
-        self._versions: dict[int, int] = {}  # place -> newest version pulled at its admission
-        self._waiting: Counter[int] = Counter()  # by version
-        self._finished: Counter[int] = Counter()
+        self._versions: dict[int, int] = {}  # newest version pulled at the admission of each group, by place
+        self._waiting: Counter[int] = Counter()  # number of waiting groups by version
+        self._finished: Counter[int] = Counter()  # number of finished groups by version
 
     def add(self, place: int, index: int, version: int = 0) -> None:
         super().add(place, index, version)
@@ -182,8 +187,8 @@ class AgedQueue(ReadyQueue):
         """Deadlines of the groups that remain after the first `count` finished ones have left.
 
         Yields:
-            For the last remaining group of each version, the number of groups before it, and the latest version that
-            its step may start from.
+            For the last remaining group of each version: the number of groups before it, and the latest version from
+            which its step may start.
         """
         left, behind = count, 0
         for version, waiting in sorted(self._waiting.items()):
@@ -205,8 +210,9 @@ class WaitingGroups:
     Each operation on a group takes O(log groups), since there may be tens of thousands.
 
     Args:
-        batches_again: groups of the first batches, regardless of what is ready before.
-        order: tasks and turns of the groups; None for a single task in data order.
+        settings: Settings of the scheduler.
+        batches_again: Groups of the first batches, which are formed regardless of the groups that finish earlier.
+        order: Tasks and turns of the groups; None for a single task in data order.
     """
 
     def __init__(
@@ -220,14 +226,14 @@ class WaitingGroups:
         self._queues = defaultdict[str | None, ReadyQueue](
             ReadyQueue if settings.max_group_age is None else partial(AgedQueue, settings.max_group_age)
         )  # by task
-        self._places: dict[int, tuple[str | None, int]] = {}  # index -> task, place
-        self._turns: Counter[str | None] = Counter()  # of the next batch, by task; empty if not known
+        self._places: dict[int, tuple[str | None, int]] = {}  # task and place of each group, by index
+        self._turns: Counter[str | None] = Counter()  # turns of the next batch, by task; empty if not known
         self._num_finished = 0
         self.num_changes = 0  # additions and removals
         self._by_age: list[tuple[int, int]] = []  # heap of (newest version, index); has some removed groups too
 
     def __iter__(self) -> Iterator[Lease]:
-        """Iterate over a snapshot in data order; groups may be removed meanwhile."""
+        """Iterate over a snapshot in data order; groups may be removed during the iteration."""
         return iter([self._leases[index] for index in sorted(self._leases)])
 
     def __len__(self) -> int:
@@ -235,14 +241,15 @@ class WaitingGroups:
 
     @property
     def has_batches_again(self) -> bool:
-        """Whether the next batch is one of an earlier run, handed out again."""
+        """Whether the next batch is a batch of an earlier run that is handed out again."""
         return bool(self._batches_again)
 
     def add(self, lease: Lease, version: int) -> None:
         """Append an admitted group.
 
         Args:
-            version: newest version pulled; -1 for a group whose first tokens may be older, which is then not overtaken.
+            lease: Lease of the group.
+            version: Newest version pulled. -1 for a group whose first tokens may be older, so that it is not overtaken.
         """
         index = lease.index
         self._leases[index] = lease
@@ -279,13 +286,14 @@ class WaitingGroups:
             lease.settle()
 
     def next_batch(self, size: int, version: int, *, are_all: bool) -> list[int]:
-        """Groups of the next batch; none while one of them has not finished.
+        """Positions of the groups of the next batch; empty while one of them has not finished.
 
         Args:
-            version: the step on the batch starts from it.
-            are_all: no other group will be admitted before this batch is formed. If all have finished, but none is of
-                the task whose turn it is, groups of other tasks take the turn; this happens after settings were
-                changed.
+            size: Number of groups.
+            version: Version from which the step on the batch starts.
+            are_all: Whether no other group will be admitted before this batch is formed. If all groups have finished,
+                but none belongs to the task whose turn it is, groups of other tasks take the turn. This happens after
+                settings were changed.
         """
         if self._batches_again:
             batch = list(self._batches_again[0])
@@ -332,9 +340,10 @@ class WaitingGroups:
         """Whether a batch is possible once all groups but the suspended ones have finished. O(groups).
 
         Args:
-            version: the step on the batch starts from it.
+            size: Number of groups.
+            version: Version from which the step on the batch starts.
         """
-        suspended: defaultdict[str | None, set[int]] = defaultdict(set)  # their places, by task
+        suspended: defaultdict[str | None, set[int]] = defaultdict(set)  # places of the suspended groups, by task
         for index, lease in self._leases.items():
             if lease.state is GroupState.SUSPENDED:
                 task, place = self._places[index]
@@ -347,7 +356,7 @@ class WaitingGroups:
         )
 
     def _first_finished(self, size: int, version: int) -> list[int]:
-        """Groups of the next batch, or none if it is not available."""
+        """Positions of the groups of the next batch; empty if it is not available."""
         turns = self._next_turns(size)
         if turns.total() < size or not all(self._can_give(self._queues[task], task, turns, version) for task in turns):
             return []
@@ -359,7 +368,7 @@ class WaitingGroups:
         if not isinstance(queue, AgedQueue):
             return queue.count(window) >= count
         if self._order is not None and task is not None and self._order.window(task, _WIDE) == 1:
-            return queue.count(window=1) >= count  # these turns were dealt with the earlier weights
+            return queue.count(window=1) >= count  # some turns were dealt with earlier weights
         if queue.num_finished < count:
             return False
         for num_before, latest in queue.deadlines(count):

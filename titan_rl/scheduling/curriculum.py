@@ -1,4 +1,4 @@
-"""Curricula: the choice of a task's next sample, given the results of those before."""
+"""Curricula: the choice of a task's next sample, given the results of earlier samples."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from titan_rl.core.settings import Section
 
 CurriculumState = dict[str, Any]
-"""State of a curriculum. The run keeps it, and checkpoints hold it as JSON: keys are strings, values numbers, strings,
-lists, dicts or None."""
+"""State of a curriculum. The run keeps it, and checkpoints contain it as JSON: keys are strings; values are numbers,
+strings, lists, dicts or None."""
 
 
 @runtime_checkable
@@ -23,10 +23,10 @@ class Curriculum(Protocol):
     """Chooses the samples of one task by their numbers. `curriculum = {type = "module:Class"}` of one of `[[tasks]]`
     names an implementation that is also a `titan_rl.core.settings.Section`; the other keys are its fields.
 
-    It is stateless: its methods receive a state, which the last two change in place. After a stop or a kill the state
-    is restored, without another call of `next_sample` for groups that already have their samples.
+    A curriculum is stateless: its methods receive a state, which `given` and `finished` change in place. After a stop
+    or a kill the state is restored, without another call of `next_sample` for groups that already have their samples.
 
-    Example, every sample three times:
+    Example: a curriculum that gives every sample three times:
 
         class Thrice(Section):
             def begin(self):
@@ -51,15 +51,17 @@ class Curriculum(Protocol):
         ...
 
     def given(self, state: CurriculumState, sample: int) -> None:
-        """Record that a group was given the sample. It is the result of `next_sample`, unless part of the journal was
-        lost."""
+        """Record that a group was given a sample. The sample is the result of `next_sample`, unless part of the journal
+        was lost."""
         ...
 
     def finished(self, state: CurriculumState, sample: int, rewards: Sequence[float]) -> None:
         """Record that a group of the sample has ended, whether or not it is trained on. Groups end in any order.
 
         Args:
-            rewards: rewards of its rollouts; empty if all were lost to errors.
+            state: State of the curriculum, which is changed in place.
+            sample: Index of the sample.
+            rewards: Rewards of the group's rollouts; empty if all were lost to errors.
         """
         ...
 
@@ -69,7 +71,7 @@ class VersionedCurriculum(Curriculum, Protocol):
     """Curriculum that also chooses opponents among frozen versions of the policy."""
 
     def frozen(self, state: CurriculumState, version: int) -> None:
-        """Record in the state that a version can be chosen from now on. Adding one twice changes nothing."""
+        """Record in the state that a version can be chosen from now on. Adding a version twice changes nothing."""
         ...
 
 
@@ -83,7 +85,7 @@ class InOrder(Section):
         return state["next"]
 
     def given(self, state: CurriculumState, sample: int) -> None:
-        beyond: list[int] = state["beyond"]  # given out of order because a record of the journal was lost
+        beyond: list[int] = state["beyond"]  # samples given out of order because a record of the journal was lost
         if sample >= state["next"]:
             beyond.append(sample)
         while state["next"] in beyond:
@@ -161,14 +163,15 @@ def _first_in(out: list[list[int]], sample: int) -> int:
     """First sample, from `sample` on, that is not left out.
 
     Args:
-        out: samples left out, as ranges [first, end) that neither overlap nor touch, ascending.
+        out: Samples that are left out, as ascending ranges [first, end) that neither overlap nor touch.
+        sample: First candidate.
     """
     at = bisect_right(out, sample, key=itemgetter(0)) - 1
     return max(sample, out[at][1]) if at >= 0 else sample
 
 
 def _leave_out(out: list[list[int]], sample: int) -> None:
-    """Add a sample to the ranges of those left out."""
+    """Add a sample to the ranges of samples that are left out."""
     at = bisect_right(out, sample, key=itemgetter(0))
     first, end = sample, sample + 1
     if at < len(out) and out[at][0] == end:
@@ -180,7 +183,7 @@ def _leave_out(out: list[list[int]], sample: int) -> None:
 
 
 def _take_back(state: CurriculumState, sample: int) -> None:
-    """Remove a sample from those left out, so that it is used again."""
+    """Remove a sample from the ranges of samples that are left out, so that it is used again."""
     del state["due"][str(sample)]
     out: list[list[int]] = state["out"]
     at = bisect_right(out, sample, key=itemgetter(0)) - 1
@@ -207,7 +210,7 @@ class Stages(Section):
 
     def given(self, state: CurriculumState, sample: int) -> None:
         first, end = self._range(state)
-        if first <= sample < end:  # else a record of the journal was lost, and it belongs to another stage
+        if first <= sample < end:  # otherwise the sample is of another stage, because a record of the journal was lost
             state["next"] = first if sample + 1 == end else sample + 1
 
     def finished(self, state: CurriculumState, sample: int, rewards: Sequence[float]) -> None:
@@ -220,7 +223,7 @@ class Stages(Section):
             state.update({"stage": state["stage"] + 1, "next": end, "means": []})
 
     def _range(self, state: CurriculumState) -> tuple[int, int]:
-        """First sample of the stage, and the first after it."""
+        """First sample of the current stage, and the first sample after it."""
         stage: int = state["stage"]
         first = sum(self.sizes[:stage])
         return first, first + self.sizes[stage]

@@ -1,13 +1,13 @@
-"""Fair turns of several experiments at one trainer, by its time: start-time fair queueing.
+"""Fair turns of several experiments at one trainer, by the trainer's time: start-time fair queueing.
 
 Each experiment has a virtual time, to which its turns add their seconds. The trainer goes to the waiting experiment
-with the smallest one, so experiments that always have a batch ready get equal shares of its time, however long their
-steps are. A turn is never interrupted.
+with the smallest virtual time, so experiments that always have a batch ready get equal shares of the trainer's time,
+however long their steps are. A turn is never interrupted.
 
-An experiment that ends a step is not waiting at that moment, although its version is to be published, and its next
-batch may be ready. If it came back quickly the last time, the trainer is kept free for it for a fraction of a step
-(anticipation, as in I/O schedulers; Iyer and Druschel, 2001): for its publication, and for its next step if it is
-behind the others. Otherwise short and long steps would alternate, whatever their lengths.
+An experiment that ends a step is not waiting at that moment, although its version is about to be published and its next
+batch may be ready. If the experiment came back quickly the last time, the trainer is kept free for it for a fraction of
+a step (anticipation, as in I/O schedulers; Iyer and Druschel, 2001): for its publication, and for its next step if it
+is behind the others. Otherwise short and long steps would alternate, whatever their lengths.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class _Account:
 
     virtual_s: float = 0.0
     used_s: float = 0.0
-    ended_at: float | None = None  # its last turn
-    gap_s: float = math.inf  # the last time from the end of a turn to the request of the next step
-    urgent_gap_s: float = math.inf  # the last time from the end of a step to the request of an urgent turn
+    ended_at: float | None = None  # end of the last turn
+    gap_s: float = math.inf  # last interval between the end of a turn and the request of the next step
+    urgent_gap_s: float = math.inf  # last interval between the end of a turn and the request of an urgent turn
 
 
 @dataclass(slots=True, eq=False)
@@ -50,12 +50,12 @@ class FairTurns:
             await trainer.step(samples)
 
     Args:
-        names: of the experiments.
+        names: Names of the experiments.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._accounts = {name: _Account() for name in names}
-        self._waiting: list[_Request] = []  # in the order in which they came
+        self._waiting: list[_Request] = []  # in the order of their arrival
         self._running: str | None = None  # experiment of the present turn
         self._num_ended = 0
         self._floor_s = 0.0  # virtual time at which the last turn began
@@ -65,10 +65,11 @@ class FairTurns:
 
     @asynccontextmanager
     async def turn(self, name: str, *, urgent: bool = False) -> AsyncGenerator[None]:
-        """The trainer's time for the length of the block.
+        """Context in which the trainer belongs to an experiment.
 
         Args:
-            urgent: The turn is short, and others depend on it, such as a publication: it comes before all that wait.
+            name: Name of the experiment.
+            urgent: Whether the turn precedes all turns that are not urgent. It should be short, such as a publication.
         """
         await self._take(name, is_urgent=urgent)
         began = self._now()
@@ -78,12 +79,13 @@ class FairTurns:
             self._end(name, self._now() - began, is_step=not urgent)
 
     def progress_ahead_of(self, name: str) -> int | None:
-        """Value that changes with every turn that ends while an experiment waits for its own; None if it does not
-        wait."""
+        """Value that changes with every turn that ends while an experiment waits for its turn; None if the experiment
+        does not wait."""
         return self._num_ended if any(request.name == name for request in self._waiting) else None
 
     def waits_for(self, name: str) -> str:
-        """Text such as "its turn at the trainer, which is at work for sum"; "" if an experiment does not wait."""
+        """Description of an experiment's wait, such as "its turn at the trainer, which is at work for sum"; "" if it
+        does not wait."""
         if self.progress_ahead_of(name) is None:
             return ""
         return f"its turn at the trainer, which is {f'at work for {self._running}' if self._running else 'idle'}"
@@ -104,7 +106,7 @@ class FairTurns:
             account.urgent_gap_s = since_s
         else:
             account.gap_s = since_s
-            # An experiment that had nothing to train keeps the credit of one turn only.
+            # An experiment that had nothing to train keeps the credit of only one turn.
             account.virtual_s = max(account.virtual_s, self._floor_s - self._longest_s)
         request = _Request(name, is_urgent)
         self._waiting.append(request)
@@ -131,7 +133,7 @@ class FairTurns:
         self._grant()
 
     def _hold_for(self, name: str, *, is_step: bool) -> None:
-        """Keep the trainer free for an experiment that will come back soon."""
+        """Keep the trainer free for an experiment that is expected to come back soon."""
         self._stop_holding()
         account, limit_s = self._accounts[name], HOLD_SHARE * self._longest_s
         others = [self._accounts[each.name].virtual_s for each in self._waiting if each.name != name]
@@ -161,7 +163,7 @@ class FairTurns:
         request.granted.set_result(None)
 
     def _next(self) -> _Request | None:
-        waiting = [each for each in self._waiting if not each.granted.done()]  # those that are not cancelled
+        waiting = [each for each in self._waiting if not each.granted.done()]  # without cancelled requests
         if urgent := [each for each in waiting if each.is_urgent]:
             return urgent[0]
         if self._held_for is not None:

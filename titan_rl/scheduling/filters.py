@@ -43,8 +43,8 @@ def too_few_siblings(group: RolloutGroup, least: int = 2) -> str | None:
 
 
 def zero_variance(group: RolloutGroup) -> str | None:
-    """Drop groups whose siblings, compared per seat, have equal rewards and so teach nothing: DAPO's dynamic sampling
-    (arXiv:2503.14476)."""
+    """Drop groups whose siblings, compared per seat, have equal rewards and therefore teach nothing: DAPO's dynamic
+    sampling (arXiv:2503.14476)."""
     rewards = [
         {rollout.reward for rollout in level if rollout.advantage is not None} for level in group.compared.values()
     ]
@@ -79,8 +79,8 @@ BY_NAME: dict[str, GroupFilter] = {"zero_variance": zero_variance}
 
 
 def find_filter(name: str) -> GroupFilter:
-    """Look up a filter of `scheduling.filters`: built-in, or "module:function". It raises DataError where the user's
-    function fails or returns anything but a metric's name or None.
+    """Look up a filter of `scheduling.filters`: a built-in one, or "module:function". The returned filter raises
+    DataError if the user's function fails or returns anything but a metric's name or None.
 
     Raises:
         ConfigError: no filter has that name.
@@ -91,7 +91,7 @@ def find_filter(name: str) -> GroupFilter:
 def _reason(name: str, check: GroupFilter, group: RolloutGroup) -> str | None:
     try:
         reason: Any = check(group)
-    except BaseException as error:  # nothing is awaited here, so that a CancelledError is the filter's own
+    except BaseException as error:  # nothing is awaited here, so a CancelledError is the filter's own
         if is_ctrl_c(error):
             raise
         raise DataError(f"filter {name!r} failed on group {group.group_id!r}: {describe(error)}") from error

@@ -20,7 +20,7 @@ from titan_rl.scheduling.limits import RolloutCapacity, RolloutPermits, SlotPool
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 Abort = Callable[[Collection[str]], Awaitable[object]]
-"""Abort of requests by id, which then return with the tokens that they have: `GeneratorRouter.abort`."""
+"""Function that aborts requests by id, which then return with the tokens they have, such as `GeneratorRouter.abort`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class Suspension:
                                    wait_until_resumed=suspension.wait_resumed)
         suspension.suspend()
         await suspension.abort_in_flight()   # the engines are free; `generate` has not returned
-        suspension.resume()                  # it continues, perhaps with newer weights
+        suspension.resume()                  # `generate` continues, perhaps with newer weights
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Suspension:
         """Register a request for the length of the block, so that `abort_in_flight` ends it.
 
         Yields:
-            Whether it may be sent. While the group is suspended it may not, and counts as aborted.
+            Whether the request may be sent. While the group is suspended it may not, and counts as aborted.
         """
         if self.is_suspended:
             yield False
@@ -89,8 +89,8 @@ class Suspension:
             self._in_flight.discard(call)
 
     def guard(self, generate: GenerateFn, abort: Abort) -> GenerateFn:
-        """Wrap `generate` so that `abort_in_flight` ends its requests. While suspended, a request returns aborted at
-        once.
+        """Wrap `generate` so that `abort_in_flight` ends its requests. While the group is suspended, a request returns
+        aborted at once.
 
         With `resume_on_abort` around it, waiting for `wait_resumed`, the caller does not notice the interruption.
         """
@@ -115,7 +115,7 @@ class GroupState(StrEnum):
 
     PENDING = "pending"  # waits until its rollouts fit into the limit of rollouts in flight
     RUNNING = "running"
-    SUSPENDED = "suspended"  # waits, with its tokens, for the tail batch
+    SUSPENDED = "suspended"  # keeps its tokens and waits for the tail batch
     DONE = "done"  # waits for its batch
     TRAINING = "training"  # in a batch, until the version trained on it is pulled
 
@@ -127,12 +127,12 @@ TRANSITIONS: dict[GroupState, tuple[GroupState | None, ...]] = {
     GroupState.DONE: (GroupState.TRAINING, GroupState.PENDING, None),  # pending if it is generated again
     GroupState.TRAINING: (None,),
 }
-"""Allowed transitions. None: the group has given its slot back, and no state follows."""
+"""Allowed transitions. None stands for a group that has given its slot back; no state follows."""
 
 
 class Ledger:
-    """Scheduler metrics: time of the slots in each state and dropped groups between two batches, accepted lengths over
-    the run."""
+    """Scheduler metrics: the time of the slots in each state and the dropped groups since the last batch, and the
+    accepted lengths over the run."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -145,7 +145,7 @@ class Ledger:
         self._accepted = _Mean()
 
     def move(self, before: GroupState | None, after: GroupState | None) -> None:
-        """Count a state change; None is before admission and after the slot is given back."""
+        """Count a state change. None stands for the time before admission and after the slot was given back."""
         self._advance()
         if before is not None:
             self._states[before] -= 1
@@ -243,21 +243,21 @@ class Lease:
     def __init__(self, index: int, slots: SlotPool, ledger: Ledger) -> None:
         self.index = index  # position in the data
         self.suspension = Suspension()
-        self.version = -1  # newest one pulled when it started
-        self.group: RolloutGroup | None = None  # when it has finished
+        self.version = -1  # newest version pulled when the group started
+        self.group: RolloutGroup | None = None  # set when the group has finished
         self._slots = slots
         self._ledger = ledger
         self._permits = RolloutPermits()
-        self._unfinished = 0  # siblings
-        self._finished: set[int] = set()  # siblings
-        self._due = asyncio.Event()  # a suspended group may continue
+        self._unfinished = 0  # number of unfinished siblings
+        self._finished: set[int] = set()  # finished siblings
+        self._due = asyncio.Event()  # set when a suspended group may continue
         self._track = Track("slot", "scheduler")
         self._state: GroupState | None = GroupState.PENDING
         self._note_move(None)
 
     @property
     def state(self) -> GroupState | None:
-        """None once it is settled."""
+        """State of the group; None once it is settled."""
         return self._state
 
     def rollout_finished(self, rollout: Rollout) -> None:
@@ -272,7 +272,7 @@ class Lease:
         self._move(GroupState.RUNNING)
 
     def suspend(self) -> None:
-        """Hold back new requests of the group. The caller then runs `wait_suspended`."""
+        """Hold back new requests of the group. The caller must then run `wait_suspended`."""
         self.suspension.suspend()
         self._due.clear()
         self._move(GroupState.SUSPENDED)
@@ -280,7 +280,7 @@ class Lease:
     async def wait_suspended(self, capacity: RolloutCapacity) -> None:
         """Abort the requests in flight, wait for `let_resume`, take permits again, and continue.
 
-        The group may end meanwhile, and may even be generated again, with a new suspension and new permits.
+        In the meantime the group may end, and may even be generated again with a new suspension and new permits.
         """
         suspension = self.suspension
         permits = self._permits
@@ -292,7 +292,7 @@ class Lease:
             if self.suspension is not suspension:
                 permits.keep(0)
                 return
-            permits.keep(self._unfinished)  # fewer, if siblings ended while it waited
+            permits.keep(self._unfinished)  # siblings may have ended during the wait
             self._permits = permits
         if self._state is GroupState.SUSPENDED and self.suspension is suspension:
             self._move(GroupState.RUNNING)
@@ -325,7 +325,7 @@ class Lease:
         return self.group
 
     def settle(self) -> None:
-        """Give the slot back, once."""
+        """Give the slot back. Called exactly once."""
         assert self._state is not None, f"group {self.index} is settled already; a slot is given back exactly once"
         self._move(None)
         self._slots.release()

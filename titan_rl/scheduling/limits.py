@@ -1,4 +1,4 @@
-"""Limits of admission: slots, rollouts in flight, the budget of groups, and how many groups may be lost."""
+"""Limits of admission: slots, rollouts in flight, the budget of groups, and the number of dropped or lost groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titan_rl.scheduling.settings import SchedulingConfig
 
 
 class SlotPool:
-    """A fixed number of slots, each for one group, granted first come, first served."""
+    """A fixed number of slots, each for one group, which are granted in the order of the requests."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -40,7 +40,7 @@ class SlotPool:
 
 
 class RolloutPermits:
-    """Permits for rollouts in flight of one group. Giving back is idempotent: only permits still held are returned."""
+    """Permits for the rollouts in flight of one group. Only permits that are still held can be given back."""
 
     def __init__(self, capacity: RolloutCapacity | None = None, count: int = 0) -> None:
         self.count = count
@@ -55,7 +55,7 @@ class RolloutPermits:
 
 
 class RolloutCapacity:
-    """Semaphore for rollouts in flight, with an optional limit. First come, first served."""
+    """Semaphore for rollouts in flight, with an optional limit. Groups get permits in the order of their requests."""
 
     def __init__(self, limit: int | None) -> None:
         self.in_flight = 0
@@ -64,7 +64,8 @@ class RolloutCapacity:
         self._turn = asyncio.Lock()
 
     async def take(self, count: int) -> RolloutPermits:
-        """Wait until `count` more fit. A group larger than the limit starts when nothing else is in flight."""
+        """Wait until `count` more rollouts fit, and take permits for them. A group larger than the limit starts when
+        nothing else is in flight."""
         async with self._turn:
             while not self._fits(count):
                 self._freed.clear()
@@ -81,7 +82,7 @@ class RolloutCapacity:
 
 
 class Budget:
-    """Number of groups still to admit and to hand out. A dropped group allows another admission.
+    """Number of groups that are still to be admitted and handed out. A dropped group allows another admission.
 
     Raises:
         ValueError: `num_groups` is negative.
@@ -97,7 +98,7 @@ class Budget:
 
     @property
     def left(self) -> int:
-        """Groups still to be handed out in batches."""
+        """Number of groups still to be handed out in batches."""
         return self._left
 
     @property
@@ -109,7 +110,7 @@ class Budget:
         await self._admissible.acquire()
 
     def replace(self) -> None:
-        """Allow another admission for a group that was dropped."""
+        """Allow another admission in place of a dropped group."""
         self._admissible.release()
 
     def hand_out(self, num_groups: int) -> None:
@@ -136,18 +137,19 @@ class DropLimits:
         self._max_failed_groups = settings.max_failed_groups
         self._drops: Counter[str] = Counter()
         self._tasks: Counter[str] = Counter()  # tasks of the dropped groups
-        self._num_unparsed = 0  # rollouts of these groups without a reward because the answer could not be parsed
-        self._num_lost = 0
-        self._errors = ErrorCounts()  # of the lost groups
-        self._within = asyncio.Event()  # neither limit is reached
+        self._num_unparsed = 0  # rollouts of dropped groups without a reward because their answer could not be parsed
+        self._num_lost = 0  # groups lost to errors in a row
+        self._errors = ErrorCounts()  # errors of the lost groups
+        self._within = asyncio.Event()  # set while neither limit is reached
         self._within.set()
 
     def dropped(self, reason: str, group: RolloutGroup | None, task: str | None = None) -> None:
         """Count a dropped group.
 
         Args:
-            group: None if it had not finished.
-            task: None if the run has a single task.
+            reason: Reason of the drop.
+            group: The group; None if it had not finished.
+            task: Task of the group; None if the run has a single task.
         """
         self._drops[reason] += 1
         if task is not None:
@@ -162,7 +164,8 @@ class DropLimits:
         """Count a finished group.
 
         Args:
-            reason: why the group is not trained on; None if it is.
+            group: The group.
+            reason: Reason why the group is not trained on; None if it is.
         """
         if reason in LOST:
             self._num_lost += 1
@@ -211,7 +214,7 @@ class DropLimits:
             "give the Rubric an error_reward, the least that a wrong answer earns, to train on them"
         )
         if self._num_unparsed and most == "too_few_siblings":
-            return unparsed  # more groups would be no better
+            return unparsed  # more groups would not help
         equal = f"try: {EQUAL_REWARDS_ADVICE}; or " if most == "zero_variance" else ""
         unparsed = f"{unparsed}; or " if self._num_unparsed else ""
         return f"{equal}{unparsed}raise scheduling.max_refills = {self._max_refills} if this is expected"

@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 class GroupScheduler:
     """Admits groups in data order and hands out batches of finished groups.
 
-    With P groups a step and staleness S there are (S+1)P slots, and more for oversampling. A group holds one from its
-    admission until the generators have pulled the version trained on it, or until it is dropped. So every token is
-    trained on at most `settings.age_bound` versions after the one that sampled it: admission keeps the bound, and no
-    finished group is discarded for its age. In data order and without oversampling the bound is S, and S=0 is strictly
-    on-policy.
+    With P groups per step and staleness S there are (S+1)P slots, and more for oversampling. A group holds a slot from
+    its admission until the generators have pulled the version trained on it, or until it is dropped. So every token is
+    trained on at most `settings.age_bound` versions after the version that sampled it: admission ensures the bound, and
+    no finished group is discarded for its age. In data order and without oversampling the bound is S, and S=0 is
+    strictly on-policy.
 
     Example: P=2, S=1 gives four slots. Groups 0-3 start at version 0. The step on 0 and 1 makes version 1; once the
     generators have it, groups 4 and 5 start, while the trainer may already take 2 and 3.
@@ -38,10 +38,10 @@ class GroupScheduler:
     An unfinished group that a batch overtakes continues, later with newer weights. With `settings.tail` it may instead
     wait for other slow groups and run together with them, or be dropped at an age.
 
-    An exception in a group ends the scheduler: the block raises it. So does a cancellation of the group's task that
-    the scheduler did not request.
+    An exception in a group ends the scheduler, and the block raises the exception. A cancellation of the group's task
+    that the scheduler did not request has the same effect.
 
-    Example, a loop that waits for each pull:
+    Example: a loop that waits for each pull:
 
         async with GroupScheduler(run_group, SchedulingConfig(), group_size=8, budget=steps * 16) as scheduler:
             async for batch in scheduler.batches():
@@ -52,14 +52,18 @@ class GroupScheduler:
     own task group may run `run` there instead of entering the block.
 
     Args:
-        group_size: rollouts of a group, for `settings.max_running_rollouts`.
-        budget: groups to train on from now on; dropped groups are replaced. If it is no multiple of
-            `settings.groups_per_step`, the last batch has fewer.
-        filters: decide which finished groups cannot be trained on. Such a group returns its slot at once.
-        version: newest version pulled.
-        order: assigns groups to tasks and batches; by default there is one task, in data order. The caller must report
+        run_group: Runs one group.
+        settings: Settings of the scheduler.
+        group_size: Number of rollouts of a group, for `settings.max_running_rollouts`.
+        budget: Number of groups to train on from now on; dropped groups are replaced. If it is not a multiple of
+            `settings.groups_per_step`, the last batch is smaller.
+        filters: Decide which finished groups are not trained on. Such a group returns its slot at once.
+        version: Newest version pulled.
+        backlog: Groups of an earlier run, which are admitted first.
+        observer: Records the events that a later run needs.
+        order: Assigns groups to tasks and batches; by default there is one task, in data order. The caller must report
             finished, dropped and trained groups to it.
-        clock: of the metrics; by default the event loop's.
+        clock: Clock of the metrics; by default the event loop's.
 
     Raises:
         ConfigError: the settings would never admit a batch that `backlog` has to hand out again.
@@ -87,7 +91,7 @@ class GroupScheduler:
         self._filters = filters
         self._observer = observer
         self._order = order
-        self._pulled_version = self._next_version = version  # `_next_version`: the next batch is trained from it
+        self._pulled_version = self._next_version = version  # the step on the next batch starts from `_next_version`
         self._next_index = backlog.next_index
         self._backlog = backlog
         self._to_restore = RestoreQueue(backlog, order)
@@ -101,7 +105,7 @@ class GroupScheduler:
         self._changed = asyncio.Event()  # a batch may have become available, or the scheduler has ended
         self._tasks = TaskScope(failed=self._changed)
         self._group_tasks: dict[int, asyncio.Task[None]] = {}
-        self._is_running = self._is_over = False  # `run` was called; it ends
+        self._is_running = self._is_over = False  # whether `run` was called, and whether it is ending
         self._resume_checked_at: tuple[int, int, int, bool] | None = None  # inputs of the last `_resume_suspended`
 
     @property
@@ -119,7 +123,7 @@ class GroupScheduler:
 
     @property
     def next_index(self) -> int:
-        """The data position: the sample number that is admitted next."""
+        """Position in the data that is admitted next."""
         return self._next_index
 
     async def __aenter__(self) -> Self:
@@ -140,13 +144,13 @@ class GroupScheduler:
             failed = True
         if failed and (error is None or isinstance(error, asyncio.CancelledError)):
             assert self._tasks.error is not None, "a task that fails records its error"
-            raise self._tasks.error  # itself, and not a group that holds it
+            raise self._tasks.error  # without the exception group
 
     def run(self) -> Coroutine[Any, Any, None]:
         """Admit groups as slots become free, until the budget has been handed out.
 
-        Called once. Cancelling it cancels every unfinished group, and `next_batch` raises from then on, also if it
-        was cancelled before its first turn.
+        Called once. Cancelling it cancels every unfinished group, and `next_batch` raises from then on, even if the
+        coroutine was cancelled before its first turn.
         """
         if self._is_running:
             raise RuntimeError("GroupScheduler.run is called once")
@@ -158,7 +162,7 @@ class GroupScheduler:
             admission = self._tasks.begin(self._admit_groups(), "admission")
             try:
                 await self._budget.wait_used_up()
-            finally:  # reported at once, though groups may take a while to be cancelled
+            finally:  # reported at once, because cancelling the groups may take a while
                 self._note_over()
             self._tasks.cancel(admission)
 
@@ -173,7 +177,7 @@ class GroupScheduler:
     # Admission: from a free slot to a finished group
 
     async def _admit_groups(self) -> None:
-        """Admit groups until cancelled: first those of the backlog, then new ones in data order."""
+        """Admit groups until cancelled: first the groups of the backlog, then new ones in data order."""
         while True:
             await self._drop_limits.wait_within()
             await self._budget.admit()
@@ -199,7 +203,7 @@ class GroupScheduler:
         self._group_tasks[lease.index] = task = self._tasks.begin(work, f"group-{lease.index}")
 
         def note_end(task: asyncio.Task[None]) -> None:  # also called if the task was cancelled before its first turn
-            if self._group_tasks[lease.index] is task:  # else the group is being generated again
+            if self._group_tasks[lease.index] is task:  # otherwise the group is being generated again
                 del self._group_tasks[lease.index]
             lease.has_ended()
 
@@ -214,7 +218,7 @@ class GroupScheduler:
             logger.warning("group %d failed after it was dropped: %r", lease.index, error)
             return
         self._ledger.finished(group)
-        if lease.state is None:  # dropped meanwhile
+        if lease.state is None:  # dropped in the meantime
             self._ledger.wasted(group)
             return
         reason = first_reason(self._filters, group)
@@ -245,7 +249,8 @@ class GroupScheduler:
     # Batches
 
     async def batches(self) -> AsyncGenerator[GroupBatch]:
-        """Every batch of the budget. Each is released when the next is requested; its version must be pulled by then.
+        """Every batch of the budget. A batch is released when the next one is requested; by then the generators must
+        have pulled its version.
 
         Raises:
             Exception: see `next_batch`.
@@ -288,7 +293,7 @@ class GroupScheduler:
         return GroupBatch(groups, version, metrics, lambda: self._release(leases, step))
 
     def _next_indices(self) -> list[int]:
-        """Positions of the groups of the next batch, or none if it is not available. Batches with no token to train
+        """Positions of the groups of the next batch; empty if it is not available. Batches without any token to train
         are dropped."""
         while indices := self._waiting.next_batch(self._batch_size, self._next_version, are_all=self._are_all):
             leases = self._waiting.leases(indices)
@@ -334,10 +339,10 @@ class GroupScheduler:
         if self._is_over:
             raise TrainingError("there is no further batch: GroupScheduler.run was cancelled")
 
-    # Age: finished groups that are too old for the next batch, and so for any later one
+    # Age: finished groups that are too old for the next batch, and therefore for any later one
 
     def _remove_stale(self) -> None:
-        """Drop finished groups that have no token young enough to train, and generate expired restored ones again."""
+        """Drop finished groups that have no token young enough to train, and generate expired restored groups again."""
         max_age = self._settings.max_token_age
         if max_age is not None and self._settings.stale_groups == "drop" and not self._waiting.has_batches_again:
             for lease in self._waiting.take_stale(self._next_version - max_age):
@@ -353,12 +358,12 @@ class GroupScheduler:
         return bool(versions) and max(versions) < self._next_version - max_age
 
     def _regenerate_expired(self, oldest_version: int) -> None:
-        """Generate restored groups again that have finished with a token of a version before this one.
+        """Generate those restored groups again that have finished with a token of a version before `oldest_version`.
 
-        In a run that was not killed, admission alone keeps the bound. A group from the journal may be older, if part
-        of it was lost or the settings changed. So may a group that is generated now, if its turn was lost with the
-        journal. This happens to a group at most once: if it is too old a second time, a generator has reported a wrong
-        version.
+        In a run that was not killed, admission alone ensures the bound. A group from the journal may be older, if part
+        of the journal was lost or the settings changed. A group that is generated now may also be older, if its turn
+        was lost with the journal. This happens to a group at most once: if it is too old a second time, a generator has
+        reported a wrong version.
         """
         for index, lease in list(self._restored.items()):
             if lease.state in (None, GroupState.TRAINING):
@@ -384,7 +389,7 @@ class GroupScheduler:
     # The long tail: groups that still run when later ones are trained on (`scheduling.tail`)
 
     def _suspend_overtaken(self, indices: Sequence[int]) -> None:
-        """With `tail_batch`, suspend the running groups that the batch of these positions overtook."""
+        """With `tail_batch`, suspend the running groups that the batch of the groups at `indices` overtook."""
         if self._settings.tail == "tail_batch":
             for lease in self._waiting.overtaken_by(indices):
                 lease.suspend()
@@ -397,7 +402,7 @@ class GroupScheduler:
             return
         size, more_can_come = self._batch_size, self._slots.free > 0 and self._budget.may_admit
         checked_at = self._waiting.num_changes, num_suspended, size, more_can_come
-        if checked_at == self._resume_checked_at:  # another group has finished; the situation is the same
+        if checked_at == self._resume_checked_at:  # another group has finished, which changes nothing
             return
         self._resume_checked_at = checked_at
         if num_suspended >= size or (not more_can_come and not self._waiting.could_give(size, self._next_version)):

@@ -1,4 +1,4 @@
-"""Mix of tasks: the task and the sample of the group at each position in the data. Turns are dealt by weight."""
+"""Mix of tasks: task and sample of the group at each position in the data. Turns are dealt by weight."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from titan_rl.scheduling.curriculum import Curriculum, CurriculumState, Versione
 class Shares:
     """Deterministic share of turns by weight: earliest eligible virtual deadline first.
 
-    After n turns each name has had its share of n, within one turn. The k-th turn of a name with share w is eligible
-    from turn k/w on, with its deadline at (k+1)/w.
+    After n turns each name has had its share of n, to within one turn. The k-th turn of a name with share w, counted
+    from 0, is eligible from turn k/w on, with its deadline at (k+1)/w.
 
     Example: weights of 2 and 1 give a, a, b, a, a, b, ...
 
     Args:
-        weights: by name, positive.
-        taken: turns that each name has had with these weights.
+        weights: Positive weight of each name.
+        taken: Number of turns that each name has had with these weights.
     """
 
     def __init__(self, weights: Mapping[str, float], taken: Mapping[str, int] | None = None) -> None:
@@ -56,11 +56,11 @@ class TaskTurns:
     """Dealt turns in order, each for one group of a task to be trained on. Within a task, the first turns belong to the
     groups in a batch, the next ones to the other groups; the rest are free.
 
-    Dealing, filling and taking a turn is O(1) in their number.
+    Dealing, filling and taking a turn is O(1) in the number of turns.
 
     Args:
-        tasks: tasks of the initial turns, which have no groups yet, the next turn first.
-        num_old: number of initial turns that were dealt with other weights.
+        tasks: Tasks of the initial turns, which have no groups yet, the next turn first.
+        num_old: Number of initial turns that were dealt with other weights.
     """
 
     def __init__(self, tasks: Iterable[str] = (), num_old: int = 0) -> None:
@@ -84,7 +84,7 @@ class TaskTurns:
         self._num_filled[task] += 1
 
     def fill(self, task: str) -> bool:
-        """Give a free turn of the task to a group; False if none is free."""
+        """Give a free turn of the task to a group. Returns False if no turn is free."""
         is_free = self._num_filled[task] < len(self._of_task[task])
         self._num_filled[task] += is_free
         return is_free
@@ -98,7 +98,7 @@ class TaskTurns:
         """Task of the first free turn.
 
         Args:
-            without: number of last groups of each task that are not counted.
+            without: Number of groups at the end of each task that are not counted.
         """
         free = [
             (numbers[filled], task)
@@ -126,7 +126,12 @@ class TaskTurns:
         return self._merged(self._num_batched, count)
 
     def before(self, task: str, number: int) -> int:
-        """Number of turns before a task's turn, without those in a batch; `number` counts the task's own before it."""
+        """Number of turns before a task's turn, without turns in a batch.
+
+        Args:
+            task: Task of the turn.
+            number: Number of the task's own turns before it.
+        """
         turn = self._of_task[task][self._num_batched[task] + number]
         return sum(
             bisect.bisect_left(numbers, turn) - self._num_batched[other] for other, numbers in self._of_task.items()
@@ -149,8 +154,8 @@ class Assigned:
     """Event: the group at a position in the data was assigned a sample of a task."""
 
     index: int
-    task: str  # its name
-    sample: int  # number of the task's training sample
+    task: str  # name of the task
+    sample: int  # index of the task's training sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +163,7 @@ class Result:
     """Event: the group at a position has ended."""
 
     index: int
-    rewards: tuple[float, ...]  # of its rollouts that have one
+    rewards: tuple[float, ...]  # rewards of its rollouts, without those that have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +186,8 @@ class OpenGroup:
 
     task: str
     sample: int
-    place: int  # among all groups of the task
-    is_told: bool = False  # its curriculum has its result
+    place: int  # place among all groups of the task
+    is_told: bool = False  # whether its curriculum has received its result
     in_batch: bool = False
 
 
@@ -192,7 +197,7 @@ class Position:
 
     weights: dict[str, float]
     shares: Shares
-    places: dict[str, int]  # groups that each task has had
+    places: dict[str, int]  # number of groups that each task has had
     curricula: dict[str, CurriculumState]
     turns: TaskTurns = field(default_factory=TaskTurns)
     open: dict[int, OpenGroup] = field(default_factory=dict[int, OpenGroup])  # by position in the data
@@ -221,7 +226,8 @@ class Position:
         """Position from the result of `to_json`.
 
         Args:
-            tasks: names of the run's tasks.
+            state: Result of `to_json`.
+            tasks: Names of the run's tasks.
 
         Raises:
             CheckpointError: `state` is damaged, or has other tasks.
@@ -254,7 +260,7 @@ def json_copy(name: str, state: CurriculumState) -> CurriculumState:
     """Copy of the state of a task's curriculum, made through JSON.
 
     Raises:
-        DataError: the copy differs.
+        DataError: the state cannot be written as JSON, or the copy differs from it.
     """
     with calling(f"the curriculum's state, {name!r},"):
         copy = json.loads(json.dumps(state, allow_nan=False))
@@ -298,7 +304,8 @@ class Share:
     """Weight and curriculum of one task in a mix.
 
     Args:
-        weight: divided by the sum of all weights, the task's share of the groups.
+        weight: Weight of the task. Divided by the sum of all weights, it is the task's share of the groups.
+        curriculum: Chooses the samples of the task.
     """
 
     weight: float
@@ -308,21 +315,21 @@ class Share:
 class TaskMix:
     """Assigns the positions in the data to the tasks of a run, and orders their training.
 
-    Each task has its share of the groups that are trained on, regardless of drops. A batch takes the first turns, and a
-    group of the turn's task for each. A turn is dealt when a group is admitted, deterministically by weight (`Shares`),
-    and stays when that group is dropped: the next group to be admitted fills the first free turn. So there are never
-    more turns than slots, and with data order within each task a group is trained on no later than the turn it was
-    admitted for. The samples of a task are chosen by its curriculum.
+    Each task has its share of the groups that are trained on, regardless of drops. A batch takes the first turns, and
+    for each of them a group of the turn's task. A turn is dealt when a group is admitted, deterministically by weight
+    (`Shares`), and stays when that group is dropped: the next group to be admitted fills the first free turn. So there
+    are never more turns than slots, and with data order within each task a group is trained on no later than the turn
+    for which it was admitted. The samples of a task are chosen by its curriculum.
 
-    The mix depends on the order in which groups end, so it reports each event. A mix that is given `state` and the
-    events since then continues as this one.
+    The mix depends on the order in which groups end, so it reports each event. A mix that is made from a result of
+    `state` and the events after it continues like the original.
 
     Args:
-        tasks: by their names.
-        observer: records the events.
-        state: earlier result of `state`; by default the mix starts from the beginning.
-        events: events since then that were not lost, without those of groups that were trained or dropped before.
-        is_dropped: whether it was trained or dropped by the time of the last event.
+        tasks: Weight and curriculum of each task, by the task's name.
+        observer: Records the events.
+        state: Earlier result of `state`; by default the mix starts from the beginning.
+        events: Known events after that state, without those of groups that were trained or dropped before it.
+        is_dropped: Whether the group at a position was trained or dropped by the time of the last event.
 
     Raises:
         CheckpointError: the state is damaged, or has other tasks.
@@ -346,9 +353,9 @@ class TaskMix:
         for event in events:
             self._apply(event)
         for index in [index for index in self._at.open if is_dropped(index)]:
-            self._apply(Dropped(index))  # else its turn would wait for a group that never runs
+            self._apply(Dropped(index))  # otherwise its turn would wait for a group that never runs
         by_place = sorted(self._at.open, key=self.place_of)
-        self._restored = {  # groups that are not admitted yet, by their task's order
+        self._restored = {  # groups that are not admitted yet, by task, in the order of their places
             name: {index: None for index in by_place if self._at.open[index].task == name} for name in tasks
         }
         if self._at.weights != weights:  # turns dealt with other weights are not compensated
@@ -369,10 +376,10 @@ class TaskMix:
         self._restored[self.assignment(index).task].pop(index, None)
 
     def next_restored(self) -> int | None:
-        """The group of an earlier run to admit next: that of the first turn without an admitted group.
+        """Position of the group of an earlier run to admit next: the group of the first turn without an admitted group.
 
-        None if that turn is free, or there are no turns; then a group without a turn is to be admitted. So no admitted
-        group has as many turns before it as there are slots.
+        None if that turn is free, or there are no turns; then a new group must be admitted. This ensures that fewer
+        turns precede an admitted group than there are slots.
         """
         task = self._at.turns.first_free({name: len(groups) for name, groups in self._restored.items()})
         return None if task is None else next(iter(self._restored[task]), None)
@@ -382,7 +389,7 @@ class TaskMix:
         return self._at.turns.next(count)
 
     def turns_before(self, task: str, number: int) -> int:
-        """Number of those turns before the task's turn that has `number` of the same task before it."""
+        """Number of turns that are not in a batch before a task's turn; see `TaskTurns.before`."""
         return self._at.turns.before(task, number)
 
     def batched(self, indices: Iterable[int]) -> None:
@@ -394,8 +401,8 @@ class TaskMix:
                 self._at.turns.batched(group.task)
 
     def window(self, task: str, window: int) -> int:
-        """Number of places within its task by which a finished group may overtake, so that no other group is delayed by
-        `window` turns.
+        """Window of a task in places of its own groups, such that no group of another task is delayed by `window`
+        turns.
 
         With share w, k + 1 turns of a task span at most (k + 1) / w turns, rounded up.
         """
@@ -419,7 +426,7 @@ class TaskMix:
 
     def dropped(self, index: int) -> None:
         """Note that the group at a position is not trained on."""
-        if index in self._at.open:  # else it had not begun
+        if index in self._at.open:  # otherwise it had not begun
             self._happens(Dropped(index))
 
     def frozen(self, task: str, version: int) -> None:

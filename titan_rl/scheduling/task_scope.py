@@ -14,16 +14,16 @@ from titan_rl.core.errors import StrayCancellationError, TrainingError
 class TaskScope(asyncio.TaskGroup):
     """Task group that records the first failure before it cancels the other tasks, which may take a while.
 
-    A task may end as cancelled only if this scope cancelled it: with `cancel`, or all when it ends. Any other
+    A task may end as cancelled only if this scope cancelled it, with `cancel` or at the end of the scope. Any other
     cancellation is a failure.
 
     Args:
-        failed: set once `error` is known.
+        failed: Event that is set once `error` is known.
     """
 
     def __init__(self, failed: asyncio.Event) -> None:
         super().__init__()
-        self.error: Exception | None = None  # of the task that failed first
+        self.error: Exception | None = None  # error of the task that failed first
         self._failed = failed
         self._cancelled: set[asyncio.Task[None]] = set()
         self._is_ending = False
@@ -75,7 +75,7 @@ class WithEndCallback(Coroutine[Any, Any, None]):
     def send(self, value: Any) -> Any:
         try:
             return self._work.send(value)
-        except BaseException:  # also StopIteration, with which it returns
+        except BaseException:  # including StopIteration, which ends a coroutine that returns
             self._end()
             raise
 
@@ -116,7 +116,7 @@ async def _fail(error: BaseException) -> None:
 
 
 def _as_exception(error: BaseException, name: str) -> Exception:
-    """Error for `next_batch` to raise. SystemExit and the like are wrapped, so that they end no other task."""
+    """Error for `next_batch` to raise. Errors such as SystemExit are wrapped, so that they do not end other tasks."""
     if isinstance(error, Exception):
         return error
     raised = TrainingError(f"{name} raised {describe(error)}")

@@ -9,27 +9,27 @@ from typing import Any, Protocol, runtime_checkable
 from titan_rl.core.errors import StateDictError, UnavailableWeightsError
 
 NUM_KEPT = 2
-"""Versions that can be read at a time: a reader may still be at the one before the newest."""
+"""Number of versions that can be read at a time: a reader may still be reading the version before the newest."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlicePosition:
-    """Position of a slice in the tensor that it is cut from.
+    """Position of a slice in its whole tensor.
 
     Example: the lower half of a [6, 4] matrix has shape (3, 4) and `SlicePosition((3, 0), (6, 4))`.
     """
 
-    start: tuple[int, ...]  # of the slice's first element
+    start: tuple[int, ...]  # position of the slice's first element
     whole_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A box of a larger tensor, to publish. An empty one only names the tensor, whose slices other processes have."""
+    """A box of a larger tensor, to publish. An empty box only names the tensor, whose slices other processes have."""
 
     tensor: Any
     position: SlicePosition
-    dtype: str | None = None  # to publish it as: "bfloat16"; by default the tensor's. Copying converts it.
+    dtype: str | None = None  # dtype to publish, such as "bfloat16", by default the tensor's; copying converts
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A sequence and the trainer's logprobs of it, so that a reader can check what it has loaded."""
+    """A sequence and the trainer's logprobs of its tokens, with which a reader can check the weights it has loaded."""
 
     token_ids: tuple[int, ...]  # [num_tokens]
-    logprobs: tuple[float, ...]  # [num_tokens - 1], temperature 1, of the tokens after the first
+    logprobs: tuple[float, ...]  # [num_tokens - 1], of the tokens after the first, at temperature 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,17 @@ class Shard:
     num_bytes: int
     checksum: int
     entries: tuple[TensorEntry, ...]
-    host: str = ""  # of the writer, if other hosts can read it
-    remote: Any = None  # the address at which they read it, as the transport defines it
-    box_checksums: bytes = b""  # of each entry, 8 bytes little-endian; see `titan_rl.core.tensor_checksum`
+    host: str = ""  # host of the writer, if other hosts can read the shard
+    remote: Any = None  # address at which other hosts read the shard, as the transport defines it
+    box_checksums: bytes = b""  # 8 bytes for each entry, little-endian; see `titan_rl.core.tensor_checksum`
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything a reader needs to find and check one published version. Small and picklable.
+    """Everything that a reader needs to find and check one published version. A manifest is small and can be pickled.
 
-    The manifest of one process has one shard; `titan_rl.weights.manifest.join` joins those of several.
+    The manifest of one process has one shard; `titan_rl.weights.manifest.join` joins the manifests of several
+    processes.
     """
 
     version: int
@@ -87,21 +88,22 @@ class StateDictTransport(Protocol):
     """
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, Any]]) -> Manifest:
-        """Write one version where readers can find it. A reader never sees it half written.
+        """Write one version where readers can find it. A reader never sees a version that is only partly written.
 
         Args:
-            named_tensors: (name, tensor), or (name, `TensorSlice`) if this process has only a slice of it.
+            version: Version of the weights.
+            named_tensors: (name, tensor) pairs, or (name, `TensorSlice`) if this process has only a slice of a tensor.
 
         Raises:
-            StateDictError: the version was published already, or there is no room for it.
+            StateDictError: the version was published already, or there is no space for it.
         """
         ...
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, Any]]:
-        """(name, tensor) pairs of a published version, whole, in the order of the first shard that names them.
+        """(name, whole tensor) pairs of a published version, in the order in which its shards first name them.
 
-        Everything is verified before the first pair: that the slices make up the tensors, and each shard's size and
-        checksum.
+        Everything is verified before the first pair: the slices make up the tensors, and the size and checksum of each
+        shard are right.
 
         Raises:
             StateDictError: the version, or a shard of it, is gone or does not match the manifest.
@@ -113,7 +115,8 @@ class StateDictTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Free all that this end has published or holds. It can publish nothing more; a second call does nothing."""
+        """Free everything that this end has published or holds. It cannot publish any more; further calls do
+        nothing."""
         ...
 
 
@@ -122,13 +125,14 @@ class HoldingTransport(Protocol):
     """A transport that can keep one version longer than the newest `NUM_KEPT`, for readers that start late."""
 
     def hold(self, version: int | None) -> None:
-        """Keep a published version until it is released. A later call replaces it; None holds none."""
+        """Keep a published version until it is released, or a later call holds another. None holds no version."""
         ...
 
 
 @runtime_checkable
 class MeasuredTransport(Protocol):
-    """A transport whose readers measure more than their time. `metrics.jsonl` has the largest value of all readers."""
+    """A transport whose readers measure pulls beyond their duration. `metrics.jsonl` has the largest value over all
+    readers."""
 
     def pull_figures(self) -> Mapping[str, float]:
         """Figures of the last pull; their metric names are prefixed with `sync/`."""
@@ -136,7 +140,7 @@ class MeasuredTransport(Protocol):
 
 
 class PublishedWeights:
-    """The newest manifest, one that is held, and the measurements of each reader's last pull.
+    """The newest manifest, the held one, and the measurements of each reader's last pull.
 
     Example:
 
@@ -156,7 +160,7 @@ class PublishedWeights:
         """Replace the version that readers pull.
 
         Raises:
-            StateDictError: it is older than one that was announced. Versions never go back.
+            StateDictError: the version is older than the newest announced one. Versions never go back.
         """
         if self._manifest is not None and manifest.version < self._manifest.version:
             raise StateDictError(
@@ -170,7 +174,8 @@ class PublishedWeights:
         """Keep the manifest of the newest version until `let_go`, for readers that start late.
 
         Args:
-            pinned: Readers keep the version in their engines beside later ones.
+            version: The newest version.
+            pinned: Whether readers keep the version in their engines beside later ones.
 
         Raises:
             UnavailableWeightsError: the version is not the newest.
@@ -180,14 +185,14 @@ class PublishedWeights:
         self._manifest = self._held = replace(self._held, pinned=self._pinned)
 
     def let_go(self) -> None:
-        """Forget the version that is held."""
+        """Forget the held version."""
         self._held = self._pinned = None
 
     def manifest_of(self, version: int) -> Manifest:
-        """The manifest of the newest version, or of the one that is held.
+        """The manifest of the newest version, or of the held one.
 
         Raises:
-            UnavailableWeightsError: the version is neither.
+            UnavailableWeightsError: the version is neither the newest nor the held one.
         """
         if self._held is not None and self._held.version == version:
             return self._held

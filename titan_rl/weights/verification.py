@@ -24,10 +24,14 @@ PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}  # elements converted at a time
 
 
 def with_checksums(manifest: Manifest, named: Iterable[tuple[str, torch.Tensor | TensorSlice]]) -> Manifest:
-    """The manifest of what one process has published, with the checksums of what it was given to publish.
+    """Add checksums of the published tensors to the manifest of one process.
 
-    They are computed from the trainer's own tensors rather than from the transport's copy, so the transport is verified
-    too. If a transport's manifest does not list its tensors, it is returned as it is.
+    They are computed from the trainer's own tensors rather than from the transport's copy, so the transport is
+    verified, too. If a transport's manifest does not list its tensors, it is returned unchanged.
+
+    Args:
+        manifest: Manifest of this process's shard.
+        named: The published (name, tensor) pairs.
     """
     if len(manifest.shards) != 1:
         return manifest
@@ -74,7 +78,7 @@ def _key(name: str, value: torch.Tensor | TensorSlice) -> tuple[str, tuple[int, 
 
 
 def _sum(value: torch.Tensor | TensorSlice) -> torch.Tensor:
-    import torch  # takes seconds, and the controller and rollout workers, which have no tensors, import this module
+    import torch  # imported here, because the controller and rollout workers import this module without needing torch
 
     piece_of = value if isinstance(value, TensorSlice) else None
     tensor: torch.Tensor = value if piece_of is None else piece_of.tensor  # pyright: ignore[reportAssignmentType]
@@ -91,14 +95,15 @@ def _sum(value: torch.Tensor | TensorSlice) -> torch.Tensor:
     return torch.stack(sums).sum()
 
 
-SIGMAS = 5.0  # standard errors of rounding by which a correct swap may be off
-LEAST_MARGIN = 0.05  # a correct swap in bfloat16 has been 0.04 off where independent errors explain 0.02
+SIGMAS = 5.0  # number of standard errors of rounding by which a correct swap may be off
+LEAST_MARGIN = 0.05  # a correct swap in bfloat16 can be off by 0.04 where independent errors explain only 0.02
 MAX_MARGIN = 0.5  # with a wider margin the old weights would pass for the new ones
 ANCHOR_MARGIN = 0.1  # smallest part of the change whose absence in every version is detected in the end
 RESOLUTION = 1e-6  # nats: smallest error of a logprob in float32
 
 Score = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
-"""Sequences of [num_tokens] to their logprobs at temperature 1, of the tokens after the first: [num_tokens - 1]."""
+"""Function from sequences of [num_tokens] to the logprobs of their tokens after the first, at temperature 1:
+[num_tokens - 1] for each sequence."""
 
 
 def make_probes(score: Score, sequences: Sequence[Sequence[int]]) -> tuple[Probe, ...]:
@@ -109,8 +114,8 @@ def make_probes(score: Score, sequences: Sequence[Sequence[int]]) -> tuple[Probe
     Example: `make_probes(score, [[444, 27, 301]])` may give `(Probe((444, 27, 301), (-1.1, -0.4)),)`.
 
     Raises:
-        ValueError: a sequence has fewer than two tokens: the first has no logprob.
-        StateDictError: the trainer's own logprobs are not finite, or are too few.
+        ValueError: a sequence has fewer than two tokens; the first token has no logprob.
+        StateDictError: the trainer's own logprobs are not finite, or their number is wrong.
     """
     for ids in sequences:
         if len(ids) < 2:
@@ -127,21 +132,21 @@ def make_probes(score: Score, sequences: Sequence[Sequence[int]]) -> tuple[Probe
 
 @dataclass(frozen=True, slots=True)
 class ProbeFigures:
-    """Result of a probe check. `margin` and `missed` refer to the version before; NaN without one."""
+    """Result of a probe check. `margin` and `missed` refer to the previous version; they are NaN if there is none."""
 
-    diff: float  # nats: see `verify`
+    diff: float  # distance from the trainer's logprobs in nats; see `verify`
     margin: float = math.nan  # part of the change that may be missing because rounding hides it
-    missed: float = math.nan  # part of the change that is missing or in excess
+    missed: float = math.nan  # part of the change that is missing, or by which it is exceeded
 
 
 class SwapCheck:
-    """Checks the versions that one reader loads: their logprobs, and the change of these from earlier versions, against
-    the trainer's.
+    """Checks the versions that one reader loads. It compares the reader's logprobs, and their changes from earlier
+    versions, with the trainer's.
 
     Rounding in bfloat16 moves the logprobs of a probe further than a step with a small learning rate does, so closeness
-    to the trainer's logprobs does not distinguish a version from the one before. But rounding has no direction. Over
-    the scored tokens of all probes let c be the trainer's logprobs of this version minus those of an earlier one, and f
-    the same difference of the reader's. Then
+    to the trainer's logprobs does not distinguish a version from the previous one. But rounding has no direction. Over
+    the scored tokens of all probes, let c be the trainer's logprobs of this version minus those of an earlier one, and
+    f the same difference of the reader's logprobs. Then
 
         p = (f . c) / (c . c)
 
@@ -150,10 +155,10 @@ class SwapCheck:
     a standard error of sqrt(2) |s c| / |c|^2. A swap is refused if p differs from 1 by more than 5 standard errors, the
     margin.
 
-    s is estimated from the earlier version: the error of that token there, or the usual error of a token of that
+    s is estimated from the earlier version: the error of the same token there, or the usual error of a token of that
     probability, whichever is larger. An error of a logit moves the logprob of a token of probability q by 1 - q times
     as much, and so does an update: the tokens that move most have the largest errors, and few of them make up most of
-    |c|. The errors of tokens are taken as independent, which they nearly are, so a margin is at least 0.05.
+    |c|. The errors of tokens are assumed to be independent. Since this holds only nearly, a margin is at least 0.05.
 
     With a margin above 1/2 a swap is not refused. The margin shrinks with the root of the number of tokens and with the
     size of the change, so there is a second comparison with an older version, the anchor, which is as old as a margin
@@ -177,7 +182,7 @@ class SwapCheck:
 
         Raises:
             VerificationError: the logprobs are too far from the trainer's, or have not changed with them.
-            StateDictError: `score` gave too few or too many logprobs.
+            StateDictError: `score` returned too few or too many logprobs.
         """
         rows = _scored(probes, score)
         diff = _check_distance(probes, rows, tolerance, version)
@@ -219,7 +224,11 @@ class _Scored:
 
 
 def _compare(now: _Scored, before: _Scored, version: int | None) -> tuple[float, float] | None:
-    """The margin and the missing part of the change. None if the trainer's logprobs did not change."""
+    """The margin and the missing part of the change. None if the trainer's logprobs did not change.
+
+    Raises:
+        VerificationError: the missing part exceeds the margin.
+    """
     change, found = now.theirs - before.theirs, now.mine - before.mine
     size = float(np.linalg.norm(change))
     if not size:
@@ -238,16 +247,19 @@ def _compare(now: _Scored, before: _Scored, version: int | None) -> tuple[float,
 def verify(probes: Sequence[Probe], score: Score, tolerance: float, *, version: int | None = None) -> float:
     """Score the probes with the weights just loaded, and return their distance from the trainer's logprobs.
 
-    The distance is the mean absolute difference over the tokens of a probe, of the worst probe; 0.0 without probes. A
-    wrong weight moves most tokens. Rounding moves a few, where the policy is undecided, some ten times further than the
-    mean.
+    The distance of a probe is the mean absolute difference over its tokens, in nats; the worst probe counts. Without
+    probes it is 0.0. A wrong weight moves most tokens, whereas rounding moves a few tokens, where the policy is
+    undecided, about ten times further than the mean.
 
     Args:
-        version: for the message.
+        probes: Sequences with the trainer's logprobs.
+        score: Scores sequences with the loaded weights.
+        tolerance: Largest allowed distance.
+        version: Version of the weights, for the message.
 
     Raises:
         VerificationError: the distance is above the tolerance, or not a number.
-        StateDictError: `score` gave too few or too many logprobs.
+        StateDictError: `score` returned too few or too many logprobs.
     """
     return _check_distance(probes, _scored(probes, score), tolerance, version)
 

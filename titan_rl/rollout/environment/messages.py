@@ -33,7 +33,8 @@ class ParsedAnswer:
     """A completion as a message.
 
     Args:
-        is_whole: whether it is complete, with its reasoning closed and all tool calls well-formed.
+        message: The message.
+        is_whole: Whether the message is complete, with its reasoning closed and all tool calls well-formed.
     """
 
     message: Message
@@ -45,13 +46,13 @@ _WELL_FORMED = ("ok", "unknown_tool")
 
 
 MAX_CONTEXT: ContextVar[int | None] = ContextVar("MAX_CONTEXT", default=None)
-"""Most tokens of the current rollout's prompts, if known."""
+"""Largest number of tokens in the current rollout's prompts, if known."""
 
 LONGEST_TOKEN = 256
-"""Characters of the longest token; vocabularies in use have at most 128."""
+"""Largest number of characters in a token. The vocabularies in use have at most 128."""
 
 LONG_TEXT = 20_000
-"""Characters that take longer to tokenize than a thread takes to start."""
+"""Number of characters from which on tokenizing takes longer than starting a thread."""
 
 
 class GrowingPrompt:
@@ -68,17 +69,18 @@ class GrowingPrompt:
         self._renderer = renderer
         self._tools = None if tools is None else list(tools)
         self._prompt: list[int] = []
-        self._completion: list[int] | None = None  # the answer to it
+        self._completion: list[int] | None = None  # completion of the prompt
 
     async def next(self, messages: Sequence[Message], whose: str) -> list[int]:
         """Next prompt after messages of any length. A long text is tokenized off the event loop, and a text that cannot
         fit into the rollout's context is refused.
 
         Args:
-            whose: source of the messages, for the error.
+            messages: New messages.
+            whose: Source of the messages, for the error.
 
         Raises:
-            PromptTooLongError: they have more characters than `MAX_CONTEXT` tokens can stand for.
+            PromptTooLongError: the messages have more characters than `MAX_CONTEXT` tokens can represent.
         """
         size = sum(map(len, _texts(messages)))
         most = MAX_CONTEXT.get()
@@ -93,7 +95,7 @@ class GrowingPrompt:
 
         Raises:
             DataError: the renderer cannot extend the tokens so far.
-            ModelError: it does not show the tools, or does not parse their calls.
+            ModelError: the renderer does not show the tools, or does not parse their calls.
         """
         if self._completion is None:
             if self._tools:
@@ -107,17 +109,17 @@ class GrowingPrompt:
         return list(self._prompt)
 
     def read(self, completion: Completion) -> ParsedAnswer | None:
-        """Message in a completion of the last prompt; None if it cannot be parsed.
+        """Message in a completion of the last prompt; None if the completion cannot be parsed.
 
         Raises:
-            TypeError: the result of the renderer's parser breaks its protocol.
+            TypeError: the result of the renderer's parser breaks the renderer protocol.
         """
         self._completion = list(completion.token_ids)
         try:
             parsed = self._renderer.parse_response(
                 list(completion.token_ids), tools=self._tools, prompt_ids=list(self._prompt)
             )
-        except Exception:  # a parser may raise anything on malformed output of the model
+        except Exception:  # a parser may raise any error on malformed output of the model
             return None
         if wrong := [call for call in parsed.tool_calls if not hasattr(call, "status")]:
             raise TypeError(
@@ -143,7 +145,7 @@ class GrowingPrompt:
 
 
 def _texts(messages: Sequence[Message]) -> Iterator[str]:
-    """The text of each message, or of each of its parts."""
+    """The text of each message, or of each part of a message."""
     for message in messages:
         content: Any = message.get("content")
         parts: list[Any] = cast("list[Any]", content) if isinstance(content, list) else [content]
@@ -165,10 +167,10 @@ class MessageTokenEnv:
 
     `reset` fails if the environment has tools that the renderer does not show, or whose calls it does not parse.
 
-    The environment's methods may be plain functions, which run in a thread of the environment: see `EnvMethods`.
+    The environment's methods may be plain functions, which run in a thread of the environment; see `EnvMethods`.
 
     Raises:
-        TypeError: the environment lacks one of the methods.
+        TypeError: the environment lacks a method.
 
     Example:
 
@@ -226,7 +228,9 @@ class MessageGame:
         MessageGame(KuhnHand(sample), renderer, {"first": "policy", "second": MessagePlayer(always_pass)})
 
     Args:
-        players: player of each seat; or a function from the number of a sibling to its players.
+        env: Game.
+        renderer: Renderer of the conversations.
+        players: Player of each seat, or a function from the number of a sibling to its players.
     """
 
     def __init__(
@@ -261,8 +265,8 @@ class _Chat:
     def __init__(self, seat: TokenSeat, renderer: Renderer) -> None:
         self._seat = seat
         self._prompt = GrowingPrompt(renderer)
-        self._messages: list[Message] = []  # so far, for a `MessagePlayer`
-        self._told: list[Message] = []  # since the last question
+        self._messages: list[Message] = []  # conversation so far, for a `MessagePlayer`
+        self._told: list[Message] = []  # messages of `tell` since the last question
 
     @property
     def name(self) -> str:
@@ -292,7 +296,7 @@ class _Chat:
         self._seat.reward(name, value)
 
     def end(self) -> None:
-        """Record the messages told last in the transcript."""
+        """Record the remaining messages of `tell` in the transcript."""
         self._seat.record(self._told)
         self._told = []
 

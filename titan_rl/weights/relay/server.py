@@ -24,9 +24,10 @@ from titan_rl.weights.relay.shard_copy import ShardCopy
 
 _LENGTH = struct.Struct("<I")
 _HEAD = struct.Struct("<BIIIq")  # kind, index, bytes, CRC, base
-_MOST = 1 << 20  # bytes of a message
+_MOST = 1 << 20  # largest number of bytes of a message
 SILENCE_S = 3.0
-"""An end that is silent for so long counts as dead. A sender that waits itself sends WAIT several times meanwhile."""
+"""Seconds of silence after which the other end counts as dead. A sender that is itself waiting sends WAIT several times
+in this time."""
 
 
 class Kind(IntEnum):
