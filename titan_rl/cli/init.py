@@ -267,8 +267,8 @@ def copy_example(example: str, folder: Path) -> list[Path]:
 
 
 def _is_of_it(path: Path, source: Path) -> bool:
-    """Return whether a file belongs to the example. Caches do not, nor do models that can be made again, without
-    README."""
+    """Return whether a file belongs to the example. Caches do not, nor do models without a README, which can be made
+    again."""
     room = path.relative_to(source).parts[0]
     return "__pycache__" not in path.parts and (room != "base" or (source / room / "README.md").is_file())
 
