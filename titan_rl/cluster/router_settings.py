@@ -11,13 +11,13 @@ from titan_rl.generation.router.replica import Limits
 def router_options(
     generation: GenerationConfig, routing: RoutingConfig, statedict: StateDictConfig, wait_s: float
 ) -> dict[str, Any]:
-    """Keyword arguments of `GeneratorRouter`, except the strategy.
+    """Make the keyword arguments of `GeneratorRouter`, except the strategy.
 
     A shard whose worker answers nothing for `generation.stall_timeout_s`, because an environment blocks its event loop,
     is given up like a generator that is silent for that long.
 
     Args:
-        wait_s: Longest time that requests wait for enough generators.
+        wait_s: Longest time that requests wait for enough generators, in seconds.
     """
     return {
         "stall_timeout_s": generation.stall_timeout_s,
