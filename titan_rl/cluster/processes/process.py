@@ -115,8 +115,8 @@ class ProcessActor(AnsweringActor):
 def enter_actor_process(log_path: str | Path) -> None:
     """Detach this process from the terminal: its output goes to a file, and Ctrl-C reaches only the controller, which
     then stops the process in order. The same holds for SIGTERM, which schedulers send to every process of a job. The
-    kernel still ends the process when the controller dies. Everyone who may read the log's folder may also read the
-    files that the process writes, independently of the umask with which the worker was started."""
+    kernel still ends the process when the controller dies. Files that the process writes are not accessible to users
+    who may not access the log's folder, even if the worker was started with a wider umask."""
     os.setpgid(0, 0)
     _outlive_sigterm()
     os.umask(os.umask(0o077) | 0o077 & ~Path(log_path).parent.stat().st_mode)

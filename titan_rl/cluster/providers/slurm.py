@@ -91,7 +91,7 @@ def _is(state: str, kinds: tuple[str, ...]) -> bool:
 
 
 LONGEST_NAME = 60
-"""Longest name of a run in the name of its log, to which the job number is added."""
+"""Longest name of a run in the names of its job and its log."""
 
 STEP = (
     *("--nodes=1", "--ntasks=1"),

@@ -36,8 +36,7 @@ class ServerLimits:
         keep_alive_s: Interval of keep-alive comments in a stream without events, in seconds.
         num_conversations: Maximum number of conversations that are remembered, so that they keep their tokens when a
             client sends them back as messages.
-        conversation_turns: Maximum number of turns of each of them. A longer conversation is remembered anew from
-            there.
+        conversation_turns: Maximum number of turns of each of them. A longer conversation starts over.
         conversation_bytes: Approximate memory for all of them.
         response_bytes: Memory for stored responses with their conversations, which clients can continue or retrieve,
             and the same amount for the conversations of message threads.
