@@ -40,7 +40,7 @@ def chips(cards: Cards, history: History) -> int:
 
 
 def histories(history: History = ()) -> Iterator[History]:
-    """All histories from this one on at which a seat is to act."""
+    """Yield all histories from this one on at which a seat has to act."""
     if not is_over(history):
         yield history
         for action in ACTIONS:

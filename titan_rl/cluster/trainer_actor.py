@@ -161,8 +161,8 @@ class TrainerActor(ProcessActor):
 
     @concurrent_endpoint
     async def train(self, plan: StepPlan, policy: str = "") -> StepResult:
-        """Run `TrainerCore.train`, which skips minibatches that cannot be trained on. Adds the metric idle_s: the time in
-        seconds that this rank was idle since the end of the previous step; 0 in the first step."""
+        """Run `TrainerCore.train`, which skips minibatches that cannot be trained on. Adds the metric idle_s: the time
+        in seconds that this rank was idle since the end of the previous step; 0 in the first step."""
         return await self._run("step", self._train, plan, policy, is_work=True)
 
     def _train(self, plan: StepPlan, policy: str) -> StepResult:
