@@ -36,7 +36,7 @@ def test_experimental_settings_are_named_in_one_line(
     settings: dict[str, object], transport: str, named: str | None
 ) -> None:
     config = load_config("config.toml", [(key, str(value)) for key, value in settings.items()])
-    begins = "experimental, never run on the hardware or network it is for: "
+    begins = "experimental, not proved on the hardware or network it is for: "
     assert experimental_warning(config, transport) == (named and begins + named)
 
 
@@ -57,7 +57,7 @@ def test_a_run_on_one_machine_has_nothing_to_warn_of(capfd: pytest.CaptureFixtur
 def test_a_submitted_run_warns_too(capfd: pytest.CaptureFixture[str]) -> None:
     options = [f"--{key}={value}" for key, value in KUBERNETES.items()]
     assert main(["launch", "config.toml", *options, "--dry-run"]) == 0
-    assert "titan-rl: warning: experimental, never run on" in capfd.readouterr().err
+    assert "titan-rl: warning: experimental, not proved on" in capfd.readouterr().err
 
 
 def test_the_help_of_each_setting_has_the_word() -> None:

@@ -1,4 +1,4 @@
-"""The experimental settings of a run: built and tested without the hardware or the network that they are for."""
+"""The experimental settings of a run, which are not proved on the hardware or network that they are for."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ def experimental_warning(config: RunConfig, transport: str) -> str | None:
     used = experimental_settings(config, transport)
     if not used:
         return None
-    return f"experimental, never run on the hardware or network it is for: {', '.join(used)}"
+    return f"experimental, not proved on the hardware or network it is for: {', '.join(used)}"
