@@ -1,4 +1,4 @@
-"""Parts of a run that a caller may replace, and the planes made of them."""
+"""Parts of a run that a caller may replace, and the planes that are built from them."""
 
 from __future__ import annotations
 
@@ -44,16 +44,17 @@ SELDOM_ASKED = frozenset({"load", "measure"})
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Objects that replace those named by settings. A part that is None is made from the settings.
+    """Objects that replace those that the settings name. A part that is None is built from the settings.
 
     Args:
-        trainer: Trains steps and publishes versions. It is not closed. None starts a trainer's processes.
-        replicas: Replicas of the router, which closes them at the end. None starts generators.
-        published: Manifests of published versions, for given replicas.
-        strategy: Chooses the replica of a request.
+        trainer: Trainer of the steps, which also publishes versions. It is not closed. None starts a trainer's
+            processes.
+        replicas: Replicas for the router, which closes them at the end. None starts generators.
+        published: Manifests of published versions, from which given replicas load.
+        strategy: Strategy that chooses the replica for a request.
         renderer: Renderer of the environments in this process.
-        filters: Replace the group filters that settings name, for every task.
-        sinks: Receive the metrics of steps, too, by their names for messages.
+        filters: Group filters for every task, instead of those that the settings name.
+        sinks: Further sinks for the metrics of steps, by their names for messages.
         provided: Hosts of a provider whose hosts come and go.
     """
 
@@ -71,15 +72,15 @@ class Parts:
         return self.trainer is None or self.replicas is None
 
     def _given(self) -> list[str]:
-        """Names of the given parts."""
+        """Names of the parts that were given."""
         names = ("trainer", "replicas", "strategy", "renderer", "filters", "provided")
         return [*(name for name in names if getattr(self, name) is not None), *(["sinks"] if self.sinks else [])]
 
     def check(self, config: RunConfig) -> None:
-        """Check the parts before a run.
+        """Check the given parts before a run.
 
         Raises:
-            ConfigError: they do not fit the settings, or lack a method.
+            ConfigError: A part does not fit the settings, or lacks a method.
             MissingExtraError: A package that the run's processes need is not installed.
         """
         if config.adapters and (given := self._given()):
@@ -113,9 +114,9 @@ class Planes:
     Args:
         training: Processes of the trainer; None if a trainer was given.
         workers: Rollout workers; None if groups are run in this process.
-        watch: Replaces dead processes other than the trainer's, until it is cancelled.
-        waits_for: Describes generators that do not serve, and how long rollouts wait for them.
-        hosts: Reports hosts joining, draining and lost.
+        watch: Function that replaces dead processes, except the trainer's, until it is cancelled.
+        waits_for: Function that describes generators that do not serve, and how long rollouts wait for them.
+        hosts: Source of reports of joining, draining and lost hosts.
     """
 
     router: GeneratorRouter
@@ -126,20 +127,21 @@ class Planes:
     hosts: HostHistory = field(default_factory=HostHistory)
 
     def trouble(self) -> str | None:
-        """Reason why no request can be answered, and what the run waits for; None while enough generators serve."""
+        """Reason why no request can be answered, and what the run is waiting for, or None while enough generators
+        serve."""
         trouble = self.router.trouble()
         return trouble and f"{trouble}; {self.waits_for()}"
 
     def trainer_lacks(self) -> str:
-        """Resource that the trainer needs to restart; "" while it lacks nothing."""
+        """Resource that the trainer needs to restart, or "" while it lacks nothing."""
         return lacks_of(self.training)
 
 
 def open_planes(
     config: RunConfig, parts: Parts, run_dir: RunDirectory, console: Console
 ) -> contextlib.AbstractAsyncContextManager[Planes]:
-    """Open the planes of a run, with processes for the parts that were not given. They end with the block, except a
-    given trainer.
+    """Open the planes of a run, with processes for the parts that were not given. Everything is closed when the block
+    ends, except a given trainer.
 
     Raises:
         ActorDiedError: A process did not start in time.
@@ -209,8 +211,8 @@ class AdapterPlanes:
     """Running generation and training of a run with several adapters.
 
     Args:
-        watch: See `Planes`.
-        waits_for: See `Planes`.
+        watch: Function that replaces dead processes; see `Planes`.
+        waits_for: Function that describes generators that do not serve; see `Planes`.
     """
 
     routers: AdapterRouters
@@ -219,12 +221,12 @@ class AdapterPlanes:
     waits_for: Callable[[], str]
 
     def trouble(self) -> str | None:
-        """See `Planes.trouble`."""
+        """Reason why no request can be answered; see `Planes.trouble`."""
         trouble = self.routers.trouble()
         return trouble and f"{trouble}; {self.waits_for()}"
 
     def trainer_lacks(self) -> str:
-        """See `Planes.trainer_lacks`."""
+        """Resource that the trainer needs to restart; see `Planes.trainer_lacks`."""
         return lacks_of(self.training)
 
 
@@ -232,7 +234,7 @@ class AdapterPlanes:
 async def open_adapter_planes(
     config: RunConfig, run_dir: RunDirectory, console: Console
 ) -> AsyncGenerator[AdapterPlanes]:
-    """Start the processes of a run with several adapters, which end with the block.
+    """Start the processes of a run with several adapters. They end with the block.
 
     Raises:
         ActorDiedError: A process did not start in time.
@@ -256,7 +258,7 @@ def watcher(
     history: HostHistory | None = None,
     provided: ProvidedHosts | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
-    """Watch the processes of a run: replace dead ones, and admit new hosts."""
+    """Build the function that watches the processes of a run: it replaces dead ones, and admits new hosts."""
     from titan_rl.cluster.generator_processes import RoutedProcesses
 
     routed = RoutedProcesses(processes, router)
@@ -270,7 +272,7 @@ def watcher(
 
 
 def describe_processes(config: RunConfig, parts: Parts) -> str:
-    """Text such as "2 generators, 1 rollout worker and a trainer"; "" if no process is started."""
+    """Describe the processes to start: "2 generators, 1 rollout worker and a trainer"; "" if there are none."""
     counts = {
         "generator": config.generation.num_generators if parts.replicas is None else 0,
         "rollout worker": config.rollout.num_workers,
@@ -285,10 +287,10 @@ def describe_processes(config: RunConfig, parts: Parts) -> str:
 
 
 def pickled(strategy: Strategy) -> bytes:
-    """The strategy for the shards of rollout workers, which each have a copy.
+    """Pickle a strategy for the router shards of rollout workers, which each have a copy.
 
     Raises:
-        ConfigError: it does not pickle.
+        ConfigError: The strategy does not pickle.
     """
     try:
         return pickle.dumps(strategy)

@@ -1,5 +1,5 @@
-"""Rehearsal of a run without engines: plays a group of each task with a mock policy, to show errors in an environment,
-a reward, the renderer or a limit in a second, before any process starts."""
+"""Rehearsal of a run without engines: a group of each task is played with a mock policy. This shows errors in an
+environment, a reward, the renderer or a limit within a second, before any process starts."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ ECHOED = 8
 
 
 class MockPolicy:
-    """A `GenerateFn` without a model for one group, whose id has no slash. Siblings in turn give the answers of an
-    untrained policy: the demonstrated answer, the end of the prompt, nothing at all, and more than allowed.
+    """`GenerateFn` without a model, for one group, whose id must have no slash. The siblings take turns in giving
+    answers of different kinds: the demonstrated answer, the end of the prompt, nothing at all, and more tokens than
+    allowed.
 
     Args:
         shown: Demonstrated answers to the first request of a rollout, the second, and so on, each with its stop token;
-            the last one is repeated. If empty, the end of the prompt is used.  # [num_turns][num_tokens]
+            the last one is repeated. If there are none, the end of the prompt is used.  # [num_turns][num_tokens]
         stop_token_id: Stop token of the other answers.
     """
 
@@ -79,20 +80,20 @@ class MockPolicy:
 
 AnyEnv = TokenEnv | AgentEnv | SeatedEnv
 
-SIBLINGS = 4  # one for each kind of answer of a mock policy
+SIBLINGS = 4  # one for each kind of answer of the mock policy
 LIMIT_S = 60.0
 GRACE_S = 15.0
-"""Extra time for closing an environment that hangs."""
+"""Extra time for closing an environment that hangs, in seconds."""
 ROLLOUT_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """Result of rehearsing a task.
+    """Result of the rehearsal of a task.
 
     Attributes:
-        prompt: First prompt of its first rollout, as the model reads it; None if there was none.
-        problems: Messages about errors that would fail a run, or from which it learns nothing.
+        prompt: First prompt of the first rollout, as the model reads it; None if there was none.
+        problems: Messages about problems with which a run would fail or learn nothing.
     """
 
     task: str
@@ -103,29 +104,29 @@ class Rehearsal:
 
 
 def rehearse(config: RunConfig, console: Console) -> list[Rehearsal]:
-    """Play the first training sample of each task, as a run would. Tasks of agents are skipped, whose programs are not
-    started.
+    """Play the first training sample of each task, as a run would. Tasks of agents are skipped, because their programs
+    are not started.
 
     Args:
-        console: Shows which call blocks the event loop.
+        console: Console for reports of calls that block the event loop.
 
     Raises:
-        ConfigError, ModelError: The renderer cannot be made.
-        DataError: A sample cannot be made, or the rehearsal takes longer than `LIMIT_S`.
-        RewardError: The advantage function failed, or a reward whose failure policy ends the run.
+        ConfigError, ModelError: The renderer cannot be created.
+        DataError: A sample cannot be created, or the rehearsal takes longer than `LIMIT_S`.
+        RewardError: The advantage function failed, or a reward failed whose failure policy ends the run.
         MissingExtraError: The package that reads tokenizers is not installed.
     """
 
     def play() -> list[Rehearsal]:
         DEMONSTRATED_CALL_S.set(min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S))
         with asyncio.Runner() as runner:
-            runner.get_loop().set_default_executor(UsersThreads())  # the end waits for nothing that hangs there
+            runner.get_loop().set_default_executor(UsersThreads())  # threads that hang do not delay the end
             return runner.run(_rehearse_all(config, Path(folder), console))
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             return call_within(play, LIMIT_S + GRACE_S, "a group of each task")
-        except OutOfTimeError as error:  # what blocks the event loop holds up its limits, too
+        except OutOfTimeError as error:  # code that blocks the event loop also blocks its time limits
             place = where(error)
             raise DataError(
                 f"{error} without a model" + ("" if place is None else f": {place} blocks, and does not return")
@@ -133,10 +134,10 @@ def rehearse(config: RunConfig, console: Console) -> list[Rehearsal]:
 
 
 def problems_of_losses(config: RunConfig) -> list[str]:
-    """Call each loss of the user's once, if torch is installed, and return their problems.
+    """Call each of the user's losses once, if torch is installed, and return the problems that this shows.
 
     Raises:
-        ConfigError: there is no loss of that name.
+        ConfigError: A loss does not exist.
     """
     if not config.adapters:
         problem = loss_problem(config.training.loss, ClipRange(*config.training.clip))
@@ -150,7 +151,8 @@ def problems_of_losses(config: RunConfig) -> list[str]:
 
 
 def _parts_of(config: RunConfig) -> list[RunConfig]:
-    """Configs whose tasks are played: one for the tasks of all adapters, and one for each advantage of the user's."""
+    """Configs whose tasks are played. In a run with several adapters, they are one for the tasks of all adapters, and
+    one for each of the user's advantages."""
     parts: dict[str, RunConfig] = {}
     for experiment in config.experiments.values():
         advantage = experiment.training.advantage
@@ -215,7 +217,7 @@ async def _play(
     renderer: Renderer,
     journal: RunJournal,
 ) -> Rehearsal | None:
-    """Play a group as training does, by way of a journal. None of a task of agents."""
+    """Play a group as training does, including the journal. Return None for a task of agents."""
     source = config.tasks[number]
     task, sampling = source.task, config.sampling_of(source)
     stop_token_ids = renderer.get_stop_token_ids()
@@ -257,7 +259,7 @@ class _WithoutAgents:
     def __init__(self, make_env: Callable[[Any], AnyEnv]) -> None:
         self._make_env = make_env
         self.found = False
-        self.speak = False  # whether they use messages, which the renderer turns into tokens
+        self.speak = False  # whether the environments use messages, which the renderer converts to tokens
 
     def __call__(self, sample: Any) -> AnyEnv:
         env = self._make_env(sample)
@@ -269,7 +271,7 @@ class _WithoutAgents:
 
 
 class _Unplayed:
-    """A `TokenEnv` in the place of an agent, whose rollout fails before anything is begun."""
+    """`TokenEnv` that replaces an agent, and whose rollout fails before anything is begun."""
 
     def __init__(self, agent: AgentEnv) -> None:
         self._agent = agent
@@ -285,7 +287,7 @@ class _Unplayed:
 
 
 def _shown(source: TaskSource, renderer: Renderer) -> list[list[int]]:
-    """The answers of the first demonstration, if there is one.  # [num_turns][num_tokens]"""
+    """Encode the answers of the first demonstration, if there is one.  # [num_turns][num_tokens]"""
     task: Any = source.task
     if not isinstance(task, DemonstratingTask):
         return []
@@ -294,7 +296,7 @@ def _shown(source: TaskSource, renderer: Renderer) -> list[list[int]]:
             limit_s = ROLLOUT_LIMIT_S + GRACE_S
             demonstrations = call_within(lambda: list(islice(task.demonstrations(1), 1)), limit_s, "a demonstration")
     except DataError as error:
-        if isinstance(error.__cause__, ConfigError):  # the task could have demonstrations, and has none
+        if isinstance(error.__cause__, ConfigError):  # the task has no demonstrations
             return []
         raise
     tokens = [encode(renderer, demonstration) for demonstration in demonstrations]
@@ -321,7 +323,7 @@ def _problems(group: RolloutGroup, shown: Sequence[Sequence[int]], max_tokens: i
 
 
 def _unread(messages: Sequence[Message], renderer: Renderer) -> Iterator[str]:
-    """Messages before the first answer that the renderer leaves out."""
+    """Problems with messages before the first answer that the renderer leaves out."""
     opening = list(takewhile(lambda message: message.get("role") != "assistant", messages))
     if opening and not any(message.get("content") for message in opening):
         yield "the first prompt has no text"
@@ -345,7 +347,7 @@ def _unread(messages: Sequence[Message], renderer: Renderer) -> Iterator[str]:
 
 
 def _untaught(config: RunConfig, source: TaskSource, group: RolloutGroup, renderer: Renderer) -> Iterator[str]:
-    """Reasons why the policy cannot teach itself.
+    """Problems with which the policy cannot teach itself.
 
     Raises:
         DataError: `teacher_messages` failed.

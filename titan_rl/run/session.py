@@ -1,8 +1,8 @@
 """Session of a command: setup before its work, and teardown after it, even if the work fails.
 
-process_session   of `train`, `sft`, `eval` and `serve`: log file, signals, a guard process, environment variables
-RunSession        of `train` and `sft` besides: the run's folder, the state it resumes from, status.json, the report,
-                  hosts, screen, metric sinks and trace
+process_session   for `train`, `sft`, `eval` and `serve`: log file, signals, a guard process, environment variables
+RunSession        in addition for `train` and `sft`: the run's folder, the state from which it resumes, status.json,
+                  the report, hosts, screen, metric sinks and trace
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class SessionFiles:
 def process_session(
     run_id: str, pythonpath: Sequence[str], *, stopping: str, ended: str, starts_processes: bool = True
 ) -> Generator[StopSignals]:
-    """Prepare this process, and the processes that it starts, for the length of the block.
+    """Prepare this process, and the processes that it starts, for a block.
 
     Signals are handled, and the process is guarded, only if this is the main thread.
 
     Args:
-        run_id: Part of the names of shared memory, which the guard clears.
+        run_id: Part of the names of shared memory, which the guard frees.
         stopping: Message after the first signal.
         ended: Message after the second signal, which ends the process at once.
         starts_processes: Whether the process is guarded and gets environment variables for other processes.
@@ -106,20 +106,20 @@ class RunSession(Generic[S]):
     """Session of one run of `titan-rl train` or `titan-rl sft`.
 
     Attributes:
-        config: Settings of the run; once the provider's workers have started, with their addresses instead of the
-            provider.
+        config: Settings of the run. Once the provider's workers have started, they have the workers' addresses instead
+            of the provider.
         start: State that the run begins or resumes from.
-        provided: Hosts of a provider whose hosts join and leave; None if they stay the same.
-        progress: Progress display of the run, while its work runs.
-        sinks: Metric sinks of the run, while its work runs.
+        provided: Hosts of a provider whose hosts join and leave; None if the hosts stay the same.
+        progress: Progress display of the run; available during its work.
+        sinks: Metric sinks of the run; available during its work.
         summary: Result of the work; None until it has ended.
 
     Args:
-        begins: The run is new, not resumed.
+        begins: Whether the run is new, not resumed.
         begun_by: Command to name if the run fails before it has saved anything.
         command: Command of `titan-rl` that resumes the run.
-        processes: Module that starts the run's processes; None if it has none.
-        others: Metric sinks besides those named by settings, by their names for messages.
+        processes: Module that starts the run's processes; None if the run starts none.
+        others: Metric sinks besides those that the settings name, by their names for messages.
     """
 
     start: Resumption
@@ -156,7 +156,7 @@ class RunSession(Generic[S]):
         """Run the work from the current state of the run, so that it can be stopped at any time.
 
         Returns:
-            exit code: 0, or 128 + the number of the signal after which the run was shut down.
+            The exit code: 0, or 128 + the number of the signal after which the run was shut down.
 
         Raises:
             TitanRLError: The error that ended the run.
@@ -185,7 +185,7 @@ class RunSession(Generic[S]):
                 except Exception as error:
                     error.add_note(self.messages.failed())
                     raise
-                except (SystemExit, KeyboardInterrupt) as error:  # raised by user code: no signal raises here
+                except (SystemExit, KeyboardInterrupt) as error:  # raised by user code: signals raise nothing
                     failure = TrainingError(f"an environment, a reward or the task exited Python: {describe(error)}")
                     failure.add_note(self.messages.failed())
                     raise failure from None
@@ -221,7 +221,7 @@ class RunSession(Generic[S]):
                     )
                     workers = await hosts.enter_async_context(opening)
                     self.config, self.provided = workers.config, workers.provided
-                await asyncio.sleep(0)  # a signal that came until now stops the run here, before it starts anything
+                await asyncio.sleep(0)  # a signal that has already arrived stops the run here
                 with self._error.wins():
                     async with contextlib.AsyncExitStack() as resources:
                         self._open_outputs(resources)
@@ -233,14 +233,14 @@ class RunSession(Generic[S]):
         self.progress = resources.enter_context(Progress(self.num_steps, verbosity=self._verbosity))
         self.sinks = resources.enter_context(open_sinks(logging, self.run_dir, self.progress, self._others, step=step))
         self.signals.console = self.progress
-        resources.callback(clean_dead_shards)  # of a trainer that was killed
+        resources.callback(clean_dead_shards)  # left by a trainer that was killed
         if logging.trace:
             tracing = recording(self.run_dir.trace, "controller", TRACE_BYTES, self.progress)
             resources.enter_context(tracing)
         self.progress.message(f"run directory: {self.run_dir.path}")
 
     async def load(self, trainer: Trainer) -> None:
-        """Have the trainer load the checkpoint that the run resumes from, if there is one."""
+        """Have the trainer load the checkpoint from which the run resumes, if there is one."""
         if (checkpoint := self.start.checkpoint) is not None:
             with self.progress.working(f"loading {checkpoint}"):
                 self.start.loaded(await trainer.load(checkpoint))
@@ -248,9 +248,9 @@ class RunSession(Generic[S]):
 
     @contextlib.asynccontextmanager
     async def training(self, **watchers: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
-        """Run watchers, named by their keywords, beside the training loop in the block.
+        """Run watchers, named by their keywords, beside the block, which is the training loop.
 
-        An error of the block is raised even if closing the run fails, too. From here on a signal stops the run with a
+        An error of the block is raised even if closing the run also fails. From now on, a signal stops the run with a
         checkpoint.
         """
         with self._error.source():
@@ -260,7 +260,7 @@ class RunSession(Generic[S]):
 
 
 def begin_run(config: RunConfig, run_dir: RunDirectory) -> Resumption:
-    """Write the state that a new run starts from, and return it."""
+    """Write the initial state of a new run, and return it."""
     model = model_identity(Path(config.model.path))
     start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex, model=model))
     start.state.write(run_dir.path)
@@ -269,7 +269,7 @@ def begin_run(config: RunConfig, run_dir: RunDirectory) -> Resumption:
 
 @contextlib.contextmanager
 def open_journal(start: Resumption, run_dir: RunDirectory, console: Console) -> Generator[RunJournal]:
-    """Open the journal of a run, and warn of its losses and of the steps that it repeats."""
+    """Open the journal of a run, and warn of its losses and of the steps that the run repeats."""
     journal = RunJournal(run_dir.journal, start.state.position, start.journal)
     with contextlib.closing(journal):
         for loss in (*start.losses, *journal.losses):
@@ -284,14 +284,14 @@ def open_journal(start: Resumption, run_dir: RunDirectory, console: Console) -> 
 def open_run_dir(
     config: RunConfig, resume: Path | None, name: str | None = None, *, supervised: bool = False
 ) -> RunDirectory:
-    """Open the folder of the resumed run, or make one.
+    """Open the folder of the run to resume, or create a new folder.
 
     Args:
         supervised: Whether this is a run of `titan-rl sft`.
 
     Raises:
-        ConfigError: The folder cannot be made or written to, has a run of the other kind, or is on a disk without room
-            for the run.
+        ConfigError: The folder cannot be created or written to, has a run of the other command, or is on a disk without
+            room for the run.
     """
     if resume is None:
         check_room(config, Path(config.run_dir))
@@ -308,13 +308,14 @@ def open_run_dir(
 
 
 def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = False) -> list[str]:
-    """Check that a run can resume with a config, and return messages about what it has lost. The run is left unchanged.
+    """Check that a run can resume with a config, and return messages about data that it has lost. The run is left
+    unchanged.
 
     Args:
-        supervised: See `open_run_dir`.
+        supervised: Whether this is a run of `titan-rl sft`.
 
     Raises:
-        ConfigError, CheckpointError: it cannot resume.
+        ConfigError, CheckpointError: The run cannot resume.
     """
     run_dir = open_run_dir(config, resume, supervised=supervised)
     with run_dir.locked():
@@ -331,10 +332,10 @@ def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = Fals
 
 
 def check_unfinished(config: RunConfig, run_dir: RunDirectory) -> None:
-    """Check that one of several adapters of a run has steps left.
+    """Check that at least one of the adapters of a run has steps left.
 
     Raises:
-        CheckpointError: All are finished.
+        CheckpointError: All adapters are finished.
     """
     begun = _begun_adapters(config, run_dir)
     if len(begun) == len(config.adapters) and all(_is_over(each, folder) for each, folder in begun):
@@ -362,9 +363,9 @@ class EndMessages:
     """Closing messages of a run that ends before its last step.
 
     Args:
-        step: Step of the checkpoint that the run begins from.
-        begun_by: Command that began the run; None if it is resumed.
-        command: Command of `titan-rl` that resumes it.
+        step: Step of the checkpoint from which the run begins.
+        begun_by: Command that began the run; None if the run is resumed.
+        command: Command of `titan-rl` that resumes the run.
     """
 
     def __init__(
@@ -391,7 +392,8 @@ class EndMessages:
         self._step = step
 
     def stopped(self) -> str:
-        """Message of a graceful stop: "stopped with step 3 saved; to continue: titan-rl train --resume runs/latest"."""
+        """Message after a graceful stop: "stopped with step 3 saved; to continue: titan-rl train --resume
+        runs/latest"."""
         if (finished := self._finished()) is not None:
             return f"stopped when {finished}"
         if (unsaved := self._unsaved()) is not None:
@@ -423,7 +425,7 @@ class EndMessages:
         return f"all steps were trained and saved: the run is finished, its policy is {self._run_dir.export}"
 
     def _unsaved(self) -> str | None:
-        """Last trained step, if a resumed run would start at an earlier one."""
+        """Text about the step that was trained last, if it is not saved; otherwise None."""
         checkpoint = latest(self._run_dir.checkpoints)
         if self._step <= (0 if checkpoint is None else step_of(checkpoint)):
             return None
@@ -439,7 +441,7 @@ class EndMessages:
         return not (state.finished or state.completions)
 
     def _start(self) -> str:
-        """Starting point of a resumed run."""
+        """Text about the point from which the run would resume."""
         checkpoint = latest(self._run_dir.checkpoints)
         return (
             "step 0, for there is no checkpoint" if checkpoint is None else f"step {step_of(checkpoint)}, {checkpoint}"

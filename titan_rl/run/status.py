@@ -1,4 +1,4 @@
-"""Status of a run on the disk: whether it runs, how it ended, a heartbeat, and its report."""
+"""Status of a run on the disk: whether it is running, how it ended, a heartbeat, and its report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_rl.viewer.report import write_report
 logger = logging.getLogger(__name__)
 
 REPORT_S = 20.0
-"""Longest time for reading rollouts for the report, in seconds. The end of a run waits for it."""
+"""Longest time to read rollouts for the report, in seconds. The end of a run waits for it."""
 
 
 BEAT_S = 10.0
@@ -28,10 +28,10 @@ BEAT_S = 10.0
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of a run that no error ended.
+    """Outcome of a run that did not end with an error.
 
     Attributes:
-        code: 128 + the number of the signal that stopped it; 0 where it came to its end.
+        code: 128 + the number of the signal that stopped the run; 0 if the run was completed.
     """
 
     code: int = 0
@@ -39,8 +39,8 @@ class Outcome:
 
 @contextlib.contextmanager
 def reported(folder: Path, out: Path) -> Generator[None]:
-    """Write the report when the block ends, however it does. A failure to write is reported and does not fail the run.
-    A signal ends only the writing, since the run has ended already."""
+    """Write the report when the block ends, in whatever way. A failure to write it is reported, and does not fail the
+    run. A signal ends only the writing, because the run has already ended."""
     try:
         yield
     finally:
@@ -55,10 +55,11 @@ def reported(folder: Path, out: Path) -> Generator[None]:
 
 @contextlib.contextmanager
 def noted(folder: Path, *, begins: bool) -> Generator[Outcome]:
-    """Keep a run's `status.json`: running within the block, then its outcome. A full disk does not end the run.
+    """Keep a run's `status.json` up to date: it says that the run is running during the block, and then the outcome. A
+    full disk does not end the run.
 
     Args:
-        begins: The run is not resumed.
+        begins: Whether the run is new, not resumed.
     """
     if begins:
         status = RunStatus("running", time.time(), seen_from=seen_from())
@@ -83,7 +84,7 @@ def noted(folder: Path, *, begins: bool) -> Generator[Outcome]:
 
 @contextlib.contextmanager
 def _giving_signs_of_life(lock: Path) -> Generator[None]:
-    """Touch the lock file as a heartbeat, from a thread: a run whose event loop is blocked is alive, too."""
+    """Touch the lock file from a thread, as a heartbeat: a run whose event loop is blocked is also alive."""
     over = threading.Event()
 
     def beat() -> None:
@@ -103,7 +104,7 @@ def _giving_signs_of_life(lock: Path) -> Generator[None]:
 
 
 def note_waiting(folder: Path, waits_for: str) -> None:
-    """Write to the `status.json` of a running run what it waits for; "" for nothing."""
+    """Write to the `status.json` of a running run what it is waiting for; "" for nothing."""
     status = read_status(folder)
     status.state, status.reason, status.ended, status.waits_for = "running", "", None, waits_for
     _write(status, folder)

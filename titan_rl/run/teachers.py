@@ -33,28 +33,28 @@ KEY = "TITAN_RL_TEACHER_KEY"
 """Environment variable with the key of a teacher's server."""
 
 START_S = 600.0
-"""Longest time until a teacher's server listens."""
+"""Longest time until a teacher's server listens, in seconds."""
 
 SCORE_S = 600.0
-"""Longest time of one score."""
+"""Longest time of one request for scores, in seconds."""
 
 ASK_S = 60.0
-"""Longest time until a teacher's server says which tokens it makes of a text."""
+"""Longest time until a teacher's server answers how it tokenizes a text, in seconds."""
 
 
 @asynccontextmanager
 async def open_teachers(
     config: RunConfig, folder: Path, router: GeneratorRouter, renderer: Renderer, console: Console
 ) -> AsyncGenerator[dict[str, Teacher]]:
-    """Teachers by the names of their tasks, for the length of the block. A folder is served once, whatever number of
-    tasks it teaches.
+    """Open the teachers, by the names of their tasks, for the block. A folder is served only once, even if it teaches
+    several tasks.
 
     Args:
-        folder: Of the run.
-        router: Generators of the policy, which teaches itself.
+        folder: Folder of the run.
+        router: Router to the policy's generators, with which the policy teaches itself.
 
     Raises:
-        ConfigError: A teacher has other tokens than the policy, or cannot be asked about them.
+        ConfigError: A teacher has another tokenizer than the policy, or cannot be asked how it tokenizes.
         GenerationError: A folder cannot be served.
     """
     named = {source.name: name for source in config.tasks if (name := config.teacher_of(source))}
@@ -91,10 +91,10 @@ def _teacher(
 
 
 class PrivilegedPrompt:
-    """Renders the messages that a task's teacher reads in the place of the first prompt of a rollout.
+    """Function that renders the messages that a task's teacher reads instead of a rollout's first prompt.
 
     Args:
-        source: A task with `teacher_messages`.
+        source: Task with `teacher_messages`.
     """
 
     def __init__(self, source: TaskSource, renderer: Renderer) -> None:
@@ -103,7 +103,8 @@ class PrivilegedPrompt:
         self._renderer = renderer
 
     def __call__(self, rollout: Rollout) -> Sequence[int]:
-        """
+        """Render the teacher's prompt for a rollout.
+
         Raises:
             DataError: `teacher_messages` failed, or returned no messages.
         """
@@ -116,7 +117,7 @@ class PrivilegedPrompt:
 
 
 def is_messages(given: Any) -> bool:
-    """Whether a value is a list of messages, and not empty."""
+    """Whether a value is a nonempty list of messages."""
     return (
         isinstance(given, list | tuple)
         and len(cast("Sequence[Any]", given)) > 0
@@ -151,7 +152,7 @@ async def _open(
 
 
 def server_of(name: str) -> tuple[Served, str | None]:
-    """Server of a teacher that is a URL, and its model there.
+    """Parse the URL of a teacher: its server, and the name of its model there, if the URL has one.
 
     Example: `"http://127.0.0.1:8000#MODEL"`
     """
@@ -164,16 +165,17 @@ NUM_PIECES = 512
 
 
 class TokenCheck:
-    """Compares the tokens that a teacher and the policy make of one text, which has pieces from all over the policy's
+    """Comparison of the tokenizers of teachers and of the policy, by a text with pieces from all over the policy's
     vocabulary.
 
-    The policy's tokens are sent to the teacher as they are, so any difference would score other texts. Tokens are not
-    aligned between tokenizers.
+    The policy's tokens are sent to a teacher unchanged, so with another tokenizer it would score other texts. Tokens
+    are not aligned between tokenizers.
     """
 
     @classmethod
     def of_policy(cls, folder: str) -> TokenCheck:
-        """
+        """Build the check with the tokenizer of the policy's folder.
+
         Raises:
             MissingExtraError: The package that reads tokenizers is not installed.
         """
@@ -186,13 +188,14 @@ class TokenCheck:
         self._own = list(tokenizer.encode(self.text, add_special_tokens=False))
 
     def compare_folder(self, name: str, folder: str) -> None:
-        """Compare the tokenizer of a model's folder; see `compare`."""
+        """Compare the tokenizer of a teacher's model folder with the policy's; see `compare`."""
         self.compare(name, load_tokenizer(folder).encode(self.text, add_special_tokens=False))
 
     def compare(self, name: str, theirs: Sequence[int]) -> None:
-        """
+        """Compare a teacher's tokens of `text` with the policy's.
+
         Raises:
-            ConfigError: The teacher `name` makes other tokens of `text`; with the first difference.
+            ConfigError: The tokens differ. The message has the first difference.
         """
         own, theirs = self._own, list(theirs)
         if theirs == own:
@@ -214,14 +217,14 @@ async def check_tokens(
     limit_s: float = ASK_S,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> None:
-    """Check that a teacher's server makes the same tokens of a text as the policy's tokenizer; see `TokenCheck`.
+    """Check that a teacher's server tokenizes a text as the policy's tokenizer does; see `TokenCheck`.
 
     Args:
-        limit_s: Longest time until it answers.
-        transport: httpx transport for tests.
+        limit_s: Longest time until the server answers, in seconds.
+        transport: Transport of httpx, for tests.
 
     Raises:
-        ConfigError: The tokens differ, or the server does not say which tokens it makes.
+        ConfigError: The tokens differ, or the server does not answer how it tokenizes.
         GenerationError: The server cannot be reached.
     """
     endpoint = f"{served.url.rstrip('/').removesuffix('/v1')}/tokenize"

@@ -1,14 +1,14 @@
-"""Recovery of a trainer whose processes die: new processes load the checkpoint and repeat the steps since.
+"""Recovery of a trainer whose processes die: new processes load the newest checkpoint and repeat the steps after it.
 
-Callers only notice the delay. A call that was interrupted by a death is repeated once the trainer is back at its
-version, and recorded steps are repeated without being reported again:
+Callers notice only the delay. A call that a death has interrupted is repeated once the trainer is back at its version,
+and recorded steps are repeated without being reported again:
 
-    load      the newest whole checkpoint, else the model as loaded
-    repeat    each step since, on the samples it was trained on; a save that was under way is repeated
-    publish   the version that was published last, for generators that start now. Generators that have it keep it: a
-              loaded version never goes back
+    load      the newest whole checkpoint or, if there is none, the initial model
+    repeat    each step after it, on the same samples; a save that was under way is also repeated
+    publish   the version that was published last, for generators that start later. Generators that have it keep it: they
+              never go back to an earlier version
 
-If the repeated steps compute the same bits, the run's result is that of an undisturbed run.
+If the repeated steps compute the same bits, the run's result is that of a run without deaths.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 
 
 def lacks_of(group: TrainerProcesses | None) -> str:
-    """Resource that a trainer waits for in order to restart; "" if it waits for none."""
+    """Text about the resource for which a trainer waits in order to restart; "" if it waits for none."""
     return f"it waits for {group.waits_for}" if group and group.waits_for else ""
 
 
 class TrainedSteps(Protocol):
-    """Source of the samples that each step of a run was trained on."""
+    """Source of the samples on which each step of a run was trained."""
 
     def since(self, checkpoint: Path | None, version: int) -> AsyncGenerator[Sequence[TrainingSample]]:
-        """Samples of each step from a checkpoint to a version, in order.
+        """Iterate over the samples of each step from a checkpoint to a version, in order.
 
         Args:
-            checkpoint: None is the model as loaded.
+            checkpoint: Folder of the checkpoint; None for the initial model.
 
         Raises:
             CheckpointError: The samples of a step are lost.
@@ -62,7 +62,7 @@ class TrainedSteps(Protocol):
 
 
 class JournaledSteps:
-    """`TrainedSteps` of a run of reinforcement learning: its journal has the groups of every batch.
+    """`TrainedSteps` of a run of reinforcement learning, whose journal has the groups of every batch.
 
     Args:
         folder: Folder of the run.
@@ -82,37 +82,37 @@ class JournaledSteps:
 
 
 NAMED_GROUPS = 4
-"""Largest number of a step's groups named in a message."""
+"""Largest number of a step's groups that a message names."""
 
 
 class Deaths:
     """Counter of a trainer's deaths, and of deaths within the same step.
 
     Attributes:
-        num_respawns: Restarts so far, also after deaths that do not count.
+        num_respawns: Number of restarts so far, including those after deaths that do not count.
 
     Args:
-        max_respawns: `hosts.max_respawns`.
+        max_respawns: Limit of deaths that count: `hosts.max_respawns`.
     """
 
     def __init__(self, max_respawns: int) -> None:
         self._respawns = Respawns({Role.TRAINER: RespawnLimit("hosts.max_respawns", max_respawns)})
         self._step: tuple[int, Sequence[TrainingSample]] | None = None
-        self._within: Counter[int] = Counter()  # by step
+        self._within: Counter[int] = Counter()  # number of deaths by step
         self.num_respawns = 0
 
     def within(self, step: int, samples: Sequence[TrainingSample]) -> None:
-        """Note the step that is being trained at the next death."""
+        """Note the step that was being trained at the death that is counted next."""
         self._step = step, samples
 
     def note(self, why: str, *, excused: bool = False) -> str:
         """Count a death after which the trainer restarts, and return the message about it.
 
         Args:
-            excused: Whether the host was the cause; the death does not count.
+            excused: Whether the host was the cause. The death then does not count.
 
         Raises:
-            ActorDiedError: there were too many deaths.
+            ActorDiedError: The trainer has died too often.
         """
         self.num_respawns += 1
         if excused:
@@ -132,7 +132,7 @@ class Deaths:
 
 
 def named_groups(samples: Sequence[TrainingSample]) -> str:
-    """Text such as "train-4, train-5, train-6, train-7 and 12 more"."""
+    """Name the groups of samples: "train-4, train-5, train-6, train-7 and 12 more"."""
     groups = list(dict.fromkeys(sample.group_id for sample in samples))
     more = f" and {len(groups) - NAMED_GROUPS} more" if len(groups) > NAMED_GROUPS else ""
     return ", ".join(groups[:NAMED_GROUPS]) + more
@@ -143,7 +143,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """A checkpoint that is being written."""
+    """Checkpoint that is being written."""
 
     version: int
     root: Path
@@ -166,7 +166,7 @@ class TrainerGroup(Protocol):
 
     @property
     def trainer(self) -> EndingTrainer:
-        """The newest."""
+        """The newest trainer."""
         ...
 
     @property
@@ -176,13 +176,13 @@ class TrainerGroup(Protocol):
 
 
 class RecoveringTrainer:
-    """The `Trainer` of a run, restarted when it dies. `recovering` watches it.
+    """`Trainer` of a run that is restarted when it dies. `recovering` watches it.
 
     Args:
-        group: Its trainer has loaded the model, and no checkpoint.
-        steps: Samples of the trained steps.
+        group: Processes of the trainer, which has loaded the model but no checkpoint.
+        steps: Source of the samples of the trained steps.
         checkpoints: Folder of the checkpoints.
-        published: Receives a version that is published again.
+        published: Manifests, to which a version that is published again is added.
         max_respawns: `hosts.max_respawns`.
     """
 
@@ -204,19 +204,19 @@ class RecoveringTrainer:
         self._deaths = Deaths(max_respawns)
         self._progress = progress
         self._is_up = True
-        self._lost: str | None = None  # reason why it is not restarted
+        self._lost: str | None = None  # reason why the trainer is not restarted
         self._watching: asyncio.Task[Any] | None = None
         self._changed = asyncio.Event()
-        self._in_flight = 0  # calls
+        self._in_flight = 0  # number of calls in progress
         self._version = 0  # as reported by the trainer
         self._begun: int | None = None  # version of the last publication, which may be under way
         self._is_published = False
         self._saving: _Save | None = None
-        self._recovery_s = 0.0  # since the last step
+        self._recovery_s = 0.0  # seconds of recovery since the last step
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
-        """Train a step; see `Trainer.step`. After a death since the previous step, its metrics have recovery_s, and
-        respawns of the whole run."""
+        """Train a step; see `Trainer.step`. If the trainer has died since the previous step, the metrics include
+        recovery_s, in seconds, and respawns, the number in the whole run."""
         result = await self._call("step", samples)
         self._version = result.version
         if not self._recovery_s:
@@ -257,11 +257,11 @@ class RecoveringTrainer:
         await self._call("export", path)
 
     async def watch(self) -> None:
-        """Start the trainer again whenever it dies, until cancelled.
+        """Restart the trainer whenever it dies, until this is cancelled.
 
         Raises:
-            ActorDiedError: it died too often.
-            TitanRLError: it cannot be brought back to its version.
+            ActorDiedError: The trainer has died too often.
+            TitanRLError: The trainer cannot be brought back to its version.
         """
         self._watching = asyncio.current_task()
         try:
@@ -274,8 +274,8 @@ class RecoveringTrainer:
             self._give_up_calls()
 
     def give_up(self) -> None:
-        """End of the run: a living trainer finishes its call; a dead one is not restarted, and calls that wait for it
-        fail."""
+        """Prepare for the end of the run: a living trainer still finishes its call, but a dead one is no longer
+        restarted, and calls that wait for it fail."""
         self._give_up_calls()
         if self._watching is not None:
             self._watching.cancel()
@@ -285,7 +285,7 @@ class RecoveringTrainer:
         self._progress.warning(text)
 
     def waits_for(self) -> str:
-        """Event that calls wait for; "" while they wait for none."""
+        """Describe the event for which calls are waiting; "" while they wait for none."""
         if self._is_up:
             return ""
         lacks = self._group.waits_for
@@ -296,10 +296,10 @@ class RecoveringTrainer:
         self._notify()
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of the trainer, repeated on its successor if it dies.
+        """Call a method of the trainer. If the trainer dies, repeat the call on its successor.
 
         Raises:
-            ActorDiedError: The trainer died, and is not restarted.
+            ActorDiedError: The trainer has died, and is not restarted.
         """
         while True:
             while not self._is_up:
@@ -339,7 +339,7 @@ class RecoveringTrainer:
         with span("trainer recovery", "trainer", lane="trainer recovery") as recovery:
             while True:
                 trainer: EndingTrainer | None = None
-                while self._in_flight:  # only then is it known at which call it died
+                while self._in_flight:  # only once all calls have failed is it known in which one the trainer died
                     await self._next_change()
                 self._warn(self._deaths.note(why, excused=excused))
                 try:
@@ -359,7 +359,7 @@ class RecoveringTrainer:
         self._notify()
 
     async def _bring_back(self, trainer: EndingTrainer) -> str:
-        """Bring a new trainer to the version of the last one, and return a description."""
+        """Bring a new trainer to the version of the previous one, and return a description of this for the user."""
         checkpoint = await self._load_newest(trainer)
         first = at = 0 if checkpoint is None else step_of(checkpoint)
         with self._progress.working("training again", lambda: f"{at - first} of {self._version - first} steps"):
@@ -399,16 +399,16 @@ class RecoveringTrainer:
     async def _publish_again(self, trainer: EndingTrainer) -> None:
         try:
             self._published.announce(await trainer.finish_publish())
-        except StateDictError as error:  # generators that serve have it
+        except StateDictError as error:  # generators that serve have the version
             self._warn(f"version {self._begun} is not published again: {error}")
 
 
 @contextlib.asynccontextmanager
 async def recovering(trainer: RecoveringTrainer) -> AsyncGenerator[RecoveringTrainer]:
-    """Restart a trainer when it dies, for the length of the block, which fails if that fails.
+    """Restart a trainer when it dies, during the block. If that fails, the block fails.
 
     Raises:
-        TitanRLError: See `RecoveringTrainer.watch`.
+        TitanRLError: The trainer cannot be restarted; see `RecoveringTrainer.watch`.
     """
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(trainer.watch(), name="trainer")
@@ -428,7 +428,7 @@ def open_trainer(
     published: PublishedWeights,
     progress: Progress,
 ) -> contextlib.AbstractAsyncContextManager[RecoveringTrainer]:
-    """The trainer of a group, restarted when it dies, for the length of a block; see `RecoveringTrainer`."""
+    """Open the trainer of a group as one that is restarted when it dies, for a block; see `RecoveringTrainer`."""
     trainer = RecoveringTrainer(
         group,
         steps=steps,

@@ -1,4 +1,4 @@
-"""Trainer of one of several experiments, which takes turns with the others at the same processes."""
+"""Trainer of one of several experiments, which take turns at the same trainer processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class UnownedDeaths:
-    """Counter of the deaths of the trainer's processes that no experiment has caused. The run has one.
+    """Counter of deaths of the trainer's processes that no experiment has caused. A run has one such counter.
 
     Args:
         max_respawns: `hosts.max_respawns`.
@@ -35,7 +35,7 @@ class UnownedDeaths:
         """Count a death, and return the message about it.
 
         Raises:
-            TrainingError: there were too many.
+            TrainingError: The processes have died too often.
         """
         replaced, count = self._respawns.take(Role.TRAINER)
         text = f"{why}, at work for no adapter{count}"
@@ -45,32 +45,34 @@ class UnownedDeaths:
 
 
 class SharedWork:
-    """Work of the trainer's processes, from a start of them to their end.
+    """Work of the trainer's processes, from one start of the processes to their end.
 
-    A death counts for one experiment: the one for which they compute or, if they compute for none, the only one that
-    has a call under way, such as the end of a save. Otherwise it counts for none, and is one of the run's.
+    A death is attributed to the experiment for which the processes compute or, if they compute for none, to the only
+    experiment that has a call in progress, such as the end of a save. If there is no such experiment, the death counts
+    for the run itself.
 
     Args:
-        remote: The processes.
-        unowned: Counts the deaths that no experiment has caused.
+        remote: Trainer's processes.
+        unowned: Counter of the deaths that no experiment has caused.
     """
 
     def __init__(self, remote: RemoteProcess, unowned: UnownedDeaths) -> None:
         self.remote = remote
         self._unowned = unowned
-        self._computes_for: str | None = None  # or did when they died
-        self._calls: Counter[str] = Counter()  # outside of turns, by experiment; those at their death stay
-        self._unowned_death: str | None = None  # its message
+        self._computes_for: str | None = None  # current experiment, or that at the time of death
+        self._calls: Counter[str] = Counter()  # calls outside of turns, by experiment; those at the time of death stay
+        self._unowned_death: str | None = None  # message about a death that no experiment has caused
 
     @contextmanager
     def of(self, name: str, *, in_turn: bool) -> Generator[None]:
-        """In the block, the processes work for an experiment.
+        """Note that the processes work for an experiment during the block.
 
         Args:
-            in_turn: They compute for it; one block at a time. Otherwise threads of theirs finish what was begun.
+            in_turn: Whether the processes compute for the experiment, which only one block at a time may do. Otherwise
+                threads of the processes finish work that was begun.
 
         Raises:
-            ActorDiedError: they have died before the block, which is excused, or in it.
+            ActorDiedError: The processes have died in the block, or before it, which is excused.
         """
         if self.remote.reason is not None:
             raise ActorDiedError(self.death(f"{self.remote.name} died: {self.remote.reason}", name), excused=True)
@@ -92,17 +94,17 @@ class SharedWork:
 
     @property
     def cause(self) -> str | None:
-        """Experiment for which a death counts; None if it counts for none."""
+        """Experiment to which a death is attributed; None if there is none."""
         if self._computes_for is not None:
             return self._computes_for
         calling = [name for name, count in self._calls.items() if count]
         return calling[0] if len(calling) == 1 else None
 
     def death(self, why: str, name: str) -> str:
-        """Reason of their death as it is shown to an experiment.
+        """Reason for the death of the processes, as it is reported to an experiment.
 
         Raises:
-            TrainingError: No experiment has caused it, and there were too many of these.
+            TrainingError: No experiment has caused the death, and there were too many such deaths.
         """
         if self.remote.excused or self.cause == name:
             return why
@@ -114,11 +116,11 @@ class SharedWork:
 
 
 class TurnTrainer:
-    """`Trainer` of one experiment that computes only in its turns. Copies are written outside of them.
+    """`Trainer` of one experiment, which computes only in the experiment's turns. Copies are written outside of turns.
 
     Args:
-        trainer: of the experiment's adapter.
-        name: of the experiment.
+        trainer: Trainer of the experiment's adapter.
+        name: Name of the experiment.
     """
 
     def __init__(self, trainer: ActorTrainer, turns: FairTurns, work: SharedWork, name: str) -> None:
@@ -171,19 +173,19 @@ class TurnTrainer:
 
     @property
     def excused(self) -> bool:
-        """Whether the processes died because of their host, or not in the work of this experiment."""
+        """Whether the processes died because of their host, or because of work that is not this experiment's."""
         return self._trainer.excused or self._work.cause != self._name
 
     async def ended(self) -> str:
-        """See `ActorTrainer.ended`.
+        """Wait until the processes have died, and return the reason; see `ActorTrainer.ended`.
 
         Raises:
-            TrainingError: See `SharedWork.death`.
+            TrainingError: Too many deaths that no experiment has caused; see `SharedWork.death`.
         """
         return self._work.death(await self._trainer.ended(), self._name)
 
     def end(self, reason: str) -> None:
-        """See `ActorTrainer.end`."""
+        """End the processes; see `ActorTrainer.end`."""
         self._trainer.end(reason)
 
 
@@ -191,8 +193,9 @@ class SharedTrainers:
     """Trainer processes of several experiments. The first experiment that notices their death restarts them.
 
     Args:
-        processes: They have started.
-        max_respawns: `hosts.max_respawns`, the limit of each experiment and of deaths that none has caused.
+        processes: Trainer processes, which have started.
+        max_respawns: Limit of the deaths of each experiment, and of deaths that no experiment has caused:
+            `hosts.max_respawns`.
     """
 
     def __init__(self, processes: TrainerProcesses, turns: FairTurns, max_respawns: int) -> None:
@@ -203,15 +206,15 @@ class SharedTrainers:
         self._restarting = asyncio.Lock()
 
     def of(self, name: str) -> TrainerShare:
-        """The trainer of one experiment."""
+        """Return the share of one experiment in the trainer processes."""
         return TrainerShare(self, name)
 
     async def restart(self, dead: SharedWork) -> None:
-        """Restart the processes, unless others have taken the place of the dead ones already.
+        """Restart the processes, unless the dead ones have already been replaced.
 
         Raises:
-            ActorDiedError: they do not start; no experiment has caused it.
-            TrainingError: they have not started too often.
+            ActorDiedError: The processes do not start, which no experiment has caused.
+            TrainingError: The processes have failed to start too often.
         """
         async with self._restarting:
             if self.work is not dead:
@@ -226,10 +229,10 @@ class SharedTrainers:
 
 
 class TrainerShare:
-    """Trainer processes as the `RecoveringTrainer` of one experiment uses them.
+    """Share of one experiment in trainer processes, for its `RecoveringTrainer`.
 
     Attributes:
-        trainer: The newest.
+        trainer: Newest trainer.
     """
 
     def __init__(self, shared: SharedTrainers, name: str) -> None:
@@ -239,11 +242,11 @@ class TrainerShare:
 
     @property
     def waits_for(self) -> str:
-        """See `TrainerProcesses.waits_for`."""
+        """Resource for which the processes wait; see `TrainerProcesses.waits_for`."""
         return self._shared.processes.waits_for
 
     async def restart(self) -> TurnTrainer:
-        """See `TrainerProcesses.restart`."""
+        """Restart the processes, and return the new trainer; see `TrainerProcesses.restart`."""
         await self._shared.restart(self._work)
         self.trainer = self._newest()
         return self.trainer

@@ -1,4 +1,4 @@
-"""Worker of `titan-rl worker`: offers this machine to runs as a host, and cleans up after their processes."""
+"""Worker of `titan-rl worker`, which offers this machine to runs as a host, and cleans up after their processes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from titan_rl.core.console import Console
 
 LOOK_CHILDREN_S = 0.5
 CLEAN_FOR_S = 10.0
-"""Seconds after the end of a process in which its children may still hold its resources."""
+"""Time after the end of a process in which its children may still hold its resources, in seconds."""
 REAP_AFTER_S = 2.0
-"""Seconds that Monarch has to reap its own children, which it does at once, if at all."""
+"""Time that Monarch is given to reap its own children, in seconds. It does so at once, or never."""
 
 
 class ProcessReaper:
-    """Reaper of this process's children and grandchildren, however they end: by a signal, by the kernel, or because a
-    run's controller is gone, which then cannot clean up itself.
+    """Reaper of this process's children and grandchildren, whatever ends them: a signal, the kernel, or the end of a
+    run's controller, which then cannot clean up itself.
 
-    For some time after each end, it also removes what belongs to no run.
+    For some time after the end of a process, it also removes resources that belong to no run.
     """
 
     def __init__(self, clock: Clock = CLOCK) -> None:
@@ -43,11 +43,11 @@ class ProcessReaper:
         self._looked_at = -LOOK_CHILDREN_S
         self._children: set[int] = set()
         self._cleans_until = -CLEAN_FOR_S
-        self._unreaped: dict[int, float] = {}  # when each was first seen
+        self._unreaped: dict[int, float] = {}  # time at which each process id was first seen
 
     def look(self) -> None:
-        """Reap ended children and clean up after them. Call it often; most calls do nothing, since a look reads all
-        threads of this process."""
+        """Reap ended children and clean up after them. Call this often: most calls do nothing, because looking for
+        children means reading all threads of this process."""
         now = self._clock.now()
         if now - self._looked_at < LOOK_CHILDREN_S:
             return
@@ -74,12 +74,12 @@ LOOK_S = 0.1
 
 
 def run_worker(listen: str, console: Console, drain_s: float) -> None:
-    """Accept runs, one after the other, until a signal. SIGTERM announces that this machine is about to go: runs are
-    warned, and finish with it first.
+    """Accept runs, one after the other, until a signal arrives. SIGTERM announces that this machine is about to go
+    away: the run is warned, and first finishes its work on this machine.
 
     Args:
         listen: HOST:PORT of an interface of this machine.
-        drain_s: Time that runs have for that, in seconds.
+        drain_s: Time that a run has to finish its work, in seconds.
 
     Raises:
         ValueError: `listen` is not an address.
@@ -137,7 +137,7 @@ def _wait(
     limit_s: float = float("inf"),
     server: WorkerServer | None = None,
 ) -> None:
-    """Wait for an event, or until the server is not in use, by polling, so that signals are handled meanwhile."""
+    """Wait for an event, or until the server is not in use. This polls, so that signals are handled meanwhile."""
     waited_s = 0.0
     while waited_s < limit_s and not event.wait(LOOK_S) and not (server is not None and not server.is_in_use):
         waited_s += LOOK_S

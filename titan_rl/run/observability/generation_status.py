@@ -13,11 +13,11 @@ from titan_rl.scheduling.lease import GroupState
 
 
 class GenerationStatus:
-    """Status of generation: its progress, and its metrics between two steps.
+    """Status of generation: its progress, and its metrics for the time between two steps.
 
     Args:
-        num_generators: Generators of the run, including those that do not serve.
-        hosts: Reports hosts joining, draining and lost.
+        num_generators: Number of generators of the run, including those that do not serve.
+        hosts: Source of reports of joining, draining and lost hosts.
     """
 
     def __init__(self, router: GeneratorRouter, num_generators: int, hosts: HostHistory | None = None) -> None:
@@ -31,10 +31,11 @@ class GenerationStatus:
         return self._router.num_answered, self._router.num_tokens_so_far
 
     def take_metrics(self, version: int) -> dict[str, float]:
-        """Return metrics of the time since the last call.
+        """Return the metrics of the time since the last call.
 
         Args:
-            version: Version that the generators have pulled at the end of that time. Others are left out.
+            version: Version that the generators have pulled at the end of that time. Generators at other versions are
+                left out.
 
         Returns:
             generation/requests_in_flight_max; generation/moved_requests, if requests may move; engine/<name>_mean,
@@ -59,11 +60,11 @@ class GenerationStatus:
         return {"generation/moved_requests": float(num_moved - before)}
 
     def look(self, slots: Mapping[GroupState, int], running: Mapping[str, int], version: int) -> RunLook:
-        """Snapshot for the live display.
+        """Take a snapshot for the live display.
 
         Args:
-            slots: Slots by the state of their groups.
-            running: Running groups by state. Suspended groups count as generating.
+            slots: Number of slots by the state of their groups.
+            running: Number of running groups by state. Suspended groups count as generating.
             version: Version of the trainer.
         """
         suspended = slots.get(GroupState.SUSPENDED, 0)
@@ -83,7 +84,7 @@ class GenerationStatus:
         )
 
     def waits_for(self) -> list[str]:
-        """Descriptions of the state of generation, for a stalled run."""
+        """Describe the state of generation, for messages about a stalled run."""
         serving = [replica.name for replica in self._router.replicas if replica.serving]
         errors = [f"{replica.name}: {replica.last_error}" for replica in self._router.replicas if replica.last_error]
         num_requests = self._router.num_in_flight

@@ -1,4 +1,4 @@
-"""Progress display of a command: live lines on a terminal, one plain line a step elsewhere."""
+"""Progress display of a command: live lines on a terminal, and one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Operation:
     """Long-running operation, as a context manager.
 
     Args:
-        text: "starting 2 generators".
-        note: Returns a note on its progress.
+        text: Name of the operation, such as "starting 2 generators".
+        note: Function that returns a note on its progress.
     """
 
     def __init__(self, operations: Operations, text: str, note: Callable[[], str] | None, began: float) -> None:
@@ -59,7 +59,7 @@ class Operation:
         """Describe the operation.
 
         Args:
-            leave_out: Notes that are shown elsewhere.
+            leave_out: Notes to leave out because they are shown elsewhere.
 
         Example: "validating at step 0, 12.0 s: 3 of 64 groups"
         """
@@ -68,10 +68,10 @@ class Operation:
 
 
 class Operations:
-    """Running operations of a command; several may run at a time, in several threads.
+    """Running operations of a command. Several may run at a time, in several threads.
 
     Args:
-        console: Shows lines about long operations, where there is no live display.
+        console: Console for lines about long operations, if there is no live display.
     """
 
     def __init__(self, console: Console, clock: Clock) -> None:
@@ -97,7 +97,7 @@ class Operations:
             self._console.message(f"{operation.text} took {format_seconds(self._clock.now() - operation.began)}")
 
     def shown(self, after_s: float = SHOWN_AFTER_S) -> Sequence[tuple[Operation, float]]:
-        """Operations that have run for `after_s`, with their durations in seconds."""
+        """List the operations that have run for at least `after_s` seconds, with their durations in seconds."""
         now = self._clock.now()
         with self._lock:
             return [
@@ -105,7 +105,7 @@ class Operations:
             ]
 
     def tick(self) -> None:
-        """Show lines about long operations: after `TOLD_AFTER_S`, then every `TOLD_EVERY_S`."""
+        """Show lines about long operations: first after `TOLD_AFTER_S`, then every `TOLD_EVERY_S`."""
         for operation, seconds in self.shown(TOLD_AFTER_S):
             due = 1 + int(seconds // TOLD_EVERY_S)
             if operation.num_told < due:
@@ -113,8 +113,8 @@ class Operations:
                 self._console.message(f"still {operation.described(seconds)}")
 
     def start_ticking(self) -> None:
-        """Show lines from a separate thread, since a long operation may block the others. The thread is a daemon, so
-        that it does not keep the program from ending."""
+        """Show lines from a separate thread, because a long operation may block the other threads. The thread is a
+        daemon, so that it does not keep the program from ending."""
         self.tells = True
         self._ticking = threading.Thread(target=self._tick_on, name="operations", daemon=True)
         self._ticking.start()
@@ -134,11 +134,11 @@ _TOLD_ERRORS = 0.05  # share of the rollouts
 
 
 class ShownStep(Protocol):
-    """Finished step, for the display."""
+    """Finished step, as the display shows it."""
 
     @property
     def step(self) -> int:
-        """From 1."""
+        """Number of the step, counted from 1."""
         ...
 
     @property
@@ -146,7 +146,7 @@ class ShownStep(Protocol):
 
     @property
     def curve(self) -> tuple[str, float, str]:
-        """Most important figure: its name, its value, and a note, which may be empty."""
+        """The most important figure: its name, its value, and a note, which may be empty."""
         ...
 
     @property
@@ -157,12 +157,12 @@ class ShownStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Finished step of reinforcement learning, for the display."""
+    """Finished step of reinforcement learning, as the display shows it."""
 
     step: int  # from 1
     reward: float  # mean over trained and dropped rollouts
     reward_trained: float  # mean over trained rollouts
-    tokens_per_second: float  # completion tokens
+    tokens_per_second: float  # counts completion tokens
     staleness: float | None  # mean over the trained tokens; None if the trainer does not report it
     seconds: float
     errors: float = 0.0  # share of trained and dropped rollouts that ended in an error
@@ -179,7 +179,7 @@ class StepReport:
         return {"tokens/s": f"{self.tokens_per_second:6.0f}", **staleness}
 
 
-_ETA_STEPS = 10  # last steps from which the remaining time is estimated
+_ETA_STEPS = 10  # number of last steps from which the remaining time is estimated
 _LOOK_EVERY_S = 0.5
 
 
@@ -187,20 +187,20 @@ class Followed(Protocol):
     """Run whose generation is shown."""
 
     def look(self) -> RunLook:
-        """Snapshot of generation."""
+        """Take a snapshot of generation."""
         ...
 
 
 class Progress(StderrConsole):
-    """Progress display of a command. A context manager; `message` also works before and after.
+    """Progress display of a command, as a context manager. `message` also works before and after its block.
 
     Args:
-        total: Number of steps of the run, or of other units; 0 counts nothing.
+        total: Number of steps of the run, or of other units; 0 if nothing is counted.
         file: File to write to. Defaults to standard error.
-        unit: Name of a counted unit.
+        unit: Name of a unit.
         vanish: Whether the live display is removed at the end.
 
-    Example, without a terminal:
+    Example of a line without a terminal:
 
         step   3/100  reward 0.512  tokens/s  21034  staleness 0.8  1.92 s
     """
@@ -262,28 +262,28 @@ class Progress(StderrConsole):
             self._console.print(Text(text, style="dim" if self._live else ""))
 
     def warning(self, text: str) -> None:
-        """Print a line like `message`, also if the command is quiet."""
+        """Print a line as `message` does, even if the command is quiet."""
         self._console.print(Text(text, style="yellow" if self._live else ""))
 
     def end_with(self, text: str) -> None:
-        """End the live display and print a line on standard error. Callable from a signal handler."""
+        """End the live display and print a line on standard error. A signal handler may call this."""
         self._end_live()
         tell_on_stderr(text)
 
     def working(self, text: str, note: Callable[[], str] | None = None) -> Operation:
-        """Track an operation that may take long, for the length of a block. If it does, its name and duration are
-        shown: in the live display, or as a line now and then.
+        """Track an operation that may take long, during a block. If it takes long, its name and duration are shown in
+        the live display or, without one, as a line now and then.
 
         Args:
-            text: "starting 2 generators".
-            note: Returns a note on its progress. Called from another thread.
+            text: Name of the operation, such as "starting 2 generators".
+            note: Function that returns a note on the operation's progress. It is called from another thread.
 
         Example: `with progress.working("validating", lambda: f"{done} of 64 groups"): ...`
         """
         return self._operations.begin(text, note)
 
     async def follow(self, run: Followed) -> None:
-        """Show a snapshot of generation, refreshed until cancelled."""
+        """Show snapshots of generation, refreshed until this is cancelled."""
         try:
             while True:
                 self._look = run.look()
@@ -298,11 +298,11 @@ class Progress(StderrConsole):
         self._durations.clear()
 
     def counted(self) -> str:
-        """Number of counted units so far. A note for `working`."""
+        """Describe the number of units so far, as a note for `working`."""
         return f"{self._last.step if self._last else 0} of {self._total} {self._unit}s"
 
     def slots(self) -> str:
-        """Number of groups in each state, if known. A note for `working`."""
+        """Describe the number of groups in each state, if known, as a note for `working`."""
         return "" if self._look is None else self._look.describe_slots()
 
     def step(self, report: ShownStep) -> None:
@@ -330,14 +330,14 @@ class Progress(StderrConsole):
             self._live = None
 
     def lines(self) -> Sequence[Text]:
-        """Lines of the live display."""
+        """Lines of the live display now."""
         size = self._console.size
         return layout(self._view(), size.width, size.height, ascii_only=self._console.options.ascii_only)
 
     def _view(self) -> View:
         last, done = self._last, self._last.step if self._last else 0
         left = fmean(self._durations) * (self._total - done) if self._durations else math.nan
-        seen = {self.slots(), self.counted()}  # part of the display
+        seen = {self.slots(), self.counted()}  # notes that other parts of the display show
         operations = [one.described(seconds, leave_out=seen) for one, seconds in self._operations.shown()]
         elapsed = self._clock.now() - self._began
         if last is None:
@@ -350,13 +350,13 @@ class Progress(StderrConsole):
 
 @contextlib.contextmanager
 def status(text: str, verbosity: Verbosity = Verbosity.NORMAL) -> Generator[None]:
-    """Show on standard error what a command is doing, for the length of a block, and remove it afterwards."""
+    """Show on standard error what a command is doing during a block, and remove the text afterwards."""
     with Progress(0, sys.stderr, verbosity=verbosity, vanish=True) as progress, progress.working(text):
         yield
 
 
 class _LogLines(logging.Handler):
-    """Log handler that prints records."""
+    """Log handler that prints records on a console."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)

@@ -28,21 +28,21 @@ from titan_rl.scheduling.task_mix import TaskMix
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroups:
-    """Groups that made room for those of a batch."""
+    """Groups that were dropped in favor of those of a batch."""
 
     finished: list[RolloutGroup] = field(default_factory=list[RolloutGroup])
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])  # by task and reason
 
 
 class GroupRecords:
-    """The `SchedulerObserver` of a run: records groups in the journal, the transcripts and the task mix."""
+    """`SchedulerObserver` of a run, which records groups in the journal, the transcripts and the task mix."""
 
     def __init__(self, mix: TaskMix, journal: RunJournal, transcripts: RolloutLog, console: Console) -> None:
         self._console = console
         self._mix = mix
         self._journal = journal
         self._transcripts = transcripts
-        self._dropped: defaultdict[int, DroppedGroups] = defaultdict(DroppedGroups)  # by the step they made room for
+        self._dropped: defaultdict[int, DroppedGroups] = defaultdict(DroppedGroups)  # by step
 
     def finished(self, index: int, group: RolloutGroup) -> None:
         self._mix.finished(index, rewards_of(group))
@@ -69,12 +69,12 @@ class GroupRecords:
         self._journal.batch(version, indices)
 
     def take_dropped(self, step: int) -> DroppedGroups:
-        """Return the groups dropped before the batch of a step was found, and forget them."""
+        """Return the groups that were dropped before the batch of a step was complete, and forget them."""
         return self._dropped.pop(step, DroppedGroups())
 
 
 def rewards_of(group: RolloutGroup) -> list[float]:
-    """Rewards of the rollouts that have one and did not end in a fault of others."""
+    """Finite rewards of the rollouts that did not end in a fault that is not the policy's."""
     judged = [rollout.reward for rollout in group.rollouts if not rollout.status.is_fault]
     return [float(reward) for reward in judged if reward is not None and math.isfinite(reward)]
 
@@ -82,21 +82,21 @@ def rewards_of(group: RolloutGroup) -> list[float]:
 logger = logging.getLogger(__name__)
 
 SKIPPED = "skipped_step"
-"""`dropped` of a rollout whose step the trainer skipped."""
-FIRST_OF_A_KIND = 16  # transcripts a step of rollouts that share an error, or the reason why they are not trained on
+"""Value of `dropped` in the record of a rollout whose step the trainer skipped."""
+FIRST_OF_A_KIND = 16  # most transcripts per step of rollouts with the same error, or the same reason for being dropped
 
 
 class RolloutLog:
-    """Lines of `rollouts.jsonl`, and the errors of rollouts by kind.
+    """Writer of `rollouts.jsonl`, and reporter of the errors of rollouts by kind.
 
-    Each error is shown when it first hits a rollout, with its line in the user's code; the log has it in full, with its
-    traceback. At the end it is told how many rollouts each has hit. An answer that cannot be parsed is the policy's
-    own, and counts as no error here.
+    Each kind of error is shown when it first occurs, with its line in the user's code; the log has the full error with
+    its traceback. At the end, the number of rollouts with each kind is reported. An answer that cannot be parsed is the
+    policy's own fault, and does not count as an error here.
 
     Args:
-        run_dir: Has the file. Errors of writing it are reported, and end nothing.
-        groups_per_step: Groups of a step and phase that are written in full.
-        tokens: Makes what is written of tokens; None writes none.
+        run_dir: Folder of the run, with the file. Failures to write it are reported, and do not end the run.
+        groups_per_step: Number of groups of a step and phase that are written in full.
+        tokens: Builder of what is written about tokens; None writes no tokens.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class RolloutLog:
         self._writing = BestEffort("writing rollouts.jsonl", console)
         self._errors = ErrorCounts()
         self._told: set[str] = set()
-        self._lost: Counter[str] = Counter()  # groups whose reward failed, by kind
+        self._lost: Counter[str] = Counter()  # number of groups whose reward failed, by kind of error
         self._lost_texts: dict[str, str] = {}
-        self._of_a_kind: Counter[tuple[int, str, str]] = Counter()  # by step, phase and kind
+        self._of_a_kind: Counter[tuple[int, str, str]] = Counter()  # number of transcripts by step, phase and kind
         self._num_left_out = 0
 
     def ended(self, rollout: Rollout) -> None:
-        """Note a finished rollout, whose siblings may still be running."""
+        """Note a finished rollout. Its siblings may still be running."""
         if not rollout.status.is_fault:
             return
         self._errors.add([rollout])
@@ -148,12 +148,12 @@ class RolloutLog:
         trained_at: int | None = None,
         skipped: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Write groups that a step was trained on, or of a validation. Siblings with an error and skipped ones are
-        written for every group. A group whose reward failed is left out: it has been dropped.
+        """Write the groups on which a step was trained, or those of a validation. Rollouts with an error and skipped
+        rollouts are written for every group. A group whose reward failed is left out, because it has been dropped.
 
         Args:
-            trained_at: Version that learned from them; None if none did.
-            skipped: Reasons of skipped rollouts, by their ids; they are marked as dropped.
+            trained_at: Version that was trained on the groups; None if none was.
+            skipped: Reasons why rollouts were skipped, by their ids. These rollouts are marked as dropped.
         """
         for position, group in enumerate(group for group in groups if group.failure is None):
             for rollout in group.rollouts:
@@ -173,8 +173,8 @@ class RolloutLog:
             self._record_first(rollout, kind, labels)
 
     def figures(self) -> dict[str, float]:
-        """Return transcripts/left_out, the transcripts of errors and dropped groups left out since the last call, and
-        transcripts/lost, the number of failed writes of the run."""
+        """Return transcripts/left_out, the number of transcripts of errors and dropped groups that were left out since
+        the last call, and transcripts/lost, the number of failed writes in the run."""
         left_out, self._num_left_out = self._num_left_out, 0
         return {"transcripts/left_out": float(left_out), "transcripts/lost": float(self._writing.num_lost)}
 

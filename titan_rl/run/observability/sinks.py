@@ -1,4 +1,5 @@
-"""Metric sinks of a run: `metrics.jsonl` and the sinks named by settings, none of which can end or delay the run."""
+"""Metric sinks of a run: `metrics.jsonl` and the sinks that the settings name. None of them can end or delay the
+run."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class BestEffort:
-    """Attempts of one kind that may fail without ending a run. The first of several failures in a row is reported with
-    its reason, then the next success, and at the end the number of failures.
+    """Attempts of one kind that may fail without ending a run. Of several failures in a row, the first one is reported
+    with its reason, and so is the next success. At the end, the number of failures is reported.
 
     Args:
-        what: Name of the attempt, for messages: "writing rollouts.jsonl".
+        what: Name of the attempts in messages, such as "writing rollouts.jsonl".
     """
 
     def __init__(self, what: str, console: Console) -> None:
@@ -35,12 +36,12 @@ class BestEffort:
 
     @property
     def num_lost(self) -> int:
-        """Attempts that failed."""
+        """Number of attempts that failed."""
         return self._num_lost
 
     @contextlib.contextmanager
     def attempt(self) -> Generator[None]:
-        """Count whether the block fails. Only Ctrl-C leaves it."""
+        """Note whether the block succeeds. Its errors are suppressed, except Ctrl-C."""
         try:
             yield
         except BaseException as error:  # a client may even raise SystemExit
@@ -71,18 +72,18 @@ class BestEffort:
 
 
 CLOSE_TIMEOUT_S = 30.0
-MAX_WAITING = 10_000  # records; a sink that is further behind loses the newest
+MAX_WAITING = 10_000  # records; a sink that is further behind loses the newest ones
 
 
 class BackgroundSink:
-    """Sink that runs another one in its own thread, so that a run does not wait for a service on the network.
+    """Sink that runs another sink in its own thread, so that a run does not wait for a service on the network.
 
-    Records are passed on in order. Records that the sink refuses are lost, which is reported; all are lost if the sink
-    cannot be opened.
+    Records are passed on in order. Records that the sink refuses are lost, which is reported. If the sink cannot be
+    opened, all records are lost.
 
     Args:
-        kind: Makes the sink, in the thread.
-        close_timeout_s: Longest time that `close` waits for the remaining records.
+        kind: Kind of the sink, which is created in the thread.
+        close_timeout_s: Longest time that `close` waits for the remaining records, in seconds.
         max_waiting: Largest number of records that wait for the sink.
     """
 
@@ -102,14 +103,15 @@ class BackgroundSink:
         self._max_waiting = max_waiting
         self._waiting: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
         self._is_open = True
-        # A daemon, so that a sink that hangs does not keep the program from ending.
+        # The thread is a daemon, so that a sink that hangs does not keep the program from ending.
         self._thread = threading.Thread(target=self._run, name=f"sink {kind.title}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """
+        """Queue a record for the sink.
+
         Raises:
-            TimeoutError: `max_waiting` records wait for the sink.
+            TimeoutError: `max_waiting` records are already waiting for the sink.
         """
         if self._waiting.qsize() >= self._max_waiting:
             raise TimeoutError(f"{self._what} is {self._max_waiting} records behind")
@@ -120,7 +122,7 @@ class BackgroundSink:
         """Pass on the remaining records, and close the sink.
 
         Raises:
-            TimeoutError: The sink has not taken everything within the time limit.
+            TimeoutError: The sink has not accepted everything within the time limit.
         """
         self._waiting.put(None)
         self._thread.join(self._close_timeout_s)
@@ -143,7 +145,7 @@ class BackgroundSink:
 
 
 class JSONLSink:
-    """`metrics.jsonl` of the run directory."""
+    """Sink that writes `metrics.jsonl` in the run directory."""
 
     def __init__(self, run_dir: RunDirectory) -> None:
         self._run_dir = run_dir
@@ -156,8 +158,8 @@ class JSONLSink:
 
 
 class Sinks:
-    """Several sinks as one. An error of one is reported, and does not affect the others; each gets its own copy of a
-    record.
+    """Several sinks as one. An error of one sink is reported, and does not affect the others. Each sink gets its own
+    copy of a record.
 
     Args:
         sinks: Sinks by their names for messages.
@@ -188,14 +190,15 @@ def open_sinks(
     *,
     step: int = 0,
 ) -> Generator[Sinks]:
-    """Open the sinks that settings name, each in its own thread, together with other sinks. All are closed at the end.
+    """Open the sinks that the settings name, each in its own thread, together with other sinks. All are closed when the
+    block ends.
 
     Args:
-        others: Sinks by their names for messages.
+        others: Further sinks, by their names for messages.
         step: Step that the run continues from.
 
     Raises:
-        ConfigError: there is no sink of a name.
+        ConfigError: The settings name a sink that does not exist.
         MissingExtraError: A package that a sink needs is not installed.
     """
     kinds = {name: find_sink(name) for name in settings.sinks}

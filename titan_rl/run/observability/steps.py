@@ -1,4 +1,4 @@
-"""Metrics and reports of training steps: time in each stage, transcripts, and a line on the screen."""
+"""Metrics and reports of training steps: the time in each stage, transcripts, and a line on the screen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titan_rl.viewer.verdicts import WarningSigns
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Metrics of a step's rollouts: the policy's rewards, and the faults of environments.
+    """Compute the metrics of a step's rollouts: the policy's rewards, and the faults of environments.
 
     Metrics of rewards are absent if no rollout was scored, and all metrics if there is no rollout.
 
@@ -42,12 +42,12 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         rollout/status/<status>: share of rollouts with this status.
         rollout/completion_tokens_mean, completion_tokens_max: per rollout, over all turns.
         rollout/turns_mean; rollout/branches_per_rollout: mean number of samples that a rollout's turns make, which is 1
-        as long as each prompt extends the one before and its completion.
+        as long as each prompt extends the previous prompt and its completion.
         rollout/constrained_fraction: share of the completion tokens that were sampled under a constraint;
         rollout/constraint_weight_mean: mean over rollouts with such tokens of the probability that the policy gives to
         the allowed tokens. Both are absent if no token was constrained.
-        rollout/metrics/<name>: mean of a metric of rollouts.
-        completion/<name>: mean of a metric of completions.
+        rollout/metrics/<name>: mean of a metric of the rollouts.
+        completion/<name>: mean of a metric of the completions.
         rollout/values_left_out: number of rewards and metrics that are not finite numbers, which no mean includes.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -118,9 +118,9 @@ def _of_constraints(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def validation_metrics(groups: Sequence[RolloutGroup], prefix: str = "validation") -> dict[str, float]:
-    """Return `group_metrics` of held-out groups, under names with the prefix.
+    """Compute `group_metrics` of held-out groups, with the prefix in their names.
 
-    The mean reward is of the scored rollouts of all seats; `<prefix>/unscored` counts the others.
+    The mean reward is that of the scored rollouts of all seats; `<prefix>/unscored` is the number of other rollouts.
     """
     metrics = {f"{prefix}/{name.removeprefix('rollout/')}": value for name, value in group_metrics(groups).items()}
     unscored = sum(not _is_judged(rollout) for group in groups for rollout in group.rollouts)
@@ -141,7 +141,7 @@ def _is_judged(rollout: Rollout) -> bool:
 
 
 def finite(value: Any) -> float | None:
-    """Convert a number, also of NumPy or torch, to a float. None if it is not a number, or not finite."""
+    """Convert a number, which may be of NumPy or torch, to a float. Return None if the value is not a finite number."""
     if isinstance(value, str | bytes):
         return None
     try:
@@ -152,7 +152,8 @@ def finite(value: Any) -> float | None:
 
 
 class Stage(Enum):
-    """State of the loop: its name, its part of the run, whether the trainer is idle, and the metric of its time."""
+    """Stage of the loop: its name, its part of the run, whether the trainer is idle in it, and the metric of its
+    time."""
 
     BATCH = ("waiting for a batch", "scheduler", True, "time/wait_for_rollouts_s")
     SAMPLES = ("building samples", "trainer", False, "time/samples_s")
@@ -174,7 +175,7 @@ STEP = (Stage.BATCH, Stage.SAMPLES, Stage.TRAIN, Stage.WAIT_FOR_PULL, Stage.PUBL
 
 
 class LoopStages:
-    """Tracker of the loop's stage; it is in one at a time."""
+    """Tracker of the stage of the loop, which is in one stage at a time."""
 
     def __init__(self) -> None:
         self._track = Track("steps", "trainer")
@@ -185,7 +186,7 @@ class LoopStages:
         self._track.enter(stage.called, kind=stage.kind, idle=stage.is_idle, step=step)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the time since `begin_step`, by their full names, `time/step_s` among them."""
+        """Seconds in each stage since `begin_step`, by the metrics' full names, including `time/step_s`."""
         for called, seconds in self._track.take().items():
             self._seconds[called] += seconds
         times = {stage.metric: self._seconds[stage.called] for stage in Stage}
@@ -204,11 +205,11 @@ logger = logging.getLogger(__name__)
 
 
 class StepReports:
-    """Gathers the metrics of a step from when it is trained until it is reported.
+    """Collects the metrics of each step from the end of its training until it is reported.
 
     Args:
-        sinks: Receives the metrics.
-        tasks: Names of the tasks if the run has several.
+        sinks: Sink for the metrics.
+        tasks: Names of the tasks, if the run has several.
     """
 
     def __init__(
@@ -223,8 +224,8 @@ class StepReports:
         self._transcripts = transcripts
         self._tasks = tasks
         self._warning_signs = WarningSigns()
-        self._trained: dict[int, tuple[GroupBatch, dict[str, float]]] = {}  # steps that are not reported
-        self._skipped: dict[int, Mapping[str, str]] = {}  # of those steps
+        self._trained: dict[int, tuple[GroupBatch, dict[str, float]]] = {}  # by step that is not yet reported
+        self._skipped: dict[int, Mapping[str, str]] = {}  # by the same steps
 
     def trained(
         self,
@@ -239,7 +240,7 @@ class StepReports:
         Args:
             dropped: Groups that were dropped in favor of those of the batch.
             metrics: Metrics of the trainer.
-            skipped: Reasons of skipped rollouts of the batch, by their ids.
+            skipped: Reasons why rollouts of the batch were skipped, by their ids.
         """
         self._skipped[step] = skipped
         scheduling = prefixed("scheduling", batch.metrics) | finished_figures(batch.groups, dropped.finished)
@@ -247,12 +248,12 @@ class StepReports:
         self._trained[step] = batch, prefixed("train", metrics) | scheduling | dict(ChainMap(*of_tasks))
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to a step that is not reported yet, by full names, `time/step_s` among them."""
+        """Add metrics, by their full names, to a step that is not yet reported. One call must add `time/step_s`."""
         self._trained[step][1].update(metrics)
 
     @property
     def unreported(self) -> list[int]:
-        """Steps, ascending."""
+        """Steps that are not yet reported, ascending."""
         return sorted(self._trained)
 
     def report(self, step: int) -> None:
@@ -281,12 +282,14 @@ class StepReports:
 
 
 def finished_figures(trained: Sequence[RolloutGroup], dropped: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Metrics of finished groups before filtering: the policy's rewards. A mean over trained groups has only what the
-    filters leave. Each group counts once, in the step that trains it or that it was dropped for.
+    """Compute the metrics of finished groups before filtering, which show the policy's rewards: a mean over trained
+    groups has only what the filters leave. Each group counts once, in the step that trains it or in whose favor it was
+    dropped.
 
     Returns:
-        rollout/finished_groups and rollout/finished_rollouts; rollout/finished_reward_mean, of all rollouts with a
-        reward, absent where there is none; rollout/finished_errors, rollouts that ended in an error.
+        rollout/finished_groups and rollout/finished_rollouts, their numbers; rollout/finished_reward_mean, the mean
+        over all rollouts with a reward, absent if there is none; rollout/finished_errors, the number of rollouts that
+        ended in an error.
     """
     groups = [*trained, *dropped]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -300,12 +303,13 @@ def finished_figures(trained: Sequence[RolloutGroup], dropped: Sequence[RolloutG
 
 
 def task_metrics(task: str, trained: Sequence[RolloutGroup], dropped: DroppedGroups) -> dict[str, float]:
-    """Metrics of a step's groups of one task.
+    """Compute the metrics of a step's groups of one task.
 
     Returns:
-        num_groups and share of the groups that the step is trained on; for these groups reward_mean, reward_std,
-        zero_variance_groups, completion_tokens_mean, completion_tokens_max and turns_mean; finished_groups,
-        finished_reward_mean and finished_errors as in `finished_figures`; dropped/<reason>, a number of groups.
+        num_groups, the number of the task's groups on which the step is trained, and share, their share of all groups
+        of the step; reward_mean, reward_std, zero_variance_groups, completion_tokens_mean, completion_tokens_max and
+        turns_mean of these groups; finished_groups, finished_reward_mean and finished_errors as in `finished_figures`;
+        dropped/<reason>, the number of groups dropped for each reason.
     """
     groups = [group for group in trained if group.task == task]
     figures = group_metrics(groups)

@@ -31,10 +31,11 @@ class ShownSummary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A finished run. The rewards are of the same held-out samples; None where validation is off.
+    """Summary of a finished run. Both rewards are means over the same held-out samples; None if validation is off.
 
     Attributes:
-        adapters: Summaries of the adapters of a run of several, by name. Then the rewards of the run are None.
+        adapters: Summaries of the adapters by name, in a run with several adapters. The rewards of the run itself are
+            then None.
     """
 
     reward_before: float | None
@@ -47,7 +48,7 @@ class RunSummary:
 
     @classmethod
     def of_adapters(cls, adapters: Mapping[str, RunSummary], run_dir: Path, seconds: float) -> RunSummary:
-        """Summary of a run of several adapters."""
+        """Build the summary of a run with several adapters."""
         each = adapters.values()
         steps, tokens = sum(summary.steps for summary in each), sum(summary.tokens for summary in each)
         return cls(None, None, steps, tokens, seconds, run_dir, adapters)
@@ -86,7 +87,7 @@ class RunSummary:
 
     @property
     def rewards(self) -> list[float]:
-        """The mean reward of each step's rollouts, also of steps before the run was resumed."""
+        """Mean reward of the rollouts of each step, including steps before the run was resumed."""
         rewards: dict[int, float] = {}
         for record in each_of(self.run_dir / "metrics.jsonl"):
             reward = record.get("rollout/finished_reward_mean", record.get("rollout/reward_mean"))
@@ -96,10 +97,10 @@ class RunSummary:
 
 
 def show_summary(summary: ShownSummary, file: TextIO | None = None) -> None:
-    """The closing table.
+    """Print the closing table.
 
     Args:
-        file: where to write; by default standard output.
+        file: File to write to. Defaults to standard output.
     """
     console = ForgivingConsole(file or sys.stdout)
     label_width = max(map(len, summary.rows))

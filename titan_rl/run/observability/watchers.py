@@ -1,4 +1,4 @@
-"""Background tasks of a run, and the watchers among them: one warns of stalls, one of missing generators and hosts."""
+"""Background tasks of a run, including two watchers: one warns of stalls, the other of missing generators and hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ SHORTAGE_POLL_S = 0.5
 
 @contextlib.asynccontextmanager
 async def background_tasks(**coroutines: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
-    """Run coroutines, named by their keywords, until the block ends. The failure of one ends the block."""
+    """Run coroutines, named by their keywords, until the block ends. If one of them fails, the block ends with its
+    error."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(coroutine, name=name) for name, coroutine in coroutines.items()]
         yield
@@ -35,14 +36,15 @@ class Progressing(Protocol):
         ...
 
     def waits_for(self) -> str:
-        """Description of the event that the run waits for."""
+        """Describe the event for which the run is waiting."""
         ...
 
 
 async def warn_of_stalls(run: Progressing, console: Console, *, after_s: float = STALL_S) -> None:
-    """Warn when nothing has happened for `after_s`, again after twice that time and so on, and when the run continues.
+    """Warn when nothing has happened for `after_s` seconds, again after twice that time and so on, and when the run
+    continues.
 
-    Runs until it is cancelled.
+    This runs until it is cancelled.
     """
     clock = asyncio.get_running_loop().time
     last, since, limit = run.progress(), clock(), after_s
@@ -62,22 +64,23 @@ class Resources(Protocol):
     """Generators and trainer that a run needs."""
 
     def trouble(self) -> str | None:
-        """Reason why no request can be answered; None while enough generators serve."""
+        """Reason why no request can be answered, or None while enough generators serve."""
         ...
 
     def trainer_lacks(self) -> str:
-        """Resource that a trainer needs to restart, which the trainer reports itself; "" while it lacks nothing."""
+        """Resource that the trainer needs to restart, or "" while it lacks nothing. The trainer itself warns about
+        it."""
         ...
 
 
 async def warn_of_shortage(resources: Resources, console: Console, folder: Path) -> None:
     """Warn when requests have had no generator for `SHORTAGE_S`, and when they have one again.
 
-    Shorter gaps are skipped, because the replacement of a generator is reported by the code that replaces it. Runs
+    Shorter gaps are not reported here, because the code that replaces a generator reports the replacement. This runs
     until it is cancelled.
 
     Args:
-        folder: Folder of the run, whose readers find there what the run waits for.
+        folder: Folder of the run, whose `status.json` tells readers what the run is waiting for.
     """
     clock = asyncio.get_running_loop().time
     since, warned, noted = clock(), "", ""

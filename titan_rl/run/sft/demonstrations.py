@@ -1,4 +1,5 @@
-"""Demonstrations for supervised training, from a task, a file of chats, or the best rollouts of a run, as tokens."""
+"""Demonstrations for supervised training, from tasks, a file of chats, or the best rollouts of a run, and their
+tokens."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 Found = tuple[str, Demonstration]
-"""Place of a demonstration, for messages, and the demonstration."""
+"""Description of a demonstration's source, for messages, and the demonstration."""
 
 
 def task_demonstrations(
     tasks: Sequence[tuple[Task, float]], count: int, limits: RolloutConfig | None = None
 ) -> list[Found]:
-    """Demonstrations of tasks, each in its own order, mixed by weight as evenly as can be.
+    """Collect demonstrations of tasks, mixed by weight as evenly as possible. Those of each task stay in order.
 
     Args:
         tasks: Tasks with their weights.
@@ -48,7 +49,8 @@ def task_demonstrations(
 
 
 def _mixed(queues: Sequence[tuple[Iterator[Found], float]]) -> Iterator[Found]:
-    """Interleave queues, always from the one furthest behind its weight. When one ends, the others continue."""
+    """Interleave queues by always taking from the one that is furthest behind its weight. When one ends, the others
+    continue."""
     left = dict(enumerate(queues))
     taken = [0] * len(queues)
     while left:
@@ -97,13 +99,13 @@ def _demonstrations(task: Task, count: float, limits: RolloutConfig) -> list[Fou
 
 
 def read_chats(file: Path, count: int) -> list[Found]:
-    """Read conversations from a file of JSON lines, at most `count`.
+    """Read at most `count` conversations from a file of JSON lines.
 
     Example of a line: `{"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}`,
-    with `"tools": [...]` where tools are offered.
+    with `"tools": [...]` if tools are offered.
 
     Raises:
-        DataError: A line is wrong. The message names file, line and field.
+        DataError: The file cannot be read or is empty, or a line is wrong. The message names file, line and field.
     """
     found: list[Found] = []
     try:
@@ -156,20 +158,21 @@ def _check_message(message: Any, where: str) -> None:
 
 
 _LEARNED = ("rollout_id", "reward", "messages")
-"""Fields of a record that are kept in memory: its tokens would take ten times as much."""
+"""Fields of a record that are kept in memory. The tokens would take ten times as much."""
 
 
 def best_rollouts(run: Path, count: int, *, top_k: int, min_reward: float | None) -> list[Found]:
-    """Return the conversations of a run's training with the highest rewards, in training order, at most `count`.
+    """Return at most `count` conversations of a run's training, those with the highest rewards, in training order.
 
     `logging.transcripts_per_step` decides which groups of a step a run records.
 
     Args:
-        top_k: Largest number from each group.
-        min_reward: Smallest reward.
+        top_k: Largest number of conversations from each group.
+        min_reward: Smallest reward of a conversation.
 
     Raises:
-        DataError: there is none, or one calls tools: a run does not record the tools that were offered.
+        DataError: The run has no such conversation, or one of them calls tools: a run does not record the tools that
+            were offered.
     """
     file = run / "rollouts.jsonl"
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -221,11 +224,11 @@ def _shown(value: Any) -> str:
 
 
 class TokenSource:
-    """Tokens of demonstrations, encoded at the first request. Demonstrations with more than `max_context` tokens are
-    left out. Not thread-safe.
+    """Tokens of demonstrations, which are encoded at their first request. Demonstrations with more than `max_context`
+    tokens are left out. Not thread-safe.
 
     Attributes:
-        too_long: Numbers of the requested demonstrations that were left out.
+        too_long: Indices of the requested demonstrations that were left out.
     """
 
     def __init__(self, renderer: Renderer, found: Sequence[Found], max_context: int) -> None:
@@ -240,9 +243,13 @@ class TokenSource:
         return len(self._encoded(number).token_ids)
 
     def samples(self, numbers: Sequence[int]) -> list[TrainingSample]:
-        """
+        """Build the training samples of demonstrations.
+
+        Args:
+            numbers: Indices of the demonstrations.
+
         Raises:
-            DataError: A demonstration cannot be rendered, or all are too long.
+            DataError: A demonstration cannot be rendered, or all of them are too long.
         """
         encoded = [(number, self._encoded(number)) for number in numbers]
         self.too_long |= {number for number, tokens in encoded if len(tokens.token_ids) > self._max_context}

@@ -1,4 +1,5 @@
-"""Supervised run, from a checked config to its model: its demonstrations, their batches, its settings and its end."""
+"""Supervised run, from a checked config to the trained model: demonstrations, batches, settings, and the end of the
+run."""
 
 from __future__ import annotations
 
@@ -46,18 +47,18 @@ if TYPE_CHECKING:
 
 
 WARMUP_SHARE = 0.05
-"""Share of the steps over which the learning rate rises."""
+"""Share of the steps in which the learning rate rises."""
 
 HELD_OUT_SHARE = 10
-"""One of this many demonstrations is held out, at most."""
+"""Inverse of the largest share of demonstrations that is held out: at most one of this many."""
 
 
 def hold_out(count: int, most: int, seed: int) -> tuple[list[int], list[int]]:
-    """Split demonstrations into learned and held-out ones, each in order.
+    """Split demonstrations into those to learn and those to hold out. Return the indices of both, each in order.
 
     Args:
         count: Number of demonstrations.
-        most: Largest number that is held out.
+        most: Largest number of demonstrations to hold out.
     """
     held = set(random.Random(f"{seed}/held out").sample(range(count), min(most, count // HELD_OUT_SHARE)))
     return [at for at in range(count) if at not in held], sorted(held)
@@ -78,9 +79,10 @@ def batches(
 
     Args:
         items: Items of one epoch, in the order of their source.
-        batch_size: Items in one step. If there are fewer, an item is repeated.
-        steps: Number of steps, over as many epochs as needed. None: `epochs`, whose last step may have fewer items.
-        lengths: Tokens of each item. Steps are then limited by `batch_tokens` instead of `batch_size`.
+        batch_size: Number of items in one step. If there are fewer items in total, items are repeated.
+        steps: Number of steps, over as many epochs as needed. With None, `epochs` determines it, and the last step may
+            have fewer items.
+        lengths: Number of tokens of each item. If given, steps are limited by `batch_tokens` instead of `batch_size`.
     """
     stream = _stream(items, epochs if steps is None else None, shuffle, seed)
     cut = _by_number(stream, batch_size) if lengths is None else _by_tokens(stream, lengths, batch_tokens)
@@ -113,10 +115,10 @@ def _by_tokens(stream: Iterator[int], lengths: Sequence[int], most: int) -> Iter
 
 
 TEXTS = 500
-"""Number of conversations from which the words of a tiny model are taken."""
+"""Most conversations from which the words of a tiny model are taken."""
 
 LONGEST_CONTEXT = 1024
-"""Smallest context of a tiny model, which leaves room to raise model.max_context."""
+"""Smallest context of a tiny model. It leaves room to raise model.max_context."""
 
 
 def find_demonstrations(config: RunConfig) -> list[Found]:
@@ -124,7 +126,7 @@ def find_demonstrations(config: RunConfig) -> list[Found]:
 
     Raises:
         ConfigError: The task has no demonstrations.
-        DataError: A demonstration cannot be used. The message names its place.
+        DataError: A demonstration cannot be used. The message names its source.
     """
     sft = config.sft
     if not sft.data:
@@ -138,7 +140,7 @@ def find_demonstrations(config: RunConfig) -> list[Found]:
 
 
 def digest(found: Sequence[Found]) -> str:
-    """Digest that identifies demonstrations and their order."""
+    """Compute a digest that identifies demonstrations and their order."""
     summed = hashlib.blake2b(digest_size=16)
     for _, demonstration in found:
         summed.update(json.dumps([demonstration.messages, demonstration.tools], default=str).encode())
@@ -146,10 +148,10 @@ def digest(found: Sequence[Found]) -> str:
 
 
 def make_start(folder: Path, model: ModelConfig, found: Sequence[Found], config: RunConfig) -> None:
-    """Make a tiny model that has words for the demonstrations, as the renderer shows them.
+    """Create a tiny model whose tokenizer has the words of the demonstrations, as the renderer renders them.
 
     Raises:
-        ConfigError: No model has that size.
+        ConfigError: No model has the size that the settings give.
         DataError: A demonstration cannot be rendered.
     """
     max_context = max(LONGEST_CONTEXT, model.max_context)
@@ -183,13 +185,13 @@ def _rendered(renderer: Renderer, found: Found) -> list[int]:
 
 
 def plan_steps(config: RunConfig, tokens: TokenSource, count: int) -> tuple[list[list[int]], list[int]]:
-    """Return the demonstrations of each step, and the held-out ones.
+    """Return the indices of the demonstrations of each step, and those of the held-out ones.
 
     Args:
         count: Number of demonstrations.
 
     Raises:
-        DataError: A demonstration cannot be rendered, and `sft.batch_tokens` needs its length.
+        DataError: A demonstration cannot be rendered. This is raised only with `sft.batch_tokens`, which needs lengths.
     """
     sft = config.sft
     learned, held_out = hold_out(count, sft.held_out, config.seed)
@@ -207,9 +209,9 @@ def plan_steps(config: RunConfig, tokens: TokenSource, count: int) -> tuple[list
 
 
 def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
-    """Settings of the run whose trainer makes the supervised steps."""
+    """Build the settings of the run whose trainer runs the supervised steps."""
     sft = config.sft
-    # A model that is made for the task has nothing that an adapter could keep.
+    # A model that is created for the task has no abilities that an adapter would preserve.
     adapter = config.training.adapter if sft.start else AdapterConfig()
     training = TrainingConfig.model_validate(
         config.training.model_dump()
@@ -251,11 +253,11 @@ def run_sft(
     Args:
         config: Result of `load_sft_config`.
         resume: Folder of an earlier run with this config, which is continued from its newest checkpoint.
-        name: Name of a new run's folder.
+        name: Last part of the name of a new run's folder.
         begun_by: Command to name if the run fails before it has saved anything.
 
     Returns:
-        exit code: 0, or 128 + the number of the signal that ended the run in order.
+        The exit code: 0, or 128 + the number of the signal that ended the run in order.
 
     Raises:
         TitanRLError: The error that ended the run.
@@ -287,14 +289,14 @@ def run_sft(
 
 
 def prepared(config: RunConfig, found: list[Found], folder: Path) -> RunConfig:
-    """Settings of the run that makes the supervised steps, with the model that it starts from.
+    """Build the settings of the run that runs the supervised steps, including the model from which it starts.
 
     Args:
-        folder: Folder in which a tiny model is made if settings name none.
+        folder: Folder in which a tiny model is created if the settings name no model.
 
     Raises:
-        ConfigError: Settings do not fit the model.
-        DataError: A demonstration cannot be rendered, or there are too few.
+        ConfigError: The settings do not fit the model.
+        DataError: A demonstration cannot be rendered, or there are too few demonstrations.
     """
     start = Path(config.sft.start or folder / "start")
     model = config.model.model_copy(update={"path": str(start)})
@@ -312,7 +314,7 @@ def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[
         resume: Folder of an earlier run, which would be continued.
 
     Returns:
-        settings of the run, with `sft.start` as given, and a description of the demonstrations.
+        The settings of the run, with `sft.start` as given, and a description of the demonstrations.
 
     Raises:
         TitanRLError: The run would not begin.
@@ -342,7 +344,7 @@ def _token_source(model: Any, found: list[Found]) -> TokenSource:
 
 
 def _check_data(file: Path, now: str) -> None:
-    """Check that a resumed run has the demonstrations that it began with, because its steps refer to them."""
+    """Check that a resumed run has the demonstrations with which it began, because its steps refer to them by index."""
     if not file.exists():
         file.write_text(json.dumps({"demonstrations": now}) + "\n", encoding="utf-8")
         return
@@ -380,7 +382,7 @@ async def _teach(
         processes = await resources.enter_async_context(start_trainer(config, run_dir, progress))
     training = processes.training
     watch_hosts = hosts_watcher(config.hosts, files, processes, history, session.provided)
-    steps, published = LearnedSteps(tokens, plan), PublishedWeights()  # nobody reads them
+    steps, published = LearnedSteps(tokens, plan), PublishedWeights()  # no generator reads versions
     opening = open_trainer(training, steps, config, run_dir, published, progress)
     trainer = await resources.enter_async_context(opening)
     await session.load(trainer)

@@ -31,10 +31,10 @@ from titan_rl.training.state.checkpoint import atomic_directory, step_of
 
 
 class LearnedSteps:
-    """The `TrainedSteps` of a plan.
+    """`TrainedSteps` of a supervised run, whose plan determines the samples of each step.
 
     Args:
-        plan: Numbers of the demonstrations that each step learns.
+        plan: Indices of the demonstrations that each step learns.
     """
 
     def __init__(self, tokens: TokenSource, plan: Sequence[Sequence[int]]) -> None:
@@ -43,22 +43,22 @@ class LearnedSteps:
 
     async def since(self, checkpoint: Path | None, version: int) -> AsyncGenerator[Sequence[TrainingSample]]:
         for numbers in self._plan[0 if checkpoint is None else step_of(checkpoint) : version]:
-            yield self._tokens.samples(numbers)  # in tokens already, as this process has learned them
+            yield self._tokens.samples(numbers)  # already encoded, because this process has trained on them
 
 
 def install(config: RunConfig, export: Path, run: Path, before: float | None, after: float | None) -> Path:
     """Copy an exported model to `sft.out`, with a note about its training.
 
     Args:
-        run: Folder of the run that trained it.
-        before, after: Held-out loss before and after training.
+        run: Folder of the run that trained the model.
+        before, after: Held-out loss before and after training, or None.
 
     Returns:
-        the folder.
+        The folder `sft.out`.
 
     Raises:
         NoSpaceError: The disk is full.
-        CheckpointError: it could not be written; the folder is unchanged.
+        CheckpointError: The model could not be written; the folder is unchanged.
     """
     out = Path(config.sft.out)
     note = {
@@ -87,16 +87,17 @@ LOGGED = (
     "recovery_s",
     "skipped_steps",
 )
-"""Metrics of the trainer that are logged. The others compare with a sampling policy, which does not exist here."""
+"""Metrics of the trainer that are logged. The others are comparisons with a sampling policy, which does not exist
+here."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedStep:
-    """A finished step, as the display shows it."""
+    """Finished step of a supervised run, as the display shows it."""
 
     step: int  # from 1
     loss: float
-    tokens_per_second: float  # of whole conversations
+    tokens_per_second: float  # counts all tokens of the conversations
     seconds: float
 
     @property
@@ -110,12 +111,13 @@ class SupervisedStep:
 
 @dataclass(frozen=True, slots=True)
 class SupervisedSummary:
-    """A finished supervised run. The losses are of the same demonstrations; None where none are held out."""
+    """Summary of a finished supervised run. Both losses are means over the same held-out demonstrations; None if none
+    are held out."""
 
     loss_before: float | None
     loss_after: float | None
     steps: int
-    tokens: int  # of the assistant
+    tokens: int  # trained tokens, which are the assistant's
     seconds: float
     out: Path
 
@@ -136,15 +138,15 @@ class SupervisedSummary:
 
 
 class SupervisedLoop(TrainingLoop):
-    """Training loop over demonstrations. It closes nothing that it was given.
+    """Training loop over demonstrations. It does not close the objects that it is given.
 
-    The demonstrations of the next step are turned into tokens while the trainer computes the one before.
+    The demonstrations of the next step are encoded while the trainer computes the current one.
 
     Args:
-        plan: Numbers of the demonstrations that each step learns.
-        held_out: Numbers of the demonstrations that no step learns.
+        plan: Indices of the demonstrations that each step learns.
+        held_out: Indices of the demonstrations that no step learns.
         start: State of the checkpoint that the trainer has loaded.
-        sinks: Receives the metrics.
+        sinks: Sink for the metrics.
         hosts: History of the trainer's hosts, for their metrics.
     """
 
@@ -170,7 +172,7 @@ class SupervisedLoop(TrainingLoop):
         self._num_too_long = 0
 
     async def run(self) -> SupervisedSummary:
-        """Learn the steps of the plan that are left, export the model, and copy it to `sft.out`.
+        """Run the remaining steps of the plan, export the model, and copy it to `sft.out`.
 
         Raises:
             TitanRLError: The error that ended the run.
@@ -204,7 +206,7 @@ class SupervisedLoop(TrainingLoop):
             with self._progress.working(f"training step {step}"):
                 await self._calls.finish(self._train_on(samples, waited_s=waited))
             self._skipped.check()
-            if step == len(self._plan):  # the end has a measurement and a checkpoint of its own
+            if step == len(self._plan):  # the end of the run has its own measurement and checkpoint
                 break
             if self._config.sft.interval and step % self._config.sft.interval == 0:
                 await self._measure(held_out)
@@ -218,7 +220,8 @@ class SupervisedLoop(TrainingLoop):
         return background.create_task(in_thread(self._tokens.samples, numbers), name=f"tokens-{step}")
 
     async def _train_on(self, samples: Sequence[TrainingSample], *, waited_s: float) -> None:
-        """Train a step, and report it. A step in which the run was stopped is reported too, because it is saved."""
+        """Train a step, and report it. If the run is stopped during the step, the step is also reported, because it is
+        saved."""
         began = time.monotonic()
         result = await self._trainer.step(samples)
         self._skipped.note(result)
@@ -242,7 +245,7 @@ class SupervisedLoop(TrainingLoop):
             )
 
     async def _measure(self, held_out: Sequence[TrainingSample]) -> float | None:
-        """Measure the loss of the held-out demonstrations, log and report it."""
+        """Measure, log and report the loss of the held-out demonstrations."""
         if not held_out:
             return None
         self._stages.enter(Stage.VALIDATION, self.version)

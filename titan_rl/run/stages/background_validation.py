@@ -2,13 +2,13 @@
 
 The version stays available in one of two ways:
 
-    pinned   engines that pin versions keep it besides the newest ones, and requests name it
-    held     one generator stays at it and answers validation requests only, while the others go on
+    pinned   engines that can pin versions keep it besides the newest ones, and requests name it
+    held     one generator stays at this version and answers only validation requests, while the others go on
 
-The trainer keeps the published version until the validation has ended, so that a generator that takes the place of a
-dead one can load it: nothing is lost with a generator. A checkpoint of a later version is written only after the
-validation has ended, so a resumed run finds either its metrics, or a checkpoint from which it reaches the version and
-validates it again.
+The trainer keeps the published version until the validation has ended, so that a generator that replaces a dead one can
+load it: the death of a generator loses nothing. A checkpoint of a later version is written only after the validation
+has ended. So a resumed run finds either the validation's metrics, or a checkpoint from which it reaches the version
+again and validates it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundValidation:
-    """Runs validations beside training, one at a time.
+    """Runner of validations beside training, one at a time.
 
     Args:
         published: Manifests of published versions, for the router's replicas.
-        pins: Engines pin versions; by default one generator is held.
+        pins: Whether engines pin versions. Otherwise one generator is held.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class BackgroundValidation:
         self._router = router
         self._progress = progress
         self._pins = pins
-        self._version: int | None = None  # of the validation begun last
+        self._version: int | None = None  # version of the validation begun last
         self._task: asyncio.Task[None] | None = None
-        self._alone: asyncio.Task[None] | None = None  # until the generator that is held runs no training request
+        self._alone: asyncio.Task[None] | None = None  # waits until the held generator runs no training request
 
     async def begin(self, version: int, background: asyncio.TaskGroup) -> bool:
-        """Begin the suites that are due, once the validation before has ended. All generators have the version.
+        """Begin the suites that are due, once the previous validation has ended. All generators must have the version.
 
         Args:
-            background: Fails with an error of the validation. If it is cancelled, the validation continues.
+            background: Task group that an error of the validation fails. If it is cancelled, the validation continues.
 
         Returns:
-            False, without effect, if the version cannot be kept: training has to wait for the validation.
+            False, and nothing is begun, if the version cannot be kept. Then training has to wait for a validation.
         """
         await self.ended()
         suites = self._validation.due(version)
@@ -82,13 +82,14 @@ class BackgroundValidation:
         return True
 
     async def before_next_version(self) -> None:
-        """Wait until the next version may be published: the generator that is held does not load it."""
+        """Wait until the next version may be published: the held generator, which must not load it, first finishes its
+        training requests."""
         if self._alone is not None:
             await asyncio.wait([self._alone])
 
     async def before_checkpoint(self, version: int) -> None:
-        """Wait until a checkpoint of this version may be written: one of a later version than that validated would
-        lose the validation if the run is killed.
+        """Wait until a checkpoint of a version may be written. If the run were killed, a checkpoint of a later version
+        than the validated one would lose the validation.
 
         Raises:
             TrainingError: The validation has failed.
@@ -106,7 +107,7 @@ class BackgroundValidation:
             ) from error
 
     async def ended(self) -> None:
-        """Wait until the validation has ended, also if it has failed."""
+        """Wait until the validation has ended or failed."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
@@ -117,7 +118,7 @@ class BackgroundValidation:
             await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)
 
     async def _keep(self, version: int) -> str | None:
-        """Keep the version available. Returns the reason if that is not possible."""
+        """Keep the version available. Return the reason if that is not possible, otherwise None."""
         if not isinstance(self._trainer, HoldingTrainer) or not await self._trainer.hold_published(version):
             return "the trainer or its transport cannot keep a published version"
         if self._pins:
@@ -134,7 +135,7 @@ class BackgroundValidation:
         try:
             with span("validation", "validation", lane="validation", step=version):
                 await self._validation.run_suites(version, suites, beside_training=True)
-        except Exception:  # one that is cancelled ends with the run, and so does all that it keeps
+        except Exception:  # a cancelled validation ends with the run, and everything that it keeps does, too
             await self._let_go()
             raise
         await self._let_go()

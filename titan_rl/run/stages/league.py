@@ -1,4 +1,5 @@
-"""Frozen versions of a run: written at intervals, added to the leagues of its tasks, deleted when no longer needed."""
+"""Frozen versions of a run, which are written at intervals, added to the leagues of its tasks, and deleted when they
+are no longer needed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def curriculum_of(source: TaskSource, seed: int) -> Curriculum:
-    """Curriculum of a task, with the choice of opponents if versions of the run play seats of it."""
+    """Curriculum of a task. If versions of the run play seats of the task, it also chooses the opponents."""
     task = source.task
     if isinstance(task, SeatedTask) and task.league is not None:
         return LeagueCurriculum(source.curriculum, task.league, seed)
@@ -30,13 +31,13 @@ def curriculum_of(source: TaskSource, seed: int) -> Curriculum:
 
 
 class FrozenVersions:
-    """Versions of a run in a folder, by `version_name`. The initial model is version 0, which needs no folder.
+    """Versions of a run in a folder, named by `version_name`. The initial model is version 0, which needs no folder.
 
-    A version is on the disk before a league has it. It is deleted once neither a league, nor a kept checkpoint, from
-    which the run may resume, nor an open group needs it.
+    A version is written to the disk before a league has it. It is deleted once it is needed neither by a league, nor by
+    a kept checkpoint, from which the run may resume, nor by an open group.
 
     Args:
-        folder: Made when the first version is written.
+        folder: Folder of the versions, which is created when the first one is written.
         checkpoints: Folder of the run's checkpoints.
     """
 
@@ -52,14 +53,15 @@ class FrozenVersions:
         self._checkpoints = checkpoints
 
     def is_due(self, version: int) -> bool:
-        """Return whether a version is to be added to a league."""
+        """Return whether a version must be added to a league."""
         return version > 0 and any(version % every == 0 for every in self._intervals.values())
 
     async def freeze(self, version: int) -> None:
-        """Write the trainer's current version, unless it is there, and add it to the leagues for which it is due.
+        """Write the trainer's current version, unless it is already written, and add it to the leagues for which it is
+        due.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: The version cannot be written.
         """
         path = self._folder / version_name(version)
         if not path.exists():
@@ -71,7 +73,8 @@ class FrozenVersions:
         await in_thread(self._delete_others, self._needed(self._mix.state()))
 
     def metrics(self) -> dict[str, float]:
-        """Number of versions, and mean estimated chance of the policy to win against one, of all leagues."""
+        """Number of versions in all leagues, and the mean estimated probability that the policy wins against one of
+        them."""
         if not self._intervals:
             return {}
         states = map(self._mix.curriculum_state, self._intervals)
@@ -79,7 +82,7 @@ class FrozenVersions:
         return {"league/versions": float(len(rates)), "league/win_rate": sum(rates) / len(rates)}
 
     def _needed(self, mix: dict[str, object]) -> set[str]:
-        """Names of the versions of leagues and open groups in a state of the mix."""
+        """Names of the versions that leagues and open groups need in a state of the task mix."""
         curricula, open_groups = mix["curricula"], mix["open"]
         assert isinstance(curricula, dict)
         assert isinstance(open_groups, list)

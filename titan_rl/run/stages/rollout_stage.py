@@ -1,4 +1,4 @@
-"""Groups of a run, made from the samples of its tasks: training groups and held-out ones."""
+"""Groups of a run, which play the samples of its tasks: training groups and held-out groups."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from titan_rl.types import SamplingParams
 
 
 def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix:
-    """Make the task mix with the weights and curricula of the config, and restore its state from the checkpoint and the
-    journal. The journal records its events."""
+    """Build the task mix with the weights and curricula of the config, and restore its state from the checkpoint and
+    the journal. The journal records the mix's further events."""
     return TaskMix(
         {source.name: Share(source.weight, curriculum_of(source, config.seed)) for source in config.tasks},
         journal,
@@ -44,19 +44,19 @@ def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix
 
 
 class EvaluatedVersion:
-    """Version that produces all tokens of a validation.
+    """Version that should produce all tokens of a validation.
 
     Args:
-        is_named: Requests name the version, because the generators go on to later ones.
+        is_named: Whether requests name the version, because the generators go on to later versions.
 
     Attributes:
-        named: The version that requests name, if they do.
+        named: Version for requests to name; None if they name none.
     """
 
     def __init__(self, version: int, *, is_named: bool) -> None:
         self.named = version if is_named else None
         self._version = version
-        self._others: Counter[int] = Counter()  # tokens by version
+        self._others: Counter[int] = Counter()  # number of tokens by other version
 
     def note(self, group: RolloutGroup) -> None:
         """Note the versions of a group's tokens."""
@@ -67,9 +67,10 @@ class EvaluatedVersion:
                         self._others[span.version] += span.num_tokens
 
     def check(self) -> None:
-        """
+        """Check that no other version has produced any of the tokens.
+
         Raises:
-            TrainingError: Another version produced some of the tokens.
+            TrainingError: Another version has produced some of them.
         """
         if self._others:
             found = ", ".join(f"{count} of version {version}" for version, count in sorted(self._others.items()))
@@ -80,25 +81,26 @@ class EvaluatedVersion:
 
 
 class Workers(Protocol):
-    """Rollout workers: see `WorkerPool`."""
+    """Rollout workers; see `WorkerPool`."""
 
     def states(self) -> Counter[str]:
-        """Running training groups by state."""
+        """Number of running training groups by state."""
         ...
 
     async def send_answers(self) -> None:
-        """Have the workers send the tokens so far of their requests in flight, for the journal."""
+        """Have the workers send the tokens so far of their requests in flight to the journal."""
         ...
 
 
 class RolloutStage:
-    """Runs groups on the samples of tasks, with generation by the router.
+    """Runner of groups on the samples of tasks, with generation by the router.
 
     Args:
         group_runners: Runners of groups, by the tasks' names.
-        transcripts: Receives each rollout as it ends, before it is scored, and each group whose reward failed.
-        teachers: Score finished training groups, by the tasks' names.
-        workers: Run the groups, with a shard of the router each. By default groups run in this process.
+        transcripts: Log of each rollout as it ends, before it is scored, and of each group whose reward failed.
+        teachers: Teachers that score finished training groups, by the tasks' names.
+        workers: Rollout workers that run the groups, each with a shard of the router. By default, groups run in this
+            process.
     """
 
     def __init__(
@@ -128,21 +130,21 @@ class RolloutStage:
         self._training = RunningGroups(self._finish_session)
 
     def states(self) -> Counter[str]:
-        """Running training groups by state."""
+        """Number of running training groups by state."""
         return self._training.states() if self._workers is None else self._workers.states()
 
     def _finish_session(self, session_id: str) -> None:
         self._router.finish_session(session_id)
 
     async def send_answers(self) -> None:
-        """Have the journal know all answers of rollout workers, also those in parts."""
+        """Have rollout workers send all answers to the journal, including partial ones."""
         if self._workers is not None:
             await self._workers.send_answers()
 
     def make_scheduler(
         self, filters: Sequence[GroupFilter], observer: SchedulerObserver, version: int
     ) -> GroupScheduler:
-        """Scheduler of the training groups from the step after `version` to the run's last."""
+        """Build the scheduler of the training groups from the step after `version` to the run's last step."""
         config = self._config
         return GroupScheduler(
             self.run_training_group,
@@ -157,13 +159,13 @@ class RolloutStage:
         )
 
     def train_sample(self, task: str, number: int) -> Any:
-        """Training sample of a task, without its opponent."""
+        """Create a training sample of a task, without its opponent."""
         seed, number = self._config.seed, split_number(number)[0]
         with calling(f"train_sample({seed}, {number})"):
             return self._sources[task].task.train_sample(seed, number)
 
     def validation_samples(self, suite: ResolvedSuite) -> list[Any]:
-        """Held-out samples of a suite, the same each time."""
+        """Create the held-out samples of a suite, which are the same each time."""
         return held_out_samples(suite.source.task, suite.num_prompts)
 
     async def run_training_group(self, lease: Lease) -> RolloutGroup:
@@ -185,8 +187,8 @@ class RolloutStage:
     async def run_validation_group(
         self, suite: ResolvedSuite, group_id: str, sample: Any, evaluated: EvaluatedVersion
     ) -> RolloutGroup:
-        """Run the group of a held-out sample. Its seeds are the same each time, so that only the weights differ between
-        two validations."""
+        """Run the group of a held-out sample. The seeds are the same each time, so that two validations differ only in
+        the weights."""
         return await self._run_group(
             self.held_out,
             None,
@@ -200,10 +202,10 @@ class RolloutStage:
 
     @contextlib.asynccontextmanager
     async def paused(self, mode: PauseMode | str) -> AsyncGenerator[bool]:
-        """Pause rollouts in flight for the length of the block, or abort them; see `GeneratorRouter.pause`.
+        """Pause rollouts in flight during the block, or abort them; see `GeneratorRouter.pause`.
 
         Args:
-            mode: `scheduling.on_batch_ready`: with "continue" they are not paused.
+            mode: Value of `scheduling.on_batch_ready`. With "continue", rollouts are not paused.
 
         Yields:
             whether generation is paused.
@@ -261,10 +263,11 @@ class RolloutStage:
     def _requests_of(
         self, lease: Lease | None, evaluated: EvaluatedVersion | None, playing: RunningGroup
     ) -> GroupRequests:
-        """
+        """Build the requests of a group.
+
         Args:
-            lease: None for a validation group.
-            evaluated: None for a training group.
+            lease: Lease of a training group; None for a validation group.
+            evaluated: Version of a validation; None for a training group.
         """
         if lease is None:
             return GroupRequests(self._router, playing, version=None if evaluated is None else evaluated.named)

@@ -23,11 +23,11 @@ R = TypeVar("R")
 
 
 class TrainerCalls:
-    """Calls of the trainer, one at a time. The trainer finishes a call whose caller is cancelled, and so does this
-    class: only then the version is known.
+    """Calls of the trainer, one at a time. The trainer finishes a call even if the caller is cancelled, and this class
+    waits for its end, because the version is known only then.
 
     Args:
-        trainer: that is called. An attribute, too.
+        trainer: Trainer that is called. It is also an attribute.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -39,20 +39,20 @@ class TrainerCalls:
         return self._call is not None and not self._call.done()
 
     def waits_for(self) -> list[str]:
-        """Description of the trainer's work, for a stalled run."""
+        """Describe what the trainer is doing, for messages about a stalled run."""
         if isinstance(self.trainer, RecoveringTrainer) and (lacks := self.trainer.waits_for()):
             return [lacks]
         return ["the trainer is at work"] * self.running
 
     async def finish(self, call: Coroutine[Any, Any, R]) -> R:
-        """Await a call. If this is cancelled, the call continues, and `wait` waits for it."""
+        """Await a call. If `finish` is cancelled, the call continues, and `wait` waits for it."""
         self._call = asyncio.ensure_future(call)
         with stray_cancellation_fails("a call of the trainer"):
             return await asyncio.shield(self._call)
 
     async def wait(self) -> None:
-        """Wait at the end of a run until no call is running, and log its error. A dead trainer is not waited for, since
-        a new host may take long: its samples are in the journal."""
+        """Wait at the end of a run until no call is running, and log the call's error. A dead trainer is not waited
+        for, because a new host may take long to come, and the samples of its step are in the journal."""
         if isinstance(self.trainer, RecoveringTrainer):
             self.trainer.give_up()
         if self._call is None:
@@ -63,16 +63,17 @@ class TrainerCalls:
 
 
 class SkippedSteps:
-    """Counts the steps of a run that were skipped, in whole or in part, and ends it after too many.
+    """Counter of the steps of a run that were skipped, in whole or in part, which ends the run after too many.
 
-    A skipped step makes a version like any other, and its batch is not trained on again, even if the run is resumed.
+    A skipped step results in a version like any other step, and its batch is not trained on again, even if the run is
+    resumed.
 
     Attributes:
-        count: Skipped steps since the run was started or resumed.
+        count: Number of skipped steps since the run was started or resumed.
 
     Args:
-        limit: `training.max_skipped_steps`.
-        console: Shows the user which step was skipped, and why.
+        limit: Largest number of skipped steps: `training.max_skipped_steps`.
+        console: Console for messages about skipped steps and the reasons.
     """
 
     def __init__(self, limit: int, console: Console) -> None:
@@ -85,10 +86,10 @@ class SkippedSteps:
         return len(self._texts)
 
     def note(self, result: StepResult) -> dict[str, str]:
-        """Count a step if any of it was skipped, and report it.
+        """Count and report a step if any part of it was skipped.
 
         Returns:
-            by rollout id, the reason why a rollout was not learned from.
+            Reasons why rollouts were not learned from, by rollout id.
         """
         if not result.skipped:
             return {}
@@ -103,7 +104,8 @@ class SkippedSteps:
         return reasons
 
     def check(self) -> None:
-        """
+        """Check that not too many steps were skipped.
+
         Raises:
             TrainingError: More than `limit` steps were skipped. The message names the rollouts.
         """
@@ -116,11 +118,11 @@ class SkippedSteps:
 
 
 class WeightSync:
-    """Weight sync from the trainer to all generators, one version after the other.
+    """Weight sync from the trainer to all generators, one version at a time.
 
     Args:
         published: Manifests of published versions, for the router's replicas.
-        pull_mode: Effect on requests in flight; see `GeneratorRouter.pull_state_dict`.
+        pull_mode: Effect of a pull on requests in flight; see `GeneratorRouter.pull_state_dict`.
     """
 
     def __init__(
@@ -133,8 +135,8 @@ class WeightSync:
         self._is_unverified = False
 
     async def begin(self) -> None:
-        """Have the trainer copy its version to publish it. The next step may begin: it changes no weight before the
-        copy is made."""
+        """Have the trainer begin to publish its version. The next step may begin once this returns: it changes no
+        weight before that weight is copied."""
         await self._trainer.begin_publish()
 
     async def finish(self, version: int) -> dict[str, float]:
@@ -144,10 +146,10 @@ class WeightSync:
             version: Version that the trainer reported.
 
         Returns:
-            publish_s, pull_s, and the worst of each generator's measurements.
+            publish_s and pull_s, in seconds, and for each measurement of the generators the worst value.
 
         Raises:
-            TrainingError: The trainer published another version.
+            TrainingError: The trainer has published another version.
             StateDictError: The version cannot be published, or no generator can load it.
         """
         with span("sync", "sync", lane="sync", version=version):
@@ -165,7 +167,7 @@ class WeightSync:
         return figures | {"publish_s": publishing.seconds, "pull_s": pulling.seconds}
 
     def _log_unverified(self, version: int, unverified: float) -> None:
-        """Log when versions begin to be unverified, and when they are verified again."""
+        """Log when versions become unverified, and when they are verified again."""
         if unverified and not self._is_unverified:
             logger.warning(
                 "version %d is unverified: no check has shown that the generators hold %.0f%% of its weights; see "
@@ -182,7 +184,7 @@ class WeightSync:
             try:
                 await self._router.pull_state_dict(version, self._pull_mode)
             except StateDictError:
-                await self._trainer.finish_publish()  # a trainer that died with the weights has them again
+                await self._trainer.finish_publish()  # a restarted trainer publishes weights that were lost with it
                 if self._published.manifest_of(version) is manifest:
                     raise
             else:

@@ -1,6 +1,7 @@
-"""Validation: rewards of the policy on held-out samples. It does not influence training: it takes neither random
-numbers nor training samples, and informs no curriculum. It runs while no step is trained, or beside training: then
-generators keep the version that is validated, and its metrics arrive behind those of later steps."""
+"""Validation: rewards of the policy on held-out samples. It does not influence training: it uses neither training
+samples nor the random numbers of training, and informs no curriculum. It runs while no step is trained, or beside
+training. In the latter case generators keep the version that is validated, and its metrics arrive after those of later
+steps."""
 
 from __future__ import annotations
 
@@ -23,19 +24,20 @@ from titan_rl.run.observability.steps import validation_metrics
 from titan_rl.run.stages.rollout_stage import EvaluatedVersion, RolloutStage
 
 ALONE = "validation"
-"""Prefix of the metrics of a suite that is the only one."""
+"""Prefix of the metrics of a suite if there is only one."""
 MEAN = "validation/reward_mean"
-"""The metric of all suites together."""
+"""Name of the metric of all suites together."""
 
 
 class Validation:
-    """Runs a group for each held-out sample, all at once, next to the training groups in flight.
+    """Runner of a validation: a group for each held-out sample, all at the same time, beside the training groups in
+    flight.
 
     Args:
-        transcripts: Receives the groups.
-        run_dir: Has the metrics of earlier processes of this run.
-        sinks: Receives the metrics.
-        progress: Shows the progress and the result.
+        transcripts: Log of the groups.
+        run_dir: Folder of the run, with the metrics of earlier processes of the run.
+        sinks: Sink for the metrics.
+        progress: Display for the progress and the result.
     """
 
     def __init__(
@@ -70,21 +72,21 @@ class Validation:
             version: Version that the generators serve.
 
         Returns:
-            the mean over the suites of the mean reward of their scored rollouts. None if validation is off.
+            The mean over the suites of the mean reward of their scored rollouts; None if validation is off.
 
         Raises:
-            RewardError: A reward failed on all groups, or on `scheduling.max_failed_groups` in a row.
+            RewardError: A reward failed on all groups, or on `scheduling.max_failed_groups` groups in a row.
             TrainingError: No rollout of a suite has a reward.
         """
         return await self._run(version, self._suites)
 
     async def run_once(self, version: int) -> float | None:
-        """Run all suites, unless an earlier process of this run has validated the version."""
+        """Run all suites, or return the earlier result if a process of this run has already validated the version."""
         reward = self._run_dir.metric(version, MEAN)
         return await self.run(version) if reward is None else reward
 
     def due(self, step: int) -> list[ResolvedSuite]:
-        """Suites that are due after a step, and that no earlier process of this run has run."""
+        """List the suites that are due after a step and that no process of this run has already run."""
         due = [suite for suite in self._suites if suite.is_due(step)]
         return [suite for suite in due if self._run_dir.metric(step, _mean_of(suite)) is None]
 
@@ -92,7 +94,7 @@ class Validation:
         """Run some suites after a step; see `run`.
 
         Args:
-            beside_training: Generators go on to later versions, and requests name this one.
+            beside_training: Whether generators go on to later versions meanwhile, so that requests name this version.
         """
         await self._run(step, suites, beside_training)
 
@@ -110,7 +112,7 @@ class Validation:
     async def _play(
         self, suites: Sequence[ResolvedSuite], version: int, evaluated: EvaluatedVersion
     ) -> dict[str, list[RolloutGroup]]:
-        """Run the groups of all suites, all at once."""
+        """Run the groups of all suites at the same time."""
         samples = {suite.name: self._groups.validation_samples(suite) for suite in suites}
         total, before = sum(map(len, samples.values())), self._groups.held_out.num_done
         lost = LostInARow(min(self._max_lost, total))
@@ -148,7 +150,7 @@ class Validation:
         return group
 
     def _report(self, version: int, suite: ResolvedSuite, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Show the result of a suite, and return its metrics, by names with its prefix."""
+        """Show the result of a suite, and return its metrics, whose names begin with the suite's prefix."""
         self._transcripts.finished(groups, "validation", version)
         errors = ErrorCounts()
         for group in groups:
@@ -175,14 +177,19 @@ def _mean_of(suite: ResolvedSuite) -> str:
 
 
 class LostInARow:
-    """Counter of held-out groups in a row whose reward failed."""
+    """Counter of consecutive held-out groups whose reward failed.
+
+    Args:
+        most: Number of such groups at which the validation fails.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._count = 0
 
     def count(self, group: RolloutGroup) -> None:
-        """
+        """Count a group.
+
         Raises:
             RewardError: The limit is reached.
         """

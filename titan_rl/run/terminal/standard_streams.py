@@ -1,4 +1,4 @@
-"""Standard output and standard error where nobody reads them any more, or where their disk is full."""
+"""Output to standard output and standard error, which may fail because the reader is gone or the disk is full."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from titan_rl.run.terminal.waiting import WAITING
 
 
 class OutputError(Exception):
-    """Standard output takes nothing more.
+    """Standard output accepts nothing more.
 
     Attributes:
-        reason: what the system says; a BrokenPipeError where nobody reads it.
+        reason: Error of the system: a BrokenPipeError if the reader is gone.
     """
 
     def __init__(self, reason: OSError) -> None:
@@ -26,10 +26,10 @@ class OutputError(Exception):
 
 
 def say(text: str) -> None:
-    """Write what a command was asked for to standard output, to the last byte, without control characters.
+    """Write the result of a command to standard output, completely and without control characters.
 
     Raises:
-        OutputError: Not all of it could be written.
+        OutputError: The text could not be written completely.
     """
     WAITING.erase()
     try:
@@ -41,7 +41,7 @@ def say(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Write a line about the command to standard error, without control characters, if that can be."""
+    """Write a line about the command to standard error, without control characters. A failure is ignored."""
     WAITING.erase()
     try:
         print(terminal_text(text), file=sys.stderr, flush=True)
@@ -51,7 +51,7 @@ def tell(text: str) -> None:
 
 def tell_on_stderr(text: str) -> None:
     """Write a line to standard error, bypassing Python's buffers, whose locks may be held by the interrupted code."""
-    with contextlib.suppress(OSError):  # nobody reads it
+    with contextlib.suppress(OSError):  # the reader may be gone
         os.write(2, f"titan-rl: {terminal_text(text)}\n".encode())
 
 
@@ -70,20 +70,21 @@ class StderrConsole(Console):
 
 
 def tell_next(*words: str) -> None:
-    """Name the command to run next, as the last line about a command that ended well."""
+    """Name the command to run next, as the last line of a command that succeeded."""
     tell(f"titan-rl: next: {shlex.join(['titan-rl', *words])}")
 
 
 def replace_closed_streams() -> None:
-    """A program that was started with standard output or error closed has None in their places; let nowhere take what
-    it writes."""
+    """Replace standard output and standard error by the null device if the program was started with them closed: Python
+    sets them to None then."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  it lasts as long as the program
 
 
 def silence(stream: TextIO) -> None:
-    """Let nowhere take what a stream holds and gets: else the program's end fails on it once more."""
+    """Redirect a stream to the null device, including what is still in its buffer. Otherwise the exit of the program
+    would fail on it again."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -1,4 +1,4 @@
-"""Live display on a terminal: its console, its lines, and the formats of numbers in them."""
+"""Live display on a terminal: its console, its lines, and the formats of numbers in these lines."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class ForgivingConsole(Console):
-    """Console that stops writing if the reader is gone or the disk is full, which ends no run. Control characters in
-    printed text are escaped; only the console's own reach the terminal."""
+    """Console that stops writing if the reader is gone or the disk is full, so that this ends no run. Control
+    characters in printed text are escaped; only the console's own reach the terminal."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__(file=file, highlight=False, soft_wrap=True)
@@ -60,18 +60,18 @@ class Display(Protocol):
     """Source of live lines."""
 
     def lines(self) -> Sequence[Text]:
-        """Lines to draw now. Called in a thread of the display."""
+        """Return the lines to draw now. This is called in a thread of the display."""
         ...
 
 
 class LiveLines(Live):
-    """Lines at the bottom of a terminal. Other output scrolls above them, also output of code that does not know of
-    them. `stop` draws the lines for the last time.
+    """Lines at the bottom of a terminal. Other output scrolls above them, including output of code that does not know
+    about them. `stop` draws the lines for the last time.
 
-    A terminal that becomes narrower breaks the lines on it into more rows than were drawn; all of them are replaced.
+    If a terminal becomes narrower, its lines are broken into more rows than were drawn. All of these rows are replaced.
 
     Args:
-        vanish: Nothing is left of them at the end.
+        vanish: Whether to remove the lines at the end.
     """
 
     def __init__(self, console: Console, display: Display, *, vanish: bool = False) -> None:
@@ -84,7 +84,7 @@ class LiveLines(Live):
             transient=vanish,
             refresh_per_second=REFRESHES_PER_S,
             get_renderable=self._lines,
-            redirect_stdout=sys.stdout.isatty(),  # what is piped goes on into the pipe
+            redirect_stdout=sys.stdout.isatty(),  # piped output stays in the pipe
             redirect_stderr=sys.stderr.isatty(),
         )
 
@@ -108,7 +108,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values as blocks of eight heights, averaged into at most `width` blocks. A value that is not finite is a
+    """Draw values as blocks of eight heights, averaged into at most `width` blocks. A mean that is not finite is a
     space.
 
     Example: `sparkline([0, 1, 2, 3], 4)` is `"▁▃▆█"`.
@@ -129,7 +129,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`75.2` is `"1 min 15 s"`, `8.25` is `"8.2 s"`, `7260` is `"2 h 1 min"`."""
+    """Format a duration: `75.2` is `"1 min 15 s"`, `8.25` is `"8.2 s"`, `7260` is `"2 h 1 min"`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -144,7 +144,7 @@ NARROW = 60  # cells
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 SPINS_PER_S = 4
 MOST_HOSTS = 6
-"""Largest number of hosts that are shown one by one."""
+"""Largest number of hosts to show individually."""
 
 SLOT_STYLES: Mapping[str, tuple[str, str]] = {
     "waiting": ("·", "dim"),
@@ -155,7 +155,7 @@ SLOT_STYLES: Mapping[str, tuple[str, str]] = {
     "finished": ("▬", "blue"),
     "training": ("━", "bright_black"),
 }
-"""Sign and colour of a slot in each state; signs distinguish states without colours."""
+"""Sign and colour of a slot in each state. The signs alone distinguish the states if there are no colours."""
 ASCII_SIGNS = ".#e$~=-"
 """Signs for terminals with ASCII only."""
 
@@ -165,8 +165,8 @@ class ReplicaLook:
     """Snapshot of a replica.
 
     Args:
-        waiting: Number of requests that wait in its engine, if known.
-        error: Reason why it does not serve.
+        waiting: Mean number of requests waiting in the replica's engine, if known.
+        error: Reason why the replica does not serve.
     """
 
     name: str
@@ -184,7 +184,7 @@ class RunLook:
     Args:
         slots: Number of slots in each state of `SLOT_STYLES`.
         version: Version of the trainer.
-        hosts: Hosts of a run that has several.
+        hosts: Hosts of the run, if it has several.
     """
 
     slots: Mapping[str, int]
@@ -202,10 +202,10 @@ class View:
     """Content of the live display.
 
     Args:
-        unit: Name of a counted unit: "step".
+        unit: Name of a counted unit, such as "step".
         total: Number of units; 0 if nothing is counted.
-        curve: Name, values so far, value to show, and a note.
-        left_s: Seconds until the end; NaN if not known yet.
+        curve: Name, values so far, value to show, and a note of the most important figure.
+        left_s: Estimated seconds until the end; NaN if not yet known.
         works: Lines about long operations.
     """
 
@@ -221,7 +221,7 @@ class View:
 
 
 def layout(view: View, width: int, height: int, *, ascii_only: bool = False) -> list[Text]:
-    """Lines of the display, cut to the size of the terminal.
+    """Lay out the lines of the display, cut to the size of the terminal.
 
     Args:
         width, height: Size of the terminal in cells.
@@ -238,7 +238,7 @@ def layout(view: View, width: int, height: int, *, ascii_only: bool = False) -> 
         lines += _host_lines(view.look, room, ascii_only)
         lines += _replica_lines(view.look, max(height - 1 - len(lines), 1), ascii_only)
     for line in lines:
-        line.plain = "".join(sign if sign.isprintable() else " " for sign in line.plain)  # of errors, for instance
+        line.plain = "".join(sign if sign.isprintable() else " " for sign in line.plain)  # e.g. in errors
         line.no_wrap = True
         line.truncate(room, overflow="crop" if ascii_only else "ellipsis")
     return lines[: max(height - 1, 1)]
@@ -301,7 +301,7 @@ def _slot_lines(look: RunLook, room: int, ascii_only: bool) -> list[Text]:
 
 
 def _host_lines(look: RunLook, room: int, ascii_only: bool) -> list[Text]:
-    """Lines of hosts. Hosts that are not in the run come first; if there are many hosts, only they are named."""
+    """Lines about hosts. Hosts that are not in the run come first. If there are many hosts, only those are named."""
     if not look.hosts:
         return []
     up, other = ("+", "x") if ascii_only else ("●", "✗")
@@ -323,7 +323,7 @@ def _host_lines(look: RunLook, room: int, ascii_only: bool) -> list[Text]:
 
 
 def _replica_lines(look: RunLook, most: int, ascii_only: bool) -> list[Text]:
-    """Lines of replicas, one each. If there is no room for all, replicas that do not serve come first."""
+    """Lines about replicas, one for each. If there is no room for all, replicas that do not serve come first."""
     up, down = ("+", "x") if ascii_only else ("●", "✗")
     replicas = look.replicas if len(look.replicas) <= most else sorted(look.replicas, key=lambda one: one.serving)
     shown = replicas if len(replicas) <= most else replicas[: most - 1]

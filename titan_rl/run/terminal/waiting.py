@@ -1,6 +1,6 @@
 """Line on a terminal that says what a command is waiting for, before there is a live display.
 
-It needs only the standard library, because most of the time it covers goes to imports.
+It needs only the standard library, because most of the waiting is for imports.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Generator
 from typing import TextIO
 
 SHOWN_AFTER_S = 0.3
-"""Seconds without output after which a terminal counts as idle."""
+"""Seconds without output after which a terminal is considered idle."""
 
 _ERASE = "\r\x1b[K"
 
 
 class WaitingLine:
-    """The last line of a terminal, while nothing else writes to it. Any thread may call its methods.
+    """Last line of a terminal, drawn while nothing else is written. Any thread may call the methods.
 
     Args:
         file: Terminal to write to. Defaults to standard error.
@@ -36,8 +36,7 @@ class WaitingLine:
 
     @contextlib.contextmanager
     def shown(self, text: str) -> Generator[None]:
-        """Draw a line on an idle terminal for the length of the block. An inner block replaces the line of an outer
-        one."""
+        """Draw a line on an idle terminal during the block. An inner block replaces the line of an outer block."""
         before = self._text
         self._set(text)
         try:
@@ -46,7 +45,8 @@ class WaitingLine:
             self._set(before)
 
     def erase(self) -> None:
-        """Remove the line, because something else is written. It returns if the terminal is then idle again."""
+        """Remove the line, because something else is about to be written. It is drawn again when the terminal becomes
+        idle."""
         with self._lock:
             if self._text is not None:
                 self._set(self._text)
@@ -66,7 +66,7 @@ class WaitingLine:
                 self._timer.start()
 
     def draw(self) -> None:
-        """Draw the line now, if the terminal can erase it again and does not have it already."""
+        """Draw the line now, if the terminal is able to erase it and does not already show it."""
         with self._lock:
             if self._text is not None and not self._is_drawn and self._can_erase():
                 self._write(f"{_ERASE}titan-rl: {self._text} ...")
@@ -77,10 +77,10 @@ class WaitingLine:
 
     def _write(self, text: str) -> None:
         file = self._file or sys.stderr
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # the reader may be gone
             file.write(text)
             file.flush()
 
 
 WAITING = WaitingLine()
-"""The line of this process's standard error."""
+"""Waiting line on this process's standard error."""
