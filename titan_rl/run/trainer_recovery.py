@@ -5,8 +5,8 @@ and recorded steps are repeated without being reported again:
 
     load      the newest whole checkpoint or, if there is none, the initial model
     repeat    each step after it, on the same samples; a save that was under way is also repeated
-    publish   the version that was published last, for generators that start later. Generators that have it keep it: they
-              never go back to an earlier version
+    publish   the version that was published last, for generators that start later. Generators that have it keep it:
+              they never go back to an earlier version
 
 If the repeated steps compute the same bits, the run's result is that of a run without deaths.
 """
