@@ -1,1 +1,1 @@
-"""The settings of a run: their tables (`sections`), the whole (`run`) and how they are read (`load`)."""
+"""Settings of a run: their tables (`sections`), all of them together (`run`), and loading them (`load`)."""

@@ -17,12 +17,13 @@ def check_adapter_weights(folder: Path, model: Path, rank: int, where: str, trai
 
     Args:
         model: Hugging Face folder of the base model, which has been checked.
-        rank: of the adapter.
+        rank: Rank of the adapter.
         where: Beginning of error messages, such as the setting that names the folder.
-        trained: Settings with which it is trained further; it then needs exactly the layers that these name.
+        trained: Settings with which the adapter is trained further; it must then have exactly the layers that they
+            name. None if it is not trained.
 
     Raises:
-        ModelError: The file is missing or damaged, or has other matrices.
+        ModelError: The file with the matrices is missing or damaged, or its matrices do not fit the model.
     """
     try:
         header = read_header(folder / WEIGHTS)

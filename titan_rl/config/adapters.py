@@ -34,18 +34,18 @@ class AdapterRun(Section):
     """Settings of [training] that differ from those of the run: `training = { steps = 40, adapter.rank = 4 }`."""
 
     def settings(self, common: TrainingConfig) -> TrainingConfig:
-        """Settings of its training.
+        """Return the settings of the adapter's training.
 
         Args:
             common: `[training]` of the run.
 
         Raises:
-            pydantic.ValidationError: One of them is wrong.
+            pydantic.ValidationError: A setting is wrong.
         """
         return TrainingConfig.model_validate(_merged(common.own_settings(), self.training))
 
     def problems(self, common: TrainingConfig) -> Iterator[str]:
-        """Describe the wrong settings of its training, a line each."""
+        """Describe the wrong settings of the adapter's training, one line each."""
         try:
             self.settings(common)
         except ValidationError as error:
@@ -54,10 +54,10 @@ class AdapterRun(Section):
 
 
 def load_adapters(tables: dict[str, Any], origins: Origins, common: Container[str]) -> None:
-    """Make the adapters of `[[adapters]]`, in place.
+    """Replace the tables of `[[adapters]]` by `AdapterRun` objects, in place.
 
     Args:
-        tables: Those of adapters by their names.
+        tables: Tables of all settings; `tables["adapters"]` has the tables of the adapters, by name.
         common: Names of the settings of a run.
 
     Raises:
@@ -115,7 +115,7 @@ def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
 
 def conflicts_of_trainings(adapters: Sequence[AdapterRun], common: TrainingConfig) -> Iterator[str]:
-    """Check what the adapters of a run are trained with.
+    """Check the training settings of the adapters of a run.
 
     Args:
         common: `[training]` of the run.
@@ -145,7 +145,7 @@ def conflicts_of_adapters(
     rollout: RolloutConfig,
     hosts: HostsConfig,
 ) -> Iterator[str]:
-    """Check the common settings that several adapters exclude."""
+    """Check common settings that cannot be combined with several adapters."""
     if scheduling.on_batch_ready != "continue":
         yield (
             f'scheduling.on_batch_ready = "{scheduling.on_batch_ready}" with [[adapters]]: a step of one adapter would '
@@ -171,7 +171,7 @@ def conflicts_of_adapters(
 
 
 def conflicts_of_names(adapters: Sequence[AdapterRun], tasks: Sequence[str]) -> Iterator[str]:
-    """Check the names of adapters and of their tasks.
+    """Check the names of the adapters and of their tasks.
 
     Args:
         tasks: Names of the tasks of the run.

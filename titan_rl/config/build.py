@@ -36,11 +36,11 @@ def make_renderer(model: ModelConfig, *, single_turn: bool = False) -> Renderer:
     """Construct the renderer that `model.renderer` names, for the tokenizer of the model's folder.
 
     Args:
-        single_turn: No rollout has a second turn, so that a chat template need not be extended.
+        single_turn: Whether no rollout has a second turn, so that the chat template need not be extendable.
 
     Raises:
         ModelError: The folder has no tokenizer, or no chat template that the built-in renderer can extend.
-        ConfigError: there is no such renderer, it refuses the tokenizer, or its result is not a renderer.
+        ConfigError: The renderer does not exist, it refuses the tokenizer, or its result is not a renderer.
     """
     make = find_renderer(model.renderer, single_turn=single_turn)
     tokenizer = load_tokenizer(model.path)
@@ -71,12 +71,14 @@ def is_single_turn(config: RunConfig) -> bool:
 
 
 def told_of_template(model: ModelConfig) -> str | None:
-    """Return a note on the chat template of an export; None where the model's own renders what training does."""
+    """Return a note on the chat template of an exported model, or None if the model's own template renders prompts as
+    training does."""
     return fit_template(model.path, model.renderer).message(model.renderer)
 
 
 def told_of_learning_rate(training: TrainingConfig) -> str | None:
-    """Return a note on a learning rate that is not the one recommended for adapters, or None."""
+    """Return a note on a learning rate that is not the one recommended for adapters, or None if there is nothing to
+    note."""
     if not training.adapter.is_on or training.peak_lr == training.default_lr:
         return None
     return (
@@ -86,7 +88,7 @@ def told_of_learning_rate(training: TrainingConfig) -> str | None:
 
 
 def find_token_texts(model: ModelConfig) -> TokenTexts | None:
-    """Return the detokenizer of the model's folder, or None where it has no tokenizer."""
+    """Return the detokenizer of the model's folder, or None if it has no readable tokenizer."""
     try:
         return TokenTexts.of_tokenizer(load_tokenizer(model.path))
     except (ModelError, MissingExtraError):
@@ -97,7 +99,7 @@ def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | N
     """Construct the rollouter of a task, with its limits and its advantage function.
 
     Args:
-        renderer: By default the one that `model.renderer` names.
+        renderer: Renderer of messages; by default, the one that `model.renderer` names.
 
     Raises:
         DataError: The task's `rubric` does not return a rubric.
@@ -123,15 +125,16 @@ async def open_rollouters(
     *,
     dry: bool = False,
 ) -> AsyncGenerator[dict[str, Rollouter]]:
-    """`make_rollouter` of each task, by the tasks' names, for the length of the block, with the tasks open.
+    """Open the tasks for the block, and construct the rollouter of each task, by the tasks' names; see
+    `make_rollouter`.
 
     Args:
-        folder: of the run.
-        console: Shows lines of the tasks, and outages of their judges.
-        dry: The tasks start nothing.
+        folder: Folder of the run.
+        console: Console for messages of the tasks, and for outages of their judges.
+        dry: Whether the tasks must not start anything.
     """
     renderer = renderer or make_renderer(config.model, single_turn=is_single_turn(config))
-    versions = folder.absolute() / VERSIONS  # noqa: ASYNC240  it reads no file
+    versions = folder.absolute() / VERSIONS  # noqa: ASYNC240  reads no file
     run = RunContext(config.model.path, renderer, config.model.max_context, folder, console, dry, versions)
     async with AsyncExitStack() as tasks:
         for source in config.sources:
@@ -160,7 +163,7 @@ def make_sample_maker(config: RunConfig, state: Mapping[str, Any] | None = None)
 
 
 def _episode_rewards(config: RunConfig) -> dict[str, RewardPlacement]:
-    """Placement of the rewards of each task, from which a critic computes advantages; none without a critic."""
+    """Placement of the rewards of each task, from which a critic computes advantages; empty without a critic."""
     if config.training.critic == "none":
         return {}
     rubrics = {source.name: find_rubric(source) for source in config.tasks}
@@ -174,7 +177,7 @@ def find_rubric(source: TaskSource) -> Rubric:
     """Return the rubric of a task.
 
     Raises:
-        DataError: The task's `rubric` does not return one.
+        DataError: The task's `rubric` does not return a rubric.
     """
     with calling("rubric()", source.name):
         rubric: Any = source.task.rubric()
@@ -184,10 +187,10 @@ def find_rubric(source: TaskSource) -> Rubric:
 
 
 def make_filters(config: RunConfig, given: Sequence[GroupFilter] | None = None) -> list[GroupFilter]:
-    """Return the filters of a group: those that always apply, then those of its task.
+    """Return the filters of groups: those that always apply, then those of a group's task.
 
     Args:
-        given: Replace those that settings name.
+        given: Filters that replace those that the settings name.
     """
     of_tasks = {source.name: _filters_of(config, source, given) for source in config.tasks}
 
@@ -199,7 +202,8 @@ def make_filters(config: RunConfig, given: Sequence[GroupFilter] | None = None) 
 
 
 def _filters_of(config: RunConfig, source: TaskSource, given: Sequence[GroupFilter] | None) -> list[GroupFilter]:
-    """Return the filters named for the task, or by `scheduling.filters`, followed by the task's own."""
+    """Return the filters that the task's table or `scheduling.filters` names, followed by the filter that the task
+    defines, if any."""
     names = config.scheduling.filters if source.filters is None else source.filters
     own = [partial(drop_reason, source.task)] if isinstance(source.task, FilteringTask) else []
     return [*(map(find_filter, names) if given is None else given), *own]

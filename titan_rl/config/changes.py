@@ -1,4 +1,5 @@
-"""Settings that a resumed run may change, and settings that its weights and rollouts depend on."""
+"""Settings that may change when a run is resumed, and settings that may not, because weights and rollouts depend on
+them."""
 
 from __future__ import annotations
 
@@ -62,9 +63,9 @@ LOCATIONS = (
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Every setting by its dotted name, as JSON values: `{"seed": 0, "training.lr": 0.0003, ...}`.
+    """Return every setting by its dotted name, as a JSON value: `{"seed": 0, "training.lr": 0.0003, ...}`.
 
-    `tasks` has the names of the tasks, whose settings begin with `tasks.NAME.`, also for a single task."""
+    `tasks` has the names of the tasks, whose settings begin with `tasks.NAME.`, even if there is only one task."""
     tables = config.model_dump(mode="json", exclude={"tasks", "adapters"})
     tables["adapters"] = {
         adapter.name: adapter.model_dump(mode="json", exclude={"name"}) for adapter in config.adapters
@@ -84,7 +85,7 @@ def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: 
         source: File of the settings, for the message.
 
     Raises:
-        ConfigError: Names each setting that differs, both values and the fix.
+        ConfigError: A setting differs. The message names each such setting, both values and the fix.
     """
     now = settings_of(config)
     changed = [
@@ -105,7 +106,7 @@ def check_options(config: RunConfig, earlier: RunConfig) -> None:
         earlier: Settings with only the options that `RESUMABLE` allows.
 
     Raises:
-        ConfigError: Names each setting that an option changes, both values and the fix.
+        ConfigError: An option changes another setting. The message names each such setting, both values and the fix.
     """
     now, before = settings_of(config), settings_of(earlier)
     changed = [
@@ -125,14 +126,14 @@ def check_options(config: RunConfig, earlier: RunConfig) -> None:
 
 
 def _value(settings: Mapping[str, Any], key: str) -> Any:
-    """A setting; for one of an adapter that its table leaves out, that of [training]."""
+    """Value of a setting. If the table of an adapter leaves a setting out, this is the value in [training]."""
     if key not in settings and key.startswith("adapters."):
         key = _own_key(key)
     return settings.get(key)
 
 
 def _own_key(key: str) -> str:
-    """Name of the run's setting that `adapters.NAME.KEY` replaces."""
+    """Name of the run's setting that `adapters.NAME.KEY` overrides."""
     return ".".join(key.split(".")[2:])
 
 
@@ -152,7 +153,7 @@ def _told(value: Any) -> str:
 
 
 def _shown(config: RunConfig, key: str) -> str:
-    """Format a value as TOML."""
+    """Name of a setting as the user writes it: `task.KEY` if the run has a single table [task]."""
     prefix = f"tasks.{config.tasks[0].name}."
     return f"task.{key.removeprefix(prefix)}" if is_alone(config.tasks) and key.startswith(prefix) else key
 

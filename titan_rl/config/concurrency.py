@@ -1,8 +1,9 @@
-"""Concurrency of a run: requests in flight and running per engine, sized from the batch and bounded by the KV cache.
+"""Concurrency of a run: requests in flight and requests running per engine, sized by the batch and bounded by the KV
+cache.
 
-A batch that is larger than what the engines take at a time waits in their queues, unnoticed. So the places of an
-engine follow from the slots of the scheduler, unless `generation.max_running` says otherwise, and whatever throttles is
-warned of with its numbers.
+If a batch has more requests than the engines run at a time, some of them wait in the engines' queues, unnoticed. So the
+places of an engine, that is, the requests that it runs at a time, follow from the slots of the scheduler, unless
+`generation.max_running` says otherwise, and there are warnings, with numbers, about settings that throttle a run.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from titan_rl.generation.gpu_share import planned_kv_gib
 from titan_rl.training.settings import ModelConfig
 
 STEP = 8
-"""Places are a multiple of this; engines prepare their kernels for such batches."""
+"""Multiple to which places are rounded, because engines prepare their kernels for such batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """Requests in flight for training, and the number that the engines run.
+    """Number of requests in flight for training, and number that the engines run.
 
-    Example: 32 slots of 8 rollouts on 2 generators are 128 places of each.
+    Example: 32 slots of 8 rollouts on 2 generators need 128 places on each.
     """
 
     num_slots: int
     group_size: int
-    in_flight: int  # rollouts, at most
-    wanted: int  # places of one engine, so that none waits
-    held: int | None  # contexts of half the length that one engine's KV cache holds; None where nobody knows
+    in_flight: int  # most rollouts in flight
+    wanted: int  # places of one engine with which no request waits
+    held: int | None  # contexts of half the maximum length that fit one engine's KV cache; None if unknown
     max_running: int  # places of one engine
 
     @classmethod
@@ -54,24 +55,24 @@ class Concurrency:
 
 
 def engine_places(config: RunConfig) -> int:
-    """Requests that one engine runs at a time, of all experiments of a run."""
+    """Number of requests, of all experiments of a run, that one engine runs at a time."""
     wanted = sum(Concurrency.of(each).wanted for each in config.experiments.values() or [config])
     return places_of(config.model, config.generation, wanted)
 
 
 def contexts_held(model: ModelConfig, generation: GenerationConfig) -> int | None:
-    """Number of contexts of half the maximum length that fit the KV cache of one engine; None for an unknown model, or
-    if the cache takes the free memory of a GPU."""
+    """Number of contexts of half the maximum length that fit the KV cache of one engine; None if the model is unknown,
+    or if the cache takes the free memory of a GPU."""
     token_bytes, kv_gib = kv_bytes_per_token(model), planned_kv_gib(generation.kv_cache_gib)
     if token_bytes is None or kv_gib is None:
         return None
-    # A context grows to its length while it runs, so it takes half of that on the mean.
+    # A context grows to its full length while it runs, so on average it takes half of that.
     return max(1, int(2 * kv_gib * 2**30 / token_bytes / model.max_context))
 
 
 def places_of(model: ModelConfig, generation: GenerationConfig, wanted: int) -> int:
-    """Requests that one engine runs at a time: by the setting, or the wanted ones as far as its cache holds them. An
-    adaptive engine determines itself how many it holds."""
+    """Number of requests that one engine runs at a time: the setting's value, or otherwise the wanted number as far as
+    the KV cache holds it. An adaptive engine ("auto") itself determines how many the cache holds."""
     if generation.max_running == "auto":
         return wanted
     if generation.max_running is not None:
@@ -81,7 +82,7 @@ def places_of(model: ModelConfig, generation: GenerationConfig, wanted: int) -> 
 
 
 def describe_concurrency(config: RunConfig) -> Iterator[str]:
-    """Description of the concurrency, a line for each figure.
+    """Describe the concurrency of a run, with one line for each figure.
 
     Example:
 
@@ -111,7 +112,8 @@ def describe_concurrency(config: RunConfig) -> Iterator[str]:
 
 
 def throttles(config: RunConfig) -> Iterator[str]:
-    """Warnings about settings that make rollouts wait or ranks idle, a line each with the numbers and the fix."""
+    """Warn about settings that make rollouts wait or ranks idle, with one line for each, which has the numbers and the
+    fix."""
     sized = Concurrency.of(config)
     scheduling, generation, training = config.scheduling, config.generation, config.training
     of_a_step = scheduling.groups_per_step * sized.group_size

@@ -1,4 +1,4 @@
-"""Conflicts between settings: combinations that exclude each other, and given settings without effect.
+"""Conflicts between settings: combinations that exclude each other, and settings that are given but have no effect.
 
 Each conflict is one line that names the fields, their values and the fix.
 """
@@ -28,7 +28,7 @@ OF_SIBLINGS = ("standardized", "group_mean", "leave_one_out")
 """Advantages of the library that compare the siblings of a group."""
 
 COMPARING = (*OF_SIBLINGS, "batch_mean", "role_baseline")
-"""Advantages of the library that compare rewards with others."""
+"""Advantages of the library that compare a reward with other rewards."""
 
 
 def of_lengths(model: ModelConfig, sampling: SamplingConfig, tasks: Sequence[TaskSource]) -> Iterator[str]:
@@ -51,7 +51,7 @@ def of_tasks(tasks: Sequence[TaskSource]) -> Iterator[str]:
 def of_training(model: ModelConfig, training: TrainingConfig, correction: CorrectionConfig) -> Iterator[str]:
     context = model.max_context
     if training.row_tokens < context:
-        # Dropping what does not fit would train on short answers more than on long ones.
+        # If samples that do not fit were dropped, short answers would be trained more than long ones.
         yield (
             f"training.row_tokens = {training.row_tokens} is less than model.max_context = {context}, so the "
             f"longest samples would fit in no row; set it to at least {context}"
@@ -89,10 +89,10 @@ def of_distillation(
     """Check the settings of distillation.
 
     Args:
-        teachers: Of each task; "" for none.
-        temperatures: Of each task.
-        teaches_itself: Whether the task has `teacher_messages`.
-        given: Tasks with a teacher of their own.
+        teachers: Teacher by task; "" for none.
+        temperatures: Sampling temperature by task.
+        teaches_itself: Whether a task has `teacher_messages`, by task.
+        given: Names of tasks whose tables name a teacher.
     """
     if not training.distill_coef:
         for name in given:
@@ -120,7 +120,7 @@ def of_distillation(
 
 
 def of_group_size(group_size: int, advantages: Mapping[str, str]) -> Iterator[str]:
-    """Check that siblings are there to be compared.
+    """Check that advantages that compare siblings have siblings to compare.
 
     Args:
         advantages: Advantage function of each task.
@@ -188,7 +188,7 @@ def of_guessing(generation: GenerationConfig, scheduling: SchedulingConfig) -> I
 
 
 def of_adapter(training: TrainingConfig, generation: GenerationConfig, scheduling: SchedulingConfig) -> Iterator[str]:
-    """Check the settings that an adapter excludes."""
+    """Check settings that cannot be combined with an adapter."""
     if not training.adapter.is_on:
         return
     rank = training.adapter.rank
@@ -231,7 +231,7 @@ def of_interruptions(
     """Check the settings that interrupt requests.
 
     Args:
-        are_seeded: Training requests have seeds of their own.
+        are_seeded: Whether training requests have seeds of their own.
     """
     if generation.pull_mode == "drain" and scheduling.on_batch_ready != "continue":
         yield (
@@ -311,10 +311,11 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Setting of a run, or a list of tables.
+    """Setting of a run. A list of tables is also a setting.
 
     Attributes:
-        conditions: Conditions of the setting and of the tables that contain it; all must hold.
+        conditions: Conditions of the setting and of the tables that contain it. All must hold for the setting to take
+            effect.
     """
 
     name: str  # dotted
@@ -324,7 +325,7 @@ class Setting:
 
 
 def settings_in(section: Section, prefix: str = "", conditions: tuple[TakesEffect, ...] = ()) -> Iterator[Setting]:
-    """Every setting of a table and of the tables in it."""
+    """Iterate over the settings of a table and of the tables in it."""
     for name, field in type(section).model_fields.items():
         own = (*conditions, *(item for item in field.metadata if isinstance(item, TakesEffect)))
         value = getattr(section, name)
@@ -336,10 +337,11 @@ def settings_in(section: Section, prefix: str = "", conditions: tuple[TakesEffec
 
 
 def without_effect(root: Section) -> Iterator[tuple[Setting, TakesEffect]]:
-    """Settings with another value than the default and without effect, with the first condition that does not hold.
+    """Iterate over the settings that have no effect although they differ from their defaults, each with the first
+    condition that does not hold.
 
     Args:
-        root: Settings of a run. Conditions on settings that it lacks are assumed to hold.
+        root: Settings of a run. A condition on a setting that they lack is assumed to hold.
     """
     for setting in settings_in(root):
         if setting.value == setting.default:
@@ -352,7 +354,7 @@ def without_effect(root: Section) -> Iterator[tuple[Setting, TakesEffect]]:
 
 
 def of_effects(root: Section) -> Iterator[str]:
-    """Return a line for each given setting without effect, with what would make it take effect."""
+    """Iterate over messages about given settings without effect, which say how the setting would take effect."""
     for setting, condition in without_effect(root):
         other = _value_of(root, condition.setting)
         given, leave = f"{setting.name} = {_told(setting.value)}", f"leave {setting.name} out"
@@ -371,7 +373,7 @@ def of_effects(root: Section) -> Iterator[str]:
 
 
 def reset_without_effect(config: S) -> S:
-    """The same settings, with those without effect reset to their defaults."""
+    """Copy settings, with those without effect reset to their defaults."""
     for setting, _ in without_effect(config):
         config = _with_value(config, setting.name.split("."), setting.default)
     return config
@@ -395,7 +397,7 @@ def _value_of(root: Section, name: str) -> Any:
 
 
 def _told(value: Any) -> str:
-    """Format a value as TOML; `none` for an unset setting, and tables by their number."""
+    """Format a value for messages: as TOML, but `none` for an unset setting, and short for tables."""
     if value is None:
         return "none"
     if isinstance(value, bool):

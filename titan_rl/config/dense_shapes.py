@@ -1,5 +1,5 @@
-"""Tensors of the dense families that torchtitan trains, by formulas from config.json: a check of a model's folder in
-milliseconds, where building the policy takes seconds, because torch and torchtitan are imported for it."""
+"""Tensors of the dense families that torchtitan trains, computed from config.json by formulas. With them, a model's
+folder is checked in milliseconds. Building the policy would take seconds, because it imports torch and torchtitan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titan_rl.training.models.choice import choose_implementation
 from titan_rl.training.settings import ModelConfig
 
 HEAD_NORMS: Mapping[str, bool] = {"qwen3": True, "llama": False}
-"""Families by `model_type`, and whether they normalize the queries and keys of each head."""
+"""Whether a family normalizes the queries and keys of each head, by `model_type`."""
 
 _COUNTS = (
     "hidden_size",
@@ -27,11 +27,12 @@ _COUNTS = (
 
 
 def is_known_to_fit(model: ModelConfig) -> bool:
-    """Whether a model without an adapter can be built by torchtitan, and its folder has exactly the weights of its
-    config.json.
+    """Whether it is certain that torchtitan can build a model without an adapter, and that its folder has exactly the
+    weights that its config.json describes.
 
-    False decides nothing: the folder may be of another family, have a field that the formulas do not cover, such as
-    scaled rotary embeddings, or be damaged. Building the policy tells, and names what is wrong.
+    False does not mean that anything is wrong: the model may be of another family or have a field that the formulas do
+    not cover, such as scaled rotary embeddings, or the folder may be damaged. Building the policy then shows whether it
+    fits, and names what is wrong.
     """
     folder = Path(model.path)
     try:
@@ -44,10 +45,11 @@ def is_known_to_fit(model: ModelConfig) -> bool:
 
 
 def expected_shapes(hf: Mapping[str, Any], max_context: int) -> dict[str, tuple[int, ...]] | None:
-    """Shapes of tensors by their Hugging Face names; None if the formulas do not cover a field of config.json.
+    """Compute the shapes of tensors by their Hugging Face names; None if the formulas do not cover a field of
+    config.json.
 
     Args:
-        hf: config.json.
+        hf: Content of config.json.
         max_context: Most positions that will be used.
 
     Example: `{"model.norm.weight": (128,), ...}`.
@@ -60,7 +62,7 @@ def expected_shapes(hf: Mapping[str, Any], max_context: int) -> dict[str, tuple[
     head_dim: Any = hf.get("head_dim") or dim // heads
     is_plain = (
         _is_count(head_dim)
-        and head_dim % 2 == 0  # rotary embeddings turn pairs
+        and head_dim % 2 == 0  # rotary embeddings rotate pairs
         and heads % kv_heads == 0
         and _is_positive(hf.get("rms_norm_eps"))
         and isinstance(hf.get("tie_word_embeddings", False), bool)
@@ -114,7 +116,8 @@ def _is_plain_rope(hf: Mapping[str, Any]) -> bool:
 
 
 def _has_exactly(folder: Path, expected: Mapping[str, tuple[int, ...]], *, is_tied: bool) -> bool:
-    """Whether the safetensors files of a folder have these tensors, and no others that the trainer would not ignore."""
+    """Whether the safetensors files of a folder have these tensors, and no other tensors except ones that the trainer
+    ignores."""
     from safetensors import SafetensorError, safe_open
 
     opened: Any = safe_open

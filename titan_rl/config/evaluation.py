@@ -1,4 +1,4 @@
-"""The settings of an evaluation: the options of `titan-rl eval` and the arguments of `titan_rl.evaluate`."""
+"""Settings of an evaluation: the options of `titan-rl eval` and the arguments of `titan_rl.evaluate`."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def make_eval_config(given: Mapping[str, Any]) -> EvalConfig:
     """Check the settings of an evaluation.
 
     Args:
-        given: Values by field name.
+        given: Values of settings by field name.
 
     Raises:
-        ConfigError: Names the first wrong setting, its value and what is allowed.
+        ConfigError: A setting is wrong. The message names the first such setting, its value and what is allowed.
     """
     try:
         return EvalConfig.model_validate(dict(given))

@@ -9,14 +9,14 @@ EXPERIMENTAL: dict[str, tuple[str, ...]] = {
     "hosts.provider": ("kubernetes",),
     "statedict.transport": ("cuda_ipc", "rdma", "tcp"),
 }
-"""Experimental values of each setting; none listed means every value but None."""
+"""Experimental values of each setting. If the list is empty, every value except None is experimental."""
 
 
 def experimental_settings(config: RunConfig, transport: str) -> list[str]:
-    """Settings of a run that are experimental, with their values.
+    """List the experimental settings of a run, with their values.
 
     Args:
-        transport: The name that `statedict.transport` stands for, where it is "auto".
+        transport: Name of the run's transport, to which `statedict.transport` was resolved if it is "auto".
 
     Example: `['statedict.transport = "rdma"']`
     """
@@ -35,7 +35,7 @@ def experimental_settings(config: RunConfig, transport: str) -> list[str]:
 
 
 def experimental_warning(config: RunConfig, transport: str) -> str | None:
-    """One line that names the experimental settings of a run; None if it has none."""
+    """Write one line that names the experimental settings of a run; None if there are none."""
     used = experimental_settings(config, transport)
     if not used:
         return None

@@ -1,4 +1,4 @@
-"""Explanation of validation errors: lines that name the setting, its value, its origin and the allowed values."""
+"""Explanation of validation errors, in lines that name the setting, its value, its origin and the allowed values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from titan_rl.config.retired import advice
 
 COMMAND_LINE = "command line"
-LONGEST_SHOWN = 120  # characters of a value
+LONGEST_SHOWN = 120  # most characters of a value
 ARGUMENTS = "arguments"
 """Origin of settings given in Python."""
 
@@ -32,13 +32,14 @@ class Origins:
     _sources: dict[str, str] = field(default_factory=dict[str, str])  # by dotted name, in the order of setting
 
     def note(self, key: str, source: str) -> None:
-        """Record that `source` set `key` and everything below it."""
+        """Record that `source` has set `key` and everything below it."""
         for name in [name for name in self._sources if f"{name}.".startswith(f"{key}.")]:
             del self._sources[name]
         self._sources[key] = source
 
     def of(self, key: str) -> str:
-        """Return the origin of `key`: `training.betas` sets `training.betas[0]`, and `training.lr` makes `training`."""
+        """Return the origin of `key`: that of `training.betas` for `training.betas[0]`, and that of `training.lr` for
+        `training`."""
         above = [name for name in self._sources if f"{key}.".startswith((f"{name}.", f"{name}["))]
         below = [name for name in self._sources if name.startswith(f"{key}.")]
         if above or below:
@@ -46,7 +47,7 @@ class Origins:
         return self.of_files()
 
     def below(self, key: str) -> list[str]:
-        """Settings in the table `key` that were set."""
+        """List the settings in the table `key` that were set."""
         return [name for name in self._sources if name.startswith(f"{key}.")]
 
     def of_files(self) -> str:
@@ -57,8 +58,8 @@ class Origins:
         return " and ".join([self.of_files(), *others])
 
     def folders_for(self, key: str) -> list[Path]:
-        """Return the folders in which a relative path is searched, in order: the current one, and that of the file that
-        sets it, or of any file if the command line sets it."""
+        """Return the folders in which the relative path of a setting is searched, in order: the current folder, and
+        that of the file that sets it, or those of all files if the command line sets it."""
         named = [file for file in self.files if str(file) == self.of(key)]
         return [Path(), *(file.parent for file in named or reversed(self.files))]
 
@@ -66,12 +67,12 @@ class Origins:
 def explain(
     error: ValidationError, root: type[BaseModel], origins: Origins, prefix: str = "", beside: Sequence[str] = ()
 ) -> str:
-    """Explain a validation error, with a line for each wrong setting.
+    """Explain a validation error, with one line for each wrong setting.
 
     Args:
-        root: Validated class; its fields are the valid names.
+        root: Class that was validated; its fields are the valid names.
         prefix: Dotted name of the table that `root` describes; empty for the whole file.
-        beside: Further valid names in this table.
+        beside: Further names that are valid in this table.
 
     Example: `cpu.toml: training.stepz = 5 is not a setting; nearest: training.steps`
     """
@@ -84,14 +85,14 @@ def explain(
 def problems(
     error: ValidationError, root: type[BaseModel], prefix: str = "", beside: Sequence[str] = ()
 ) -> Iterator[tuple[str | None, str]]:
-    """Wrong settings of a validation error, each with its explanation; see `explain`. A conflict of several settings
-    belongs to None."""
+    """Iterate over the wrong settings in a validation error, each with its explanation; see `explain`. For a conflict
+    between several settings, the setting is None."""
     for details in error.errors():
         yield from _lines(details, root, prefix, beside)
 
 
 def settings(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all settings and tables under `root`."""
+    """Iterate over the dotted names of all settings and tables under `root`."""
     for name, info in root.model_fields.items():
         key = f"{prefix}.{name}" if prefix else name
         yield key
@@ -112,13 +113,13 @@ MEANT = {
     "output_dir": "run_dir",
     "port": "server.port",
 }
-"""Suggestions for names that resemble the wrong setting, by the whole name or its last part. Most are names in other
-libraries."""
+"""Settings that are probably meant by a wrong name, by the whole name or its last part. Most of these are names in
+other libraries."""
 
 
 def nearest(key: str, valid: Sequence[str]) -> str | None:
-    """The most similar valid name, first among those with the same last part, then by the whole name, then by the last
-    part; None if there is none."""
+    """Find the most similar valid name: first among those with the same last part, then by the whole name, then by the
+    last part. Return None if no name is similar."""
     leaf = key.rpartition(".")[2]
     same = [name for name in valid if name.rpartition(".")[2] == leaf]
     if close := difflib.get_close_matches(key, same, n=1) or difflib.get_close_matches(key, valid, n=1, cutoff=0.75):
@@ -135,14 +136,14 @@ def _lines(
     message = details["msg"].replace("Input should be", "must be")
     match details["type"]:
         case "missing":
-            kind = "table " if key in root.model_fields else ""  # at the top, nothing but tables is required
+            kind = "table " if key in root.model_fields else ""  # at the top level, only tables are required
             yield key, f"{kind}{key} is missing"
         case "extra_forbidden":
             value = details["input"]
             is_table = isinstance(value, dict)
             shown = f"[{key}] is not a table" if is_table else f"{key} = {value!r} is not a setting"
             yield key, f"{shown}; {_instead(key, root, prefix, beside, tables=is_table)}"
-        case "value_error":  # raised by a validator of a section; it names its own fields
+        case "value_error":  # raised by a validator of a section, whose message names the fields
             for line in message.removeprefix("Value error, ").splitlines():
                 yield None, f"{f'[{key}] ' if key else ''}{line}"
         case "model_type" | "model_attributes_type":
@@ -167,14 +168,14 @@ def _lines(
 
 
 _ADAPTER = re.compile(r"^adapters\.[^.]+\.(?=training\.)")
-"""Beginning of a setting of one of [[adapters]] in front of the name that it has in the common table."""
+"""Beginning of the name of an adapter's setting, before the name that the setting has in the common table."""
 
 
 def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str], *, tables: bool = False) -> str:
-    """Advice for an unknown setting.
+    """Give advice for an unknown setting.
 
     Args:
-        tables: The unknown name is that of a table.
+        tables: Whether the unknown name is that of a table.
     """
     if retired := advice(_ADAPTER.sub("", key)):
         return retired
@@ -190,7 +191,8 @@ def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str]
 
 
 def _dotted(loc: tuple[int | str, ...], prefix: str) -> str:
-    """`("training", "betas", 0)` is `training.betas[0]`. Parts in angle brackets are members of a union."""
+    """Join a location to a dotted name: `("training", "betas", 0)` is `training.betas[0]`. Parts in angle brackets,
+    which stand for members of a union, are left out."""
     key = prefix
     for part in loc:
         if isinstance(part, str) and part.startswith("<"):

@@ -1,4 +1,4 @@
-"""Functions that settings name as "module:function": their search path, and checks of their signatures."""
+"""Functions that settings name as "module:function": their search path, and the check of their signatures."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _NAMES_CODE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
 
 
 class SearchPath:
-    """The current folder, those that `pythonpath` names, and the one of each TOML file, in this order. Where a TOML
-    file lies in a package, it is the folder that holds the package.
+    """Search path of a config's modules, which is added to Python's: the current folder, those of `pythonpath`, and
+    that of each TOML file, in this order. If a TOML file is in a package, the folder that contains the package is used.
 
     Args:
         given: Value of `pythonpath`; ignored unless it is a list of folders.
@@ -45,14 +45,15 @@ class SearchPath:
         search_in([*self._given, *self._others])
 
     def needed_for(self, modules: Iterable[str]) -> tuple[str, ...]:
-        """Folders in which other processes find the imported modules: the given ones, and those with a module."""
+        """Return the folders in which other processes find the imported modules: the given folders, and others that
+        contain one of these modules."""
         homes = {home for name in modules if (home := _home(name)) is not None}
         return tuple(dict.fromkeys([*self._given, *(folder for folder in self._others if folder in homes)]))
 
 
 def recorded_modules(toml: Path) -> dict[str, str]:
-    """Modules that a file of settings names, with their folders, if they are in its `pythonpath` or beside it. Nothing
-    is imported."""
+    """Find the modules that a TOML file of settings names, with their folders, if they are in its `pythonpath` or
+    beside it. Nothing is imported."""
     tables, _ = read_tables([toml], ())
     places = [str((toml.parent / folder).resolve()) for folder in _folders(tables.get("pythonpath"))]
     places.append(str(_import_root(toml)))
@@ -66,7 +67,7 @@ def recorded_modules(toml: Path) -> dict[str, str]:
 
 
 def _folders(given: object) -> list[str]:
-    """Return the entries that can be folders. Others are reported by the validation of the settings."""
+    """Return the entries that can be folders. The validation of the settings reports the others."""
     items = cast("Iterable[object]", given) if isinstance(given, list | tuple) else ()
     return [folder for folder in items if isinstance(folder, str) and not path_problem(folder)]
 
@@ -88,7 +89,7 @@ def _import_root(toml: Path) -> Path:
 
 
 def _home(name: str) -> str | None:
-    """Folder on the search path in which an imported module was found."""
+    """Return the folder on the search path in which an imported module was found; None if unknown."""
     top = sys.modules.get(name.partition(".")[0])
     place = next(iter(getattr(top, "__path__", ())), None) or getattr(top, "__file__", None)
     return None if place is None else str(Path(place).resolve().parent)
@@ -99,7 +100,7 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
 
     Raises:
         ConfigError: A function does not exist or takes other arguments, the strategy cannot be constructed, or the
-            engine does not support a setting. Names the setting, its value, its origin and the fix.
+            engine does not support a setting. The message names the setting, its value, its origin and the fix.
     """
     for key, name, known in _named(config):
         try:
@@ -122,7 +123,7 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
 
 
 def _problem(found: Any, known: FunctionName) -> str | None:
-    """Return the reason why a user's function cannot be called with the arguments it will get, or None."""
+    """Return the reason why a user's function cannot be called with the arguments that it will get; None if it can."""
     if not known.arguments:
         return None
     call = f"is called with ({', '.join(known.arguments)})"
@@ -133,7 +134,7 @@ def _problem(found: Any, known: FunctionName) -> str | None:
         return "is async, and nothing awaits it; make it a plain function"
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of one that is not written in Python
+    except (TypeError, ValueError):  # the function is not written in Python, and has no signature
         return None
     try:
         signature.bind(*known.arguments)
@@ -143,14 +144,14 @@ def _problem(found: Any, known: FunctionName) -> str | None:
 
 
 def named_modules(config: Section) -> set[str]:
-    """Modules of the user that settings name as "module:function"."""
+    """Return the names of the user's modules that settings name as "module:function"."""
     return {name.partition(":")[0] for _, name, known in _named(config) if name not in known.names}
 
 
 def _engine_problems(
     generation: GenerationConfig, *, sleeps: bool, adapter: AdapterConfig, several: bool
 ) -> Iterator[tuple[str, str]]:
-    """Settings that the engine does not support, with the reason and the fix."""
+    """Iterate over the settings that the engine does not support, with the reason and the fix."""
     engine, named = find_engine(generation.engine), f"generation.engine = {generation.engine!r}"
     if sleeps and not engine.sleeps:
         yield (
@@ -216,11 +217,11 @@ def _metadata(annotation: object) -> Iterator[object]:
 
 
 def _named(section: Section, prefix: str = "") -> Iterator[tuple[str, str, FunctionName]]:
-    """Yield (dotted setting, named function, its `FunctionName`) of all settings in `section`."""
+    """Yield (dotted setting, name of the function, its `FunctionName`) for all settings in `section`."""
     for field in type(section).model_fields:
         key, value = f"{prefix}{field}", getattr(section, field)
         if field == "task" and isinstance(section, TaskSource):
-            continue  # its settings are the table's
+            continue  # fields of a task are settings of its table
         if isinstance(value, Section):
             yield from _named(value, f"{key}.")
         elif isinstance(section, RunConfig) and field == "tasks":

@@ -1,6 +1,6 @@
 """Table [hosts]: the machines of a run and the providers that start workers on them.
 
-The settings are checked before any process starts, without any look-up in a network.
+The settings are checked before any process starts, and without any network access.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FunctionName, PathText, Section, TakesEffect, matching
 
 WORKER_DRAIN_S = 120
-"""Default of a worker's --drain-s."""
+"""Default of a worker's --drain-s, in seconds."""
 DETACH_S = 60
-"""Seconds for the steps that follow once a host is drained."""
+"""Time for the steps that follow once a host is drained, in seconds."""
 
 NAMES = ("ssh", "slurm", "kubernetes")
 """Built-in providers; see `titan_rl.cluster.providers.registry`."""
@@ -48,7 +48,8 @@ ON_SEVERAL_HOSTS = TakesEffect(
 
 
 def split_list(value: object) -> object:
-    """Split text at commas, as the command line gives lists. Empty text is an empty list."""
+    """Split text at commas, because the command line gives lists in this form. Empty text is an empty list. Other
+    values are returned unchanged."""
     if value == "":
         return []
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
@@ -58,9 +59,9 @@ _Line = Annotated[str, matching(r".*\S.*", "must be one line of text")]
 
 
 def _seconds(time_limit: str) -> float:
-    """Parse a time limit of Slurm: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. Slurm takes 0 for no limit.
+    """Parse a time limit of Slurm to seconds: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. For Slurm, 0 means no limit.
 
-    Infinite for any other text, which sbatch takes or refuses.
+    Return infinity for no limit and for any other text, which sbatch accepts or refuses by itself.
     """
     if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", time_limit):
         return math.inf
@@ -189,13 +190,13 @@ class ProviderSettings(Section):
 
     @property
     def worker_drain_s(self) -> int:
-        """Seconds that a worker waits on SIGTERM for its runs to drain its host, and that a job of Slurm has to end in
-        order."""
+        """Time, in seconds, that a worker waits after SIGTERM for its runs to drain its host, and that a Slurm job has
+        to end in order."""
         return max(WORKER_DRAIN_S, math.ceil(self.drain_s) + DETACH_S)
 
     @property
     def named_hosts(self) -> dict[str, str]:
-        """The hosts of `names` with their addresses, empty where none is given."""
+        """Addresses of the hosts in `names`, by host; "" if none is given."""
         pairs = (name.partition("=") for name in self.names)
         return {host: address for host, _, address in pairs}
 
@@ -250,10 +251,10 @@ WORKER_PORT = 22222
 
 def split_address(address: str, *, least_port: int = 1) -> tuple[str, int]:
     """Split HOST:PORT: `"10.0.0.1:22222"` is `("10.0.0.1", 22222)`. The default port is `WORKER_PORT`. IPv6 addresses
-    must be in brackets, IPv4 addresses may be.
+    must be in brackets; IPv4 addresses may be.
 
     Raises:
-        ValueError: it is not an address, or stands for several machines.
+        ValueError: The text is not an address, or the address stands for several machines.
     """
     has_port = ":" in address.rpartition("]")[2]
     host, _, port = address.rpartition(":") if has_port else (address, "", str(WORKER_PORT))
@@ -273,10 +274,10 @@ def join_address(host: str, port: int) -> str:
 
 
 def not_one_machine(host: str) -> str | None:
-    """Return the problem of an address that stands for several interfaces or machines, or None."""
+    """Return the problem with an address if it stands for several interfaces or machines, otherwise None."""
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:  # a name, or a short form of IPv4
+    except ValueError:  # a name, or a short form of an IPv4 address
         if host == "*":
             return f"stands for all interfaces; {ONE_ADDRESS}"
         try:
@@ -292,7 +293,7 @@ def not_one_machine(host: str) -> str | None:
 
 
 def is_broadcast(host: str, port: int) -> bool:
-    """Whether an address is a broadcast address of a network of this machine. Nothing is sent."""
+    """Whether an address is the broadcast address of a network of this machine. Nothing is sent."""
     if ":" in host:  # IPv6 has none
         return False
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -306,10 +307,10 @@ def is_broadcast(host: str, port: int) -> bool:
 
 
 def address_towards(config: HostsConfig) -> str:
-    """Address of this machine in the network through which it reaches the first worker. Nothing is sent.
+    """Find the address of this machine in the network through which it reaches the first worker. Nothing is sent.
 
     Raises:
-        ConfigError: there is no route to the worker.
+        ConfigError: The worker cannot be reached from this machine.
     """
     host, port = split_address(config.addresses[0])
     try:
@@ -322,10 +323,10 @@ def address_towards(config: HostsConfig) -> str:
 
 
 def own_address(config: HostsConfig) -> str:
-    """Address of this machine at which other hosts reach it.
+    """Find the address of this machine at which other hosts reach it.
 
     Raises:
-        ConfigError: `listen` is not an address of this machine, or there is no route to the first worker.
+        ConfigError: `listen` is not an address of this machine, or the first worker cannot be reached.
     """
     if not config.listen:
         return address_towards(config)
@@ -441,27 +442,27 @@ class HostsConfig(ProviderSettings):
 
     @property
     def of_generators_alone(self) -> Self:
-        """The same hosts for a server, which only generates: on all hosts, or on as many as `generate` says."""
+        """Copy the settings for a server, which only generates, on all hosts or on as many as `generate` says."""
         generate = self.generate or len(self.addresses) or None
         return self.model_copy(update={"train": 1, "generate": generate, "play": None})
 
     @property
     def lease_s(self) -> float:
-        """Seconds without the controller's heartbeat after which a host ends its processes: longer than `silence_s`, so
-        that they have been replaced elsewhere by then."""
+        """Time without the controller's heartbeat after which a host ends its processes, in seconds. It is longer than
+        `silence_s`, so that the processes have been replaced elsewhere by then."""
         return 5 * self.silence_s
 
     @property
     def elsewhere(self) -> bool:
-        """Whether workers start the processes, instead of this process."""
+        """Whether workers, instead of this process, start the processes of the run."""
         return bool(self.addresses) or self.provider is not None
 
     def too_few(self, *, launched: bool = False) -> Iterator[str]:
-        """Yield an error for each role that asks for more hosts than there are, if settings determine their number.
+        """Yield an error for each role that asks for more hosts than there are, if the settings determine their number.
 
         Args:
-            launched: The run is a job of its own, which has `count` nodes with Slurm. Otherwise the allocation
-                determines their number.
+            launched: Whether the run is a job of its own, which has `count` nodes with Slurm. Otherwise the Slurm
+                allocation determines the number of nodes.
         """
         counts = {
             None: len(self.addresses) or 1,
@@ -473,7 +474,7 @@ class HostsConfig(ProviderSettings):
             yield from self.too_few_of(count)
 
     def too_few_of(self, count: int) -> Iterator[str]:
-        """Yield an error for each role that asks for more than this many hosts."""
+        """Yield an error for each role that asks for more than `count` hosts."""
         there = "is 1 host" if count == 1 else f"are {count} hosts"
         for name in ("train", "generate", "play"):
             wanted: int | None = getattr(self, name)
@@ -493,7 +494,7 @@ class Roles:
     def of(config: HostsConfig, hosts: Sequence[str]) -> Roles:
         """Assign hosts to roles.
 
-        Example: of hosts a, b and c, a trains by default, and b and c generate and play.
+        Example: given hosts a, b and c, by default a trains, and b and c generate and play.
 
         Raises:
             ConfigError: A role needs more hosts than there are.

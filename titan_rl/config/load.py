@@ -1,6 +1,6 @@
-"""Loading of settings from TOML, the command line and Python, and dumping them back to TOML.
+"""Loading of settings from TOML, the command line and Python, and dumping of settings to TOML.
 
-All checks that need no process are made here.
+All checks of settings that need no process are made here.
 """
 
 from __future__ import annotations
@@ -58,20 +58,22 @@ def load_config(
 ) -> RunConfig:
     """Read the settings of a run.
 
-    The task and every "module:function" are imported, from the current folder, from beside a TOML file, or from where
-    Python finds modules anyway. `model.path` is looked for in the current folder, then beside the TOML file that names
-    it. The config holds what was found, so that it means the same in other folders.
+    The task and every "module:function" are imported from the current folder, the folders of `pythonpath`, the folder
+    of a TOML file, or Python's own search path. `model.path` is searched in the current folder, and then beside the
+    TOML file that names it. The config holds the absolute path that was found, so that it means the same in other
+    folders.
 
     Args:
-        paths: TOML file, or several: later files override earlier ones. Tables are merged, other values replaced.
+        paths: TOML file or files. Later files override earlier ones: tables are merged, and other values replaced.
         overrides: Dotted settings and their values, which override the files. A value is parsed as TOML if possible,
-            and otherwise a string: `("training.lr", "1e-3")`, `("model.dtype", "bfloat16")`. The value "none", here or
-            in a file, unsets an optional setting: `("sampling.seeded", "none")`.
-        given: Like `overrides`, with Python values.
-        check_files: Also check the model folder and the task's files.
+            and is a string otherwise: `("training.lr", "1e-3")`, `("model.dtype", "bfloat16")`. The value "none", here
+            or in a file, unsets an optional setting: `("sampling.seeded", "none")`.
+        given: Dotted settings with Python values, which also override the files.
+        check_files: Whether to check the model folder and the task's files, too.
 
     Raises:
-        ConfigError: Names each wrong setting, its value, its origin and the allowed values.
+        ConfigError: A setting is wrong. The message names each such setting, its value, its origin and the allowed
+            values.
         ModelError: The model folder lacks a file that the run needs.
 
     Example:
@@ -98,7 +100,8 @@ def read_config(
     overrides: Sequence[tuple[str, str]],
     given: Mapping[str, object] | None = None,
 ) -> tuple[RunConfig, Origins]:
-    """Read a config without looking into the files it names, with the origin of each setting; see `load_config`."""
+    """Read a config without checking the files that it names. Return it with the origin of each setting; see
+    `load_config`."""
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     tables, origins = read_tables(files, overrides)
     give(tables, given or {}, origins)
@@ -123,10 +126,10 @@ def read_config(
 
 
 def _with_teachers(config: RunConfig, origins: Origins, *, check_files: bool) -> RunConfig:
-    """The config with the absolute folders of its teachers.
+    """Copy a config with absolute paths for the folders of its teachers.
 
     Args:
-        check_files: Refuse folders that do not exist.
+        check_files: Whether to refuse folders that do not exist.
 
     Raises:
         ConfigError: A folder does not exist.
@@ -163,7 +166,8 @@ def _teacher(name: str, key: str, origins: Origins, *, check_files: bool) -> str
 
 
 def _with_adapter_folders(config: RunConfig, places: Sequence[Path]) -> RunConfig:
-    """The config with the folders of `training.adapter.start`, also those of [[adapters]], as they are found."""
+    """Copy a config with absolute paths for the folders of `training.adapter.start`, including those in [[adapters]],
+    if they are found."""
 
     def found(start: str) -> str:
         return str(find_model_folder(start, places) or start)
@@ -183,10 +187,11 @@ def _with_adapter_folders(config: RunConfig, places: Sequence[Path]) -> RunConfi
 
 
 def dump_config(config: RunConfig, *, with_defaults: bool = True) -> str:
-    """The settings as TOML, after comments with the resulting concurrency. `load_config` of it gives an equal config.
+    """Dump the settings as TOML, after comments with the resulting concurrency. `load_config` reads an equal config
+    from it.
 
     Args:
-        with_defaults: Include settings that have their defaults.
+        with_defaults: Whether to include settings that have their defaults.
     """
     presets = [text for text in (config.scheduling.describe_mode(), config.training.describe_algorithm()) if text]
     figures = "".join(f"# {line}\n" for line in [*describe_concurrency(config), *presets])
@@ -197,7 +202,7 @@ def dump_config(config: RunConfig, *, with_defaults: bool = True) -> str:
         tables.setdefault("validation", {})["suites"] = suites
     else:
         tables.get("validation", {}).pop("suites", None)
-    if config.scheduling.mode is not None:  # whatever the mode sets, and what was given in the place of that
+    if config.scheduling.mode is not None:  # the settings that the mode sets, and those that were given instead
         names = MODES[config.scheduling.mode]
         tables["scheduling"] |= {
             name: UNSET if value is None else value
@@ -208,13 +213,13 @@ def dump_config(config: RunConfig, *, with_defaults: bool = True) -> str:
 
 
 ConfigLike = RunConfig | str | Path | Sequence[str | Path]
-"""A config, or the TOML files of one."""
+"""A config, or the TOML file or files of one."""
 
 IN_OTHER_PROCESSES = ("training.loss", "training.optimizer", "generation.engine", "statedict.transport")
-"""Settings that name functions which the trainer's process calls, or a generator's."""
+"""Settings that name functions that the process of the trainer or of a generator calls."""
 
 TaskLike = Task | Sequence[TaskSource]
-"""One task, or several with their shares."""
+"""One task, or several tasks with their shares."""
 
 
 def given_config(
@@ -225,13 +230,13 @@ def given_config(
     overrides: Mapping[str, object] | None = None,
     check_files: bool,
 ) -> RunConfig:
-    """The config with some of its settings replaced.
+    """Build a config with some of its settings replaced.
 
     Args:
-        task: Replaces the tasks of the config.
-        functions: Functions of modules, or their names, by setting, such as "training.loss".
-        overrides: Other settings by dotted name, including those of tasks, as on the command line.
-        check_files: Also check the model folder and the tasks' files.
+        task: Task or tasks that replace those of the config.
+        functions: Importable functions, or their names, by setting, such as "training.loss".
+        overrides: Values of other settings by dotted name, including settings of tasks, as on the command line.
+        check_files: Whether to check the model folder and the tasks' files, too.
 
     Raises:
         ConfigError: A setting is wrong, or other processes could not import a function.
@@ -270,7 +275,7 @@ def _with_checked_files(config: RunConfig) -> RunConfig:
 
 
 def name_function(setting: str, function: Callable[..., Any]) -> str:
-    """The name "module:function" of a function.
+    """Return the name "module:function" of a function.
 
     Raises:
         ConfigError: The function cannot be imported by this name.
@@ -305,7 +310,8 @@ def _is_of_tasks(setting: str) -> bool:
 
 
 def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, object]) -> RunConfig:
-    """
+    """Copy a config with changed settings.
+
     Raises:
         ConfigError: A setting is wrong.
     """
@@ -328,7 +334,7 @@ def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, obj
         table, section = tables, config
         for name in path:
             section = getattr(section, name, None)
-            inner = table.get(name, section)  # of a table that is not set, the defaults
+            inner = table.get(name, section)  # the defaults if the table is not set
             if isinstance(inner, Section):
                 inner = inner.model_dump(exclude_unset=True)
             if not isinstance(inner, dict):
@@ -347,12 +353,13 @@ def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, obj
 
 
 def load_sft_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[tuple[str, str]] = ()) -> RunConfig:
-    """Load the config of a supervised run, in which `model.path` is written and `sft.start` has to exist. Its
-    `sft.start`, `sft.data` and `sft.out` are absolute, `sft.out` also where it is not set. See `load_config`.
+    """Load the config of a supervised run, which writes `model.path`, and whose `sft.start` must exist if it is set. In
+    the result, `sft.start`, `sft.data` and `sft.out` are absolute paths, and `sft.out` is set in any case. See
+    `load_config`.
 
     Raises:
-        ConfigError: Names each wrong setting, its value, where it came from and what is allowed.
-        ModelError: The folder to start from lacks a file.
+        ConfigError: A setting is wrong. The message names each such setting, its value, its origin and what is allowed.
+        ModelError: The folder of the model to start from lacks a file.
     """
     config, origins = read_config(paths, overrides)
     if config.adapters:
@@ -406,7 +413,8 @@ def _data(sft: SFTConfig, origins: Origins) -> str:
 
 
 def _out(config: RunConfig, origins: Origins) -> Path:
-    """Resolve the output folder: a relative path that does not exist yet lies beside the file that sets it."""
+    """Resolve the output folder. A relative path that does not exist yet is relative to the file that sets it, or to
+    the current folder if the command line sets it."""
     key = "sft.out" if config.sft.out else "model.path"
     path = config.sft.out or config.model.path
     places = origins.folders_for(key)

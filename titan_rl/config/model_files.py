@@ -1,4 +1,5 @@
-"""Files of a Hugging Face folder, read without loading the model, and digests that identify what it holds."""
+"""Files of a Hugging Face folder, which are read without loading the model, and digests that identify their
+contents."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from titan_rl.core.errors import ModelError
 
 
 def check_weights(folder: Path) -> None:
-    """Check that the weights are all there.
+    """Check that all weights are there.
 
     Raises:
-        ModelError: A file is missing, cut off, or no safetensors file.
+        ModelError: A file is missing, is cut off, or is not a safetensors file.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -37,10 +38,11 @@ def check_weights(folder: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, tuple[list[int], int]]:
-    """Read the header of a safetensors file: the shape of each tensor, and where its bytes end in the file.
+    """Read the header of a safetensors file: by tensor name, the shape and the offset at which the tensor's bytes end
+    in the file.
 
     Raises:
-        ModelError: it cannot be read, is no such file, or is cut off.
+        ModelError: The file cannot be read, is not a safetensors file, or is cut off.
     """
     try:
         size = path.stat().st_size
@@ -62,9 +64,10 @@ def read_header(path: Path) -> dict[str, tuple[list[int], int]]:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """
+    """Read a JSON file of a model folder.
+
     Raises:
-        ModelError: there is no such file, or it is no JSON object.
+        ModelError: The file does not exist, or is not a JSON object.
     """
     try:
         content = parse_json((folder / name).read_text(encoding="utf-8"))
@@ -87,23 +90,23 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
-TOKENIZER_CONFIG = "tokenizer_config.json"  # of the tokenizer, but for its "chat_template"
+TOKENIZER_CONFIG = "tokenizer_config.json"  # belongs to the tokenizer, except for its "chat_template"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*")
 
 BLOCK_BYTES = 1 << 12
-MOST_BLOCKS = 16  # of one tensor
-ALL_BLOCKS = 1 << 13  # of a model, about; at least one of each tensor
+MOST_BLOCKS = 16  # blocks of one tensor
+ALL_BLOCKS = 1 << 13  # approximate number of blocks of a model, with at least one of each tensor
 
 
 def model_identity(folder: Path) -> dict[str, str]:
-    """Digests of what a folder has: "weights", "config", "tokenizer" and "chat_template".
+    """Compute digests of the parts of a folder: "weights", "config", "tokenizer" and "chat_template".
 
-    That of the weights is of every tensor's name and shape, and of blocks of 4 KiB spread over its bytes, whichever
-    files they are in: training changes numbers everywhere, so reading all of them again is not needed to notice it.
-    Small tensors are read whole. A few numbers that were edited by hand in a large tensor may go unnoticed.
+    The digest of the weights covers every tensor's name and shape, and blocks of 4 KiB spread over its bytes, but not
+    the division into files. Training changes numbers everywhere, so this detects it without reading all bytes. Small
+    tensors are read completely. If only a few numbers in a large tensor were edited, that may go unnoticed.
 
     Returns:
-        nothing where there is no such folder.
+        Digests in hexadecimal, by part; empty if the folder does not exist.
 
     Raises:
         ModelError: A file of weights is damaged.
@@ -118,7 +121,7 @@ def model_identity(folder: Path) -> dict[str, str]:
             settings = json.loads(data)
             template[name] = json.dumps(settings.pop("chat_template", None)).encode()
             tokenizer[name] = json.dumps(settings, sort_keys=True).encode()
-        except (ValueError, AttributeError):  # whoever loads it says what is wrong
+        except (ValueError, AttributeError):  # loading the tokenizer reports what is wrong
             tokenizer[name] = data
     return {
         "weights": _digest(_weights(folder)),
@@ -129,13 +132,13 @@ def model_identity(folder: Path) -> dict[str, str]:
 
 
 def changed_parts(folder: Path, identity: Mapping[str, str]) -> list[str]:
-    """The parts of a folder that are others than they were, in words; none where there is nothing to compare.
+    """List the parts of a folder that have changed, in words; empty if there is nothing to compare.
 
     Args:
-        identity: what `model_identity` gave.
+        identity: Earlier result of `model_identity`.
 
     Raises:
-        ModelError, OSError: as `model_identity` does.
+        ModelError, OSError: The folder cannot be read; see `model_identity`.
     """
     now = model_identity(folder) if identity else {}
     return [part.replace("_", " ") for part, digest in now.items() if identity.get(part, digest) != digest]
@@ -165,7 +168,8 @@ def _weights(folder: Path) -> dict[str, bytes]:
 
 
 def _starts(size: int, most: int) -> list[int]:
-    """Return the offsets of blocks spread over a tensor, the first and last bytes included; all of a small tensor."""
+    """Return the offsets of blocks that are spread over a tensor, including its first and last bytes; all blocks of a
+    small tensor."""
     if size <= most * BLOCK_BYTES:
         return list(range(0, size, BLOCK_BYTES))
     last = size - BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""Checks of a model folder without loading the model: its files, the numbers in its config.json, and its drafter."""
+"""Checks of a model folder without loading the model: its files, the numbers in its config.json, and a draft model."""
 
 from __future__ import annotations
 
@@ -26,43 +26,45 @@ from titan_rl.training.models.peft_settings import check_same_settings, read_ada
 from titan_rl.training.settings import TARGETS, AdapterConfig, ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Files that hold a vocabulary; one of them is enough."""
+"""Files that contain a vocabulary; one of them is enough."""
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-"""Files that may hold a chat template, besides tokenizer_config.json."""
+"""Files that may contain a chat template, besides tokenizer_config.json."""
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
 
 START_S = 180.0
 READ_BYTES_PER_S = 100e6
-"""Rate at which a process is expected to load weights, in addition to `START_S`: that of a slow network disk."""
+"""Rate at which a process is expected to load weights, in addition to the `START_S` seconds: that of a slow network
+disk."""
 
 LARGEST_GPU_GIB = 288
-"""Memory of the largest GPU. Smaller GPUs are checked on the machine that has them."""
+"""Memory of the largest GPU on the market. Smaller GPUs are checked on the machine that has them."""
 
 
 def find_model_folder(path: str, places: Sequence[Path]) -> Path | None:
-    """The folder `path` in the first of the places that has it, as an absolute path; None if none has it."""
+    """Find the folder `path` in the first of several places that has it. Return an absolute path, or None if no place
+    has it."""
     folders = (place / os.path.expanduser(path) for place in places)
     return next((folder.resolve() for folder in folders if folder.is_dir()), None)
 
 
 def told_places(places: Sequence[Path]) -> str:
-    """Description of the searched places, of which the first is the current folder: `here or in /home/ada/sums`."""
+    """Describe the searched places, the first of which must be the current folder: `here or in /home/ada/sums`."""
     others = dict.fromkeys(str(place) for place in places[1:] if place.resolve() != Path.cwd())
     return " or in ".join(["here", *others])
 
 
 def check_model_folder(model: ModelConfig, generation: GenerationConfig, places: Sequence[Path]) -> None:
-    """Check that the policy's folder can be loaded, and that generators with these settings can run it.
+    """Check that the policy's folder can be loaded, and that generators with these settings can run the model.
 
     Args:
-        places: where it is looked for.
+        places: Folders in which the model's folder is searched.
 
     Raises:
         ModelError: A file is missing or unreadable, or config.json contradicts itself.
-        ConfigError: The folder, or that of a draft model, does not exist, or a setting does not fit the model.
+        ConfigError: The model's folder or a draft model's folder does not exist, or a setting does not fit the model.
     """
     path = model.path
     folder = find_model_folder(path, places)
@@ -85,16 +87,16 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
 
 
 def count_parameters(folder: Path) -> int:
-    """Count a model's parameters by the headers of its safetensors files; 0 where none is readable."""
+    """Count a model's parameters by the headers of its safetensors files; 0 if no file is readable."""
     count = 0
     for path in folder.glob("*.safetensors"):
-        with contextlib.suppress(ModelError):  # loading the model says what is wrong with it
+        with contextlib.suppress(ModelError):  # loading the model reports what is wrong with it
             count += sum(math.prod(shape) for shape, _ in read_header(path).values())
     return count
 
 
 def count_adapter(folder: Path, adapter: AdapterConfig) -> int:
-    """Count the parameters of an adapter of a model: rank x (in + out) for each target; 0 where no file is readable."""
+    """Count the parameters of an adapter for a model: rank x (in + out) for each target; 0 if no file is readable."""
     count = 0
     for path in folder.glob("*.safetensors"):
         with contextlib.suppress(ModelError):
@@ -109,8 +111,9 @@ def check_adapter_start(config: RunConfig, places: Sequence[Path]) -> None:
     whose folder has been checked.
 
     Raises:
-        ConfigError: there is no such folder.
-        ModelError: it holds no adapter, a damaged one, or one of another model, rank, alpha or layers.
+        ConfigError: The folder does not exist.
+        ModelError: The folder has no adapter, a damaged one, or one for another model or with another rank, alpha or
+            other layers.
     """
     for key, adapter in adapters_of(config).items():
         if adapter.start is None:
@@ -126,14 +129,14 @@ def check_adapter_start(config: RunConfig, places: Sequence[Path]) -> None:
 
 
 def adapters_of(config: RunConfig) -> dict[str, AdapterConfig]:
-    """Settings of the adapters of a run, by the names of their tables; empty if all weights are trained."""
+    """Return the settings of a run's adapters, by the names of their tables; empty if all weights are trained."""
     adapters = {f"adapters.{name}.training.adapter": each.training.adapter for name, each in config.experiments.items()}
     adapters = adapters or {"training.adapter": config.training.adapter}
     return {key: adapter for key, adapter in adapters.items() if adapter.is_on}
 
 
 def told_of_adapter_base(model: ModelConfig, adapter: AdapterConfig) -> str | None:
-    """Return a note on an adapter to start from that was trained on another model; None if it was not, or if its base
+    """Return a note if the adapter to start from was trained on another model; None if it was not, or if its base model
     is not on this machine."""
     if adapter.start is None:
         return None
@@ -149,7 +152,8 @@ def told_of_adapter_base(model: ModelConfig, adapter: AdapterConfig) -> str | No
 
 
 def _check_vocabulary(folder: Path, architecture: dict[str, Any]) -> None:
-    """Check that the tokenizer has no more ids than the model. It may have fewer: embeddings are often padded."""
+    """Check that the tokenizer has no more ids than the model. It may have fewer, because embeddings are often
+    padded."""
     if not (folder / "tokenizer.json").is_file() or "vocab_size" not in architecture:
         return
     tokenizer = read_json(folder, "tokenizer.json")
@@ -164,10 +168,10 @@ def _check_vocabulary(folder: Path, architecture: dict[str, Any]) -> None:
 
 
 def check_chat_template(model: ModelConfig) -> None:
-    """Check that the renderer has the template that it needs.
+    """Check that the model's folder has the chat template that the renderer needs.
 
     Raises:
-        ModelError: The folder has none.
+        ModelError: The folder has no chat template.
     """
     if model.renderer not in ("auto", "chat_template"):
         return
@@ -186,7 +190,7 @@ def check_training_fit(config: RunConfig) -> None:
     """Check that the trainer's ranks can share the model, whose folder has been checked.
 
     Raises:
-        ConfigError: Names the setting, its value and the fix.
+        ConfigError: The ranks cannot share the model. The message names the setting, its value and the fix.
         ModelError: No implementation can train the model.
     """
     architecture = read_json(Path(config.model.path), "config.json")
@@ -248,10 +252,10 @@ def _check_fit(model: ModelConfig, generation: GenerationConfig, architecture: d
 
 
 def start_limit_s(model: ModelConfig, generation: GenerationConfig) -> float:
-    """Seconds that a process of a run may take to start: `generation.start_timeout_s`, by default more for more
-    weights.
+    """Time that a process of a run may take to start, in seconds: `generation.start_timeout_s` or, by default, a time
+    that grows with the size of the weights.
 
-    Example: 180 s and 600 for the 60 GB of 30B in bfloat16.
+    Example: for 30B parameters in bfloat16, which are 60 GB, it is 180 s + 600 s.
     """
     if generation.start_timeout_s is not None:
         return generation.start_timeout_s
@@ -260,9 +264,10 @@ def start_limit_s(model: ModelConfig, generation: GenerationConfig) -> float:
 
 
 def _check_share(folder: Path, model: ModelConfig, generation: GenerationConfig) -> None:
-    """
+    """Check `generation.gpu_share` against the largest GPU.
+
     Raises:
-        ConfigError: `generation.gpu_share` of no GPU is enough for the weights and the KV cache.
+        ConfigError: This share of no GPU is enough for the weights and the KV cache.
     """
     share, size = generation.gpu_share, generation.tensor_parallel_size
     if share is None:
@@ -279,7 +284,8 @@ def _check_share(folder: Path, model: ModelConfig, generation: GenerationConfig)
 
 
 def kv_bytes_per_token(model: ModelConfig) -> int | None:
-    """Bytes of one token in the KV cache; None if the model's folder is missing or lacks the numbers."""
+    """Bytes of one token in the KV cache; None if the model's folder is missing, or its config.json lacks the
+    numbers."""
     try:
         architecture = read_json(Path(model.path), "config.json")
     except ModelError:
@@ -302,14 +308,14 @@ MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 
 
 def check_guesses(guesses: SpeculativeConfig, architecture: Mapping[str, Any]) -> None:
-    """Check the model or heads that draft tokens.
+    """Check the model or the heads that draft tokens.
 
     Args:
-        architecture: config.json of the policy.
+        architecture: Content of the policy's config.json.
 
     Raises:
         ModelError: A file of the draft model is missing or unreadable.
-        ConfigError: The folder does not exist, or its model cannot draft tokens of the policy.
+        ConfigError: The draft model's folder does not exist, or the model cannot draft tokens of the policy.
     """
     if guesses.method == "mtp" and not any(architecture.get(name) for name in MTP_COUNTS):
         raise ConfigError(
@@ -342,8 +348,8 @@ def _check_drafter_vocabulary(shown: str, drafter: Mapping[str, Any], architectu
 
 
 def _check_heads(shown: str, folder: Path, method: str) -> None:
-    """Check that the folder holds heads: vLLM expects their matrix fc, which joins a token with the policy's state and
-    which a complete model lacks."""
+    """Check that the folder contains heads: vLLM expects their matrix fc, which joins a token with the policy's state.
+    A complete model does not have it."""
     files = list(folder.glob("*.safetensors"))
     if files and not any(f".{name}".endswith(".fc.weight") for path in files for name in read_header(path)):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Reference of all settings: the keys of each table with their types, defaults and meanings.
+"""Reference of all settings: the keys of each table, with their types, defaults and meanings.
 
-Made from the classes that check the settings and their docstrings, for the docs' page, `titan-rl settings` and the
-options of commands.
+It is generated from the classes that check the settings, and from their docstrings, for the page in the docs, `titan-rl
+settings` and the options of commands.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LISTS: dict[type[Section], str] = {
     AdapterRun: "adapters",
     ValidationSuite: "validation.suites",
 }
-"""Names of the lists of tables, by the class of a table."""
+"""Names of the lists of tables, by the class of their tables."""
 
 RUN = "run"
-"""Name of the settings that are in no table."""
+"""Name for the settings that are in no table."""
 
 TASK = "Class of the task, as `module:Class`. Its fields are further keys of this table."
 
@@ -54,8 +54,8 @@ class TableEntry:
     """Description of one table.
 
     Attributes:
-        name: Dotted, `RUN` for settings that are in no table.
-        title: As TOML writes it: `[training]`, `[[tasks]]`.
+        name: Dotted name, or `RUN` for settings that are in no table.
+        title: Header in TOML: `[training]`, `[[tasks]]`.
     """
 
     name: str
@@ -65,12 +65,12 @@ class TableEntry:
 
 
 def tables() -> list[TableEntry]:
-    """Every table of a run, and that of a server, in the order of their classes."""
+    """Describe all tables of a run, and that of a server, in the order of their classes."""
     return [*tables_of(RunConfig), *_tables(ServerConfig, "server", "[server]", "server.")]
 
 
 def tables_of(root: type[Section]) -> Iterator[TableEntry]:
-    """The tables of `RunConfig` or `ServeConfig`, in the order of their classes."""
+    """Describe the tables of `RunConfig` or `ServeConfig`, in the order of their classes."""
     return _tables(root, RUN, "", "")
 
 
@@ -98,10 +98,10 @@ def _tables(section: type[Section], name: str, title: str, prefix: str) -> Itera
 
 
 def setting_entry(key: str, field: FieldInfo, function: FunctionName | None = None) -> SettingEntry:
-    """Description of one field.
+    """Describe one field.
 
     Args:
-        function: The annotation of a setting that names a function.
+        function: Annotation of the setting, if it names a function.
     """
     if field.is_required():
         default = "required"

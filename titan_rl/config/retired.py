@@ -1,4 +1,4 @@
-"""Retired settings: their last defaults, and their replacements."""
+"""Retired settings, with their last defaults and their replacements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Setting that is refused with advice, unless it has its last default."""
+    """Setting that is refused with advice, unless its value is its last default."""
 
     default: Any
     advice: str
@@ -60,7 +60,7 @@ RETIRED: Mapping[str, Retired] = {
     "training.clip_low": Retired(0.2, "set training.clip = [LOW, HIGH]"),
     "training.eps": Retired(1e-8, "leave it out, or set training.optimizer to a function of yours, which chooses it"),
 }
-"""By dotted name; `*` stands for the name of a task."""
+"""Retired settings by dotted name; `*` stands for the name of a task."""
 
 FORMER_DEFAULTS: Mapping[str, Any] = {
     "logging.prometheus": {"host": "127.0.0.1", "port": 9464},
@@ -77,7 +77,7 @@ def advice(key: str) -> str | None:
 
 
 def drop_unchanged(tables: dict[str, Any]) -> None:
-    """Remove retired settings that have their last default, as the config.toml of every earlier run has."""
+    """Remove retired settings that have their last default. The config.toml of every earlier run has such settings."""
     defaults = {name: retired.default for name, retired in RETIRED.items()}
     for name, default in {**defaults, **FORMER_DEFAULTS}.items():
         *path, key = name.split(".")

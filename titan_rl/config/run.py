@@ -1,4 +1,4 @@
-"""All settings of one run."""
+"""`RunConfig`: all settings of one run."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
         if problems := list(self._conflicts_of_adapters() if self.adapters else self._conflicts()):
-            raise ValueError("\n".join(dict.fromkeys(problems)))  # several adapters may have the same one
+            raise ValueError("\n".join(dict.fromkeys(problems)))  # several adapters may have the same problem
         return self
 
     def _conflicts_of_adapters(self) -> Iterator[str]:
-        """Conflicts of several adapters, and those of each as if it were trained alone."""
+        """Conflicts between several adapters, and the conflicts of each adapter as if it were trained alone."""
         if problems := [problem for adapter in self.adapters for problem in adapter.problems(self.training)]:
             yield from problems
             return
@@ -102,7 +102,7 @@ class RunConfig(Section):
 
     @property
     def experiments(self) -> dict[str, RunConfig]:
-        """Settings of each of several adapters, as of a run that trains it alone, by name; empty without `adapters`.
+        """Settings of each adapter, in the form of a run that trains it alone, by name; empty without `adapters`.
 
         Raises:
             pydantic.ValidationError: A setting of an adapter is wrong.
@@ -110,7 +110,7 @@ class RunConfig(Section):
         return {adapter.name: self._experiment(adapter) for adapter in self.adapters}
 
     def _experiment(self, adapter: AdapterRun) -> RunConfig:
-        # A task object each: what one experiment opens and closes does not concern the others.
+        # Each experiment has task objects of its own, so that opening and closing them does not affect the others.
         tasks = tuple(
             source.model_copy(update={"task": copy(source.task)})
             for source in self.tasks
@@ -120,7 +120,7 @@ class RunConfig(Section):
         if suites := self.validation.suites:
             own = [suite for suite in suites if not isinstance(suite.task, str) or suite.task in adapter.tasks]
             validation["suites"] = tuple(own)
-        if self.validation.num_prompts:  # else it would have no effect
+        if self.validation.num_prompts:  # otherwise the setting would have no effect
             validation["beside_training"] = False
         return self.model_copy(
             update={
@@ -160,18 +160,18 @@ class RunConfig(Section):
 
     @property
     def sources(self) -> list[TaskSource]:
-        """Tasks of the run, including those that only validation suites have."""
+        """Tasks of the run, including those that occur only in validation suites."""
         return [source for _, source in self.tables_of_tasks()]
 
     def tables_of_tasks(self) -> list[tuple[str, TaskSource]]:
-        """Tasks with the dotted names of their tables, including those of validation suites."""
+        """List (dotted name of the table, task) for all tasks, including those of validation suites."""
         trained = [("task" if is_alone(self.tasks) else f"tasks.{source.name}", source) for source in self.tasks]
         own = [(f"validation.suites.{suite.name}", suite.task) for suite in self.validation.suites]
         return [*trained, *((table, source) for table, source in own if isinstance(source, TaskSource))]
 
     @property
     def validates_beside_training(self) -> bool:
-        """Whether training goes on while validations between its steps run."""
+        """Whether training continues while validations between its steps run."""
         if self.validation.beside_training is not None or self.adapters:
             return bool(self.validation.beside_training)
         continues = self.scheduling.on_batch_ready == "continue"
@@ -179,7 +179,7 @@ class RunConfig(Section):
 
     @property
     def suites(self) -> list[ResolvedSuite]:
-        """Validation suites of the run; empty without held-out samples."""
+        """Validation suites of the run; empty if there are no held-out samples."""
         common, tasks = self.validation, {source.name: source for source in self.tasks}
         if not common.num_prompts:
             return []
@@ -198,30 +198,30 @@ class RunConfig(Section):
         ]
 
     def sampling_of(self, source: TaskSource) -> SamplingConfig:
-        """Sampling parameters of a task's completions."""
+        """Return the sampling parameters of a task's completions."""
         return self.sampling.model_copy(update=source.sampling.model_dump(exclude_none=True))
 
     @property
     def transport_may_be_tcp(self) -> bool:
-        """Whether the transport of weights may be tcp, which "auto" chooses only between machines."""
+        """Whether the transport of weights may be tcp: "auto" chooses it only between machines."""
         return self.statedict.transport != "auto" or self.hosts.elsewhere
 
     @property
     def seeds_requests(self) -> bool:
-        """Whether training requests have seeds of their own; validation requests always have."""
+        """Whether training requests have seeds of their own. Validation requests always have."""
         if self.sampling.seeded is not None:
             return self.sampling.seeded
         return self.scheduling.max_staleness == 0 and not self.scheduling.oversample
 
     def limits_of(self, source: TaskSource) -> RolloutConfig:
-        """Limits of a task's rollouts."""
+        """Return the limits of a task's rollouts."""
         return self.rollout.model_copy(update=source.rollout.model_dump(exclude_none=True))
 
     def teacher_of(self, source: TaskSource) -> str:
-        """Teacher of a task's rollouts; "" for none."""
+        """Return the teacher of a task's rollouts; "" for none."""
         given = self.training.teacher if source.teacher is None else source.teacher
         return given if self.training.distill_coef else ""
 
     def advantage_of(self, source: TaskSource) -> str:
-        """Name of a task's advantage function."""
+        """Return the name of a task's advantage function."""
         return source.advantage or self.training.advantage

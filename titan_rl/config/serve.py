@@ -1,4 +1,4 @@
-"""The settings of a server: those of a run that its generators need, and where it listens."""
+"""Settings of a server: the settings of a run that its generators need, and those of the server itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from titan_rl.training.settings import ModelConfig
 
 
 def _are_folder_names(adapters: dict[str, str]) -> dict[str, str]:
-    """Check names of adapters, which name folders with their weights, too."""
+    """Check the names of adapters, which are also names of folders with their weights."""
     for name in adapters:
         if not re.fullmatch(r"(?!\.)[\w.:@+=-]{1,100}", name):
             message = "has the name {name}; use letters, digits and -_.:@+=, 1 to 100, and no dot at the beginning"
@@ -34,7 +34,7 @@ def _are_folder_names(adapters: dict[str, str]) -> dict[str, str]:
 
 
 AdapterFolders = Annotated[dict[str, FilePath], AfterValidator(_are_folder_names)]
-"""Folders in PEFT's format by the names of their adapters."""
+"""Adapter folders in PEFT's format, by the names of the adapters."""
 
 
 class ServerConfig(Section):
@@ -84,12 +84,12 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
     """Load the settings of a server.
 
     Args:
-        toml: Settings of a run or of a server. Tables of a run that a server lacks are ignored.
-        overrides: See `load_config`.
-        policy: The model's folder; by default `model.path` of the file.
+        toml: File with settings of a run or of a server. Tables of a run that a server does not have are ignored.
+        overrides: Dotted settings and their values; see `load_config`.
+        policy: Folder of the model; by default, `model.path` of the file.
 
     Raises:
-        ConfigError: Names each wrong setting, its value, where it came from and what is allowed.
+        ConfigError: A setting is wrong. The message names each such setting, its value, its origin and what is allowed.
         ModelError: The model folder lacks a file.
     """
     tables, origins = read_tables(() if toml is None else (toml,), ())
@@ -118,14 +118,14 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
 
 
 def check_server_settings(given: Mapping[str, str], name: str, origins: Origins) -> None:
-    """Check settings of a server that is started by a run.
+    """Check settings for a server that is started by a run.
 
     Args:
-        given: Values by dotted names, see `load_config`.
-        name: Of the setting that holds them.
+        given: Values by dotted name; see `load_config`.
+        name: Name of the setting that contains these settings.
 
     Raises:
-        ConfigError: Names each wrong setting, its value and what is allowed.
+        ConfigError: A setting is wrong. The message names each such setting, its value and what is allowed.
     """
     tables, of_server = read_tables((), ())
     override(tables, [("model.path", "unknown"), *given.items()], of_server)
@@ -137,5 +137,5 @@ def check_server_settings(given: Mapping[str, str], name: str, origins: Origins)
 
 
 def dump_serve_config(config: ServeConfig) -> str:
-    """The settings as TOML, defaults included. `load_serve_config` of it gives an equal config."""
+    """Dump the settings as TOML, including defaults. `load_serve_config` reads an equal config from it."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

@@ -1,4 +1,4 @@
-"""Unchecked tables of settings: read from TOML files, and overridden by options and arguments."""
+"""Unchecked tables of settings, which are read from TOML files and overridden by options and arguments."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Tables = dict[str, Any]
 
 def read_tables(paths: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> tuple[Tables, Origins]:
     """Read and merge TOML files: later files override earlier ones, and `overrides` override all files. Tables are
-    merged, those of `[[...]]` by their names; any other value, a list too, is replaced whole.
+    merged, those of `[[...]]` by their names; any other value, including a list, is replaced as a whole.
 
     Args:
         overrides: Dotted settings and their values.
 
     Raises:
-        ConfigError: A file cannot be read or is no TOML, or an override is below a setting that is no table.
+        ConfigError: A file cannot be read or is not valid TOML, or an override is below a setting that is not a table.
     """
     tables, origins = Tables(), Origins(tuple(paths))
     for path in paths:
@@ -35,10 +35,10 @@ def read_tables(paths: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> 
 
 
 def override(tables: Tables, overrides: Sequence[tuple[str, str]], origins: Origins) -> None:
-    """Set dotted settings in place, and note where they came from.
+    """Set dotted settings in place, and note their origin.
 
     Raises:
-        ConfigError: One is below a setting that is no table.
+        ConfigError: A setting is below one that is not a table.
     """
     for key, text in overrides:
         _override(tables, key, parse_value(text), f"{COMMAND_LINE}: --{key}")
@@ -49,7 +49,7 @@ def give(tables: Tables, given: Mapping[str, object], origins: Origins) -> None:
     """Override settings with Python values; see `override`.
 
     Raises:
-        ConfigError: One is below a setting that is no table.
+        ConfigError: A setting is below one that is not a table.
     """
     for key, value in given.items():
         _override(tables, key, value, f"{ARGUMENTS}: {key}")
@@ -95,7 +95,7 @@ def _merge(tables: Tables, more: Tables, origins: Origins, source: str, prefix: 
 
 
 def _override(tables: Tables, key: str, value: object, about: str) -> None:
-    """Set the dotted `key` in place, making the tables on its way."""
+    """Set the dotted `key` in place, and create missing tables on its path."""
     *parents, name = key.split(".")
     table = tables
     for depth, parent in enumerate(parents, start=1):
@@ -112,7 +112,7 @@ def parse_value(text: str) -> Any:
         parsed = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    # A line break in `text` could bring further keys; then it is no single value.
+    # A line break in `text` could add further keys; then the text is not a single value.
     return parsed["value"] if len(parsed) == 1 else text
 
 
@@ -121,7 +121,7 @@ UNSET = "none"
 
 
 def without_unset(section: type[Section], table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of `section` with None for optional settings that are `UNSET`, including those of nested tables.
+    """Copy a table of `section` with None for optional settings that are `UNSET`, including those of nested tables.
 
     If "none" is an allowed value of a setting, it is kept.
     """
@@ -141,7 +141,7 @@ def _value(section: type[Section], name: str, value: Any) -> Any:
 
 
 def _alternatives(annotation: object) -> Iterator[object]:
-    """Yield the members of a union, nested or annotated: `int | Literal["auto"] | None` has three."""
+    """Yield the members of a union, which may be nested or annotated: `int | Literal["auto"] | None` has three."""
     match get_origin(annotation):
         case origin if origin is Annotated:
             yield from _alternatives(get_args(annotation)[0])

@@ -1,4 +1,5 @@
-"""Task tables `[task]`, `[[tasks]]` and `[[validation.suites]]`: loading objects of the classes that `type` names."""
+"""Task tables `[task]`, `[[tasks]]` and `[[validation.suites]]`, from which objects of the classes that `type` names
+are built."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from titan_rl.scheduling.curriculum import CURRICULA, Curriculum
 
 @dataclass(frozen=True, slots=True)
 class ClassKind:
-    """Kind of class that a `type` may name."""
+    """Kind of classes that a `type` may name."""
 
     noun: str
     plural: str
@@ -38,16 +39,16 @@ CURRICULUM = ClassKind("curriculum", "curricula", Curriculum, CURRICULA)
 
 
 def find_class(kind: ClassKind, name: object) -> type[Section]:
-    """The class that a `type` names.
+    """Find the class that a `type` names.
 
     Args:
-        name: "module:Class", a name of `kind.own`, or a class.
+        name: "module:Class", a name in `kind.own`, or a class.
 
     Raises:
-        ConfigError: there is no such module or class, or the class is not of this kind.
+        ConfigError: The module or the class does not exist, or the class is not of this kind.
     """
     if isinstance(name, type) and issubclass(name, Section):
-        return name  # of an object of Python
+        return name  # from an object that was given in Python
     if isinstance(name, str) and name in kind.own:
         return kind.own[name]
     if not isinstance(name, str) or name.count(":") != 1:
@@ -74,7 +75,7 @@ def _is_a(kind: ClassKind, found: object) -> bool:
 
 
 def _is_of(found: object, module_name: str) -> bool:
-    """Whether a class is defined in this module or package, and not merely imported."""
+    """Whether a class is defined in a module or package, not merely imported there."""
     return f"{found.__module__}.".startswith(f"{module_name}.")
 
 
@@ -84,19 +85,19 @@ def _missing_members(kind: ClassKind, found: type) -> list[str]:
 
 
 def type_of(made: object) -> str:
-    """The value of `type` that names an object's class: `examples.alphabet_sort.task:AlphabetSort`."""
+    """Return the value of `type` that names an object's class: `examples.alphabet_sort.task:AlphabetSort`."""
     return f"{type(made).__module__}:{type(made).__qualname__}"
 
 
 def dump_tasks(tasks: Sequence[TaskSource]) -> dict[str, Any]:
-    """Dump tasks as TOML tables, from which `load_tasks` makes equal tasks."""
+    """Dump tasks as TOML tables, from which `load_tasks` builds equal tasks."""
     if is_alone(tasks):
         return {"task": task_table(tasks[0], exclude_none=True, with_share=False)}
     return {"tasks": [task_table(source, exclude_none=True) for source in tasks]}
 
 
 def suite_table(suite: ValidationSuite) -> dict[str, Any]:
-    """One of `[[validation.suites]]`."""
+    """Dump a suite as a table of `[[validation.suites]]`."""
     table = suite.model_dump(mode="json", exclude_none=True)
     if isinstance(suite.task, str):
         return table
@@ -107,11 +108,11 @@ def suite_table(suite: ValidationSuite) -> dict[str, Any]:
 
 
 def task_table(source: TaskSource, *, exclude_none: bool = False, with_share: bool = True) -> dict[str, Any]:
-    """One of `[[tasks]]`.
+    """Dump a task as a table of `[[tasks]]`.
 
     Args:
-        exclude_none: Omit None, which TOML cannot express.
-        with_share: Include the settings of the `TaskSource`, not only those of the task.
+        exclude_none: Whether to omit None, which TOML cannot express.
+        with_share: Whether to include the settings of the `TaskSource`, not only those of the task.
     """
     table = source.model_dump(mode="json", exclude_none=exclude_none)
     fields = table.pop("task")
@@ -125,16 +126,17 @@ S = TypeVar("S", bound=Section)
 
 
 def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ...]:
-    """Make the tasks of `[task]` or of `[[tasks]]`, and take these out of `tables`.
+    """Build the tasks of `[task]` or of `[[tasks]]`, and remove these tables from `tables`.
 
-    The classes that `type` names are imported, and the other keys validated as their fields or as a `TaskSource`'s.
+    The classes that `type` names are imported, and the other keys are validated as fields of the class or of a
+    `TaskSource`.
 
     Args:
-        tables: of `[[tasks]]` as `tables_by_name` has them.
+        tables: Tables of all settings, with those of `[[tasks]]` by name, as `tables_by_name` returns them.
 
     Raises:
-        ConfigError: there are no tasks or tables of both kinds; there is no such module or class, it is no task, or its
-            settings are wrong.
+        ConfigError: The tables have no task, or tables of both kinds; or a module or class does not exist, a class is
+            not a task, or its settings are wrong.
     """
     one, several = tables.pop("task", None), tables.pop("tasks", None)
     if one is None and several is None:
@@ -171,13 +173,13 @@ def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ..
 def with_settings(
     sources: tuple[TaskSource, ...], given: Mapping[str, object], origins: Origins
 ) -> tuple[TaskSource, ...]:
-    """Tasks with some of their settings replaced; the others stay the objects they are.
+    """Replace some settings of tasks. Tasks without new settings stay the same objects.
 
     Args:
-        given: Values of Python by their dotted names, "task.words" or "tasks.NAME.weight".
+        given: Python values by dotted setting, such as "task.words" or "tasks.NAME.weight".
 
     Raises:
-        ConfigError: as `load_tasks`.
+        ConfigError: A table is wrong; see `load_tasks`.
     """
     if not given:
         return sources
@@ -192,20 +194,21 @@ def with_settings(
 
 
 def _table_of_objects(source: TaskSource, *, with_share: bool) -> dict[str, Any]:
-    """Dump a task's table, with classes that need not be importable by name; see `task_table`."""
+    """Dump a task's table with classes instead of their names, so that they need not be importable; see
+    `task_table`."""
     table = task_table(source, with_share=with_share)
     own = {"curriculum": {**table["curriculum"], "type": type(source.curriculum)}} if with_share else {}
     return {**table, **own, "type": type(source.task)}
 
 
 def load_suites(tables: dict[str, Any], origins: Origins) -> None:
-    """Make the suites of `[[validation.suites]]`, in place.
+    """Replace the tables of `[[validation.suites]]` by suites, in place.
 
     Args:
-        tables: Those of suites as `tables_by_name` has them.
+        tables: Tables of all settings, with those of suites by name, as `tables_by_name` returns them.
 
     Raises:
-        ConfigError: as `load_tasks`.
+        ConfigError: A table is wrong; see `load_tasks`.
     """
     validation: Any = tables.get("validation")
     if not isinstance(validation, dict) or "suites" not in validation:
@@ -247,14 +250,14 @@ def _made(section: type[S], fields: dict[str, Any], origins: Origins, prefix: st
 
 
 def load_task(table: Any, origins: Origins, prefix: str = "task", beside: Sequence[str] = ()) -> Task:
-    """Make a task: import the class that `type` names and validate the other keys as its fields.
+    """Build a task: import the class that `type` names, and validate the other keys as its fields.
 
     Args:
-        prefix: The name of the table.
-        beside: what the table has that is not of the task.
+        prefix: Dotted name of the table.
+        beside: Names of further keys of the table that are not fields of the task.
 
     Raises:
-        ConfigError: there is no such module or class, it is no task, or its settings are wrong.
+        ConfigError: The module or the class does not exist, the class is not a task, or its settings are wrong.
     """
     return cast("Task", _load(TASK, table, origins, prefix, beside))
 
@@ -274,7 +277,7 @@ def _load(kind: ClassKind, table: Any, origins: Origins, prefix: str, beside: Se
     places = {field: origins.folders_for(f"{prefix}.{field}") for field in found.model_fields}
     places[INNER] = origins.folders_for(prefix)
     try:
-        # As JSON, because TOML has lists where a field may be a tuple, and strings where it is an enum.
+        # Validated as JSON, because TOML has lists where a field may be a tuple, and strings where it may be an enum.
         given = json.dumps(without_unset(found, fields), default=str)
         return found.model_validate_json(given, context={"folders": places})
     except ValidationError as error:
@@ -288,15 +291,15 @@ def _fields(table: Any, origins: Origins, prefix: str) -> dict[str, Any]:
 
 
 CHECK_LIMIT_S = 60.0
-"""Time limit of a task's check of its settings."""
+"""Time limit of a task's check of its settings, in seconds."""
 
 
 def check_task(task: Task, origins: Origins, prefix: str = "task") -> None:
-    """Call a task's own check of its settings, if it has one. Errors of the check name settings as `task.x`, which is
-    replaced by the name of the table.
+    """Call a task's own check of its settings, if it has one. Errors of the check name settings `task.x`; in the
+    message, `task` is replaced by the name of the table.
 
     Args:
-        prefix: Name of its table.
+        prefix: Dotted name of the task's table.
 
     Raises:
         ConfigError: The task refuses a setting, or the check failed.

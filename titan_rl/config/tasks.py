@@ -1,4 +1,4 @@
-"""Tables [[tasks]] and [[validation.suites]]: the tasks of a run, and its held-out sets."""
+"""Tables [[tasks]] and [[validation.suites]]: the tasks of a run, and its held-out samples."""
 
 from __future__ import annotations
 
@@ -85,19 +85,19 @@ class TaskSource(Section):
 
 
 def is_alone(tasks: Sequence[TaskSource]) -> bool:
-    """Whether the tasks are a single one without settings of its own: the table `[task]`."""
+    """Whether there is a single task, without settings of its own, so that its table is `[task]`."""
     return len(tasks) == 1 and tasks[0] == TaskSource(task=tasks[0].task)
 
 
 def tables_by_name(key: str, tables: Any, source: object) -> dict[str, Any]:
-    """The tables of `[[tasks]]` or `[[validation.suites]]` by name, in their order.
+    """Return the tables of a list, such as `[[tasks]]` or `[[validation.suites]]`, by name, in order.
 
     Args:
-        key: "tasks" or "validation.suites".
-        source: The file, for messages.
+        key: Dotted name of the list, such as "tasks".
+        source: File of the tables, for messages.
 
     Raises:
-        ConfigError: `tables` is not a list of tables, one has no name, or two have the same.
+        ConfigError: `tables` is not a list of tables, a table has no name, or two have the same name.
     """
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in cast("list[Any]", tables)):
         raise ConfigError(f"{source}: {key} must be tables, each under a line [[{key}]]")
@@ -153,7 +153,7 @@ class ResolvedSuite:
     """Validation suite with all defaults filled in.
 
     Args:
-        prefix: of its metrics.
+        prefix: Prefix of the suite's metrics.
     """
 
     name: str
@@ -169,5 +169,5 @@ class ResolvedSuite:
 
     @property
     def group_ids(self) -> str:
-        """Prefix of the IDs of the task's groups. A rollout's sampling is seeded by its ID."""
+        """Prefix of the ids of the suite's groups. A rollout's sampling is seeded by its id."""
         return self.prefix.replace("/", "-")
