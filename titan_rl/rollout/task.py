@@ -1,4 +1,4 @@
-"""Tasks: protocols for the samples, environments and rewards of a run, and guarded calls of their methods."""
+"""Tasks: protocols for the samples, environments and rewards of a run, and calls of their methods."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Task(Protocol):
     """
 
     def train_sample(self, seed: int, index: int) -> Any:
-        """Training sample number `index`. It must depend only on the arguments, because a run stores only its position
+        """Training sample number `index`. It must depend only on the arguments, because a run stores only the position
         in the data, and resumes from there."""
         ...
 
     def validation_samples(self, count: int) -> Sequence[Any]:
-        """First `count` held-out samples, the same at every call. Fewer if there are not as many."""
+        """First `count` held-out samples, the same at every call; fewer if there are not so many."""
         ...
 
     def make_env(self, sample: Any, renderer: Renderer) -> TokenEnv | AgentEnv | SeatedEnv:
@@ -88,8 +88,8 @@ class TeachingTask(Task, Protocol):
     """Task whose policy can teach itself, by reading more than its own prompt."""
 
     def teacher_messages(self, rollout: Rollout) -> Sequence[Message]:
-        """Messages that the teacher reads in the place of the first prompt of a finished rollout: the same question
-        with its answer, with the environment's feedback, or with a hint."""
+        """Messages that the teacher reads instead of the first prompt of a finished rollout: the same question with its
+        answer, with the environment's feedback, or with a hint."""
         ...
 
 
@@ -130,8 +130,8 @@ class Demonstration:
     """Conversation whose assistant messages are learned by supervised fine-tuning.
 
     Args:
-        messages: the whole conversation.
-        tools: tools offered in it, as in `MessageObservation.tools`.
+        messages: The whole conversation.
+        tools: Tools offered in the conversation, as in `MessageObservation.tools`.
 
     Example: `Demonstration([{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}])`
     """
@@ -141,7 +141,7 @@ class Demonstration:
 
 
 DEMONSTRATED_CALL_S: ContextVar[float] = ContextVar("DEMONSTRATED_CALL_S", default=60.0)
-"""Longest time of one environment call in a demonstration: `rollout.env_timeout_s` of a command's settings."""
+"""Time limit of one environment call in a demonstration. A command sets it to its `rollout.env_timeout_s`."""
 
 
 @runtime_checkable
@@ -149,7 +149,7 @@ class DemonstratingTask(Task, Protocol):
     """Task with demonstrations, which `titan-rl sft` teaches."""
 
     def demonstrations(self, count: int) -> Iterable[Demonstration]:
-        """Up to `count` conversations, the same at every call, without validation samples.
+        """Up to `count` conversations, the same at every call, without those of validation samples.
 
         With `sft.shuffle = false` they are learned in this order, and the last ones have the strongest effect.
         """
@@ -161,11 +161,13 @@ class RunContext:
     """Run of a task's rollouts, in one of the processes that run them.
 
     Args:
-        model: folder of the model.
-        folder: folder of the run.
-        console: shows lines to the user.
-        dry: a dry run plays a group to check the task; the task must not start anything.
-        versions: folder of the run's frozen versions, which play in its training groups; None elsewhere.
+        model: Folder of the model.
+        renderer: Renderer of the environments.
+        max_context: Largest number of tokens of prompt and completion together.
+        folder: Folder of the run.
+        console: Shows lines to the user.
+        dry: Whether this is a dry run, which plays a group to check the task. The task must then not start anything.
+        versions: Folder of the run's frozen versions, which play in its training groups; None in other cases.
     """
 
     model: str
@@ -192,7 +194,7 @@ class OpenedTask(Task, Protocol):
 
 @asynccontextmanager
 async def opened(task: Task, run: RunContext) -> AsyncGenerator[None]:
-    """Open the task for the length of the block, in which it may make environments."""
+    """Context in which the task is open and may make environments."""
     if not isinstance(task, OpenedTask):
         yield
         return
@@ -205,7 +207,8 @@ def calling(call: str, task: str | None = None) -> Generator[None]:
     """Context of a call of a task's method, whose exceptions become a `DataError`.
 
     Args:
-        task: name of the task, for the message.
+        call: Text of the call, for the message.
+        task: Name of the task, for the message.
 
     Example:
 
@@ -226,14 +229,14 @@ def calling(call: str, task: str | None = None) -> Generator[None]:
 
 
 def wrong_result(task: Task, method: str, text: str) -> TypeError:
-    """Error about the result of a task's method, which `calling` reports with the method's line."""
+    """Make an error about the result of a task's method. `calling` reports it with the method's line."""
     error = TypeError(text)
     stood_at(error, place_of(getattr(task, method)))
     return error
 
 
 def measured(task: Task, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Metrics of a `MeasuredTask` for the groups of its held-out samples; none for other tasks.
+    """Metrics of a `MeasuredTask` for the groups of its held-out samples; empty for other tasks.
 
     Raises:
         DataError: the task raised, or did not return finite numbers by name.
@@ -263,10 +266,12 @@ def drop_reason(task: FilteringTask, group: RolloutGroup) -> str | None:
 
 
 def held_out_samples(task: Task, count: int, name: str | None = None) -> list[Any]:
-    """First `count` held-out samples of a task, which may return an endless iterable.
+    """First `count` held-out samples of a task, whose method may return an endless iterable.
 
     Args:
-        name: name of the task, for the message.
+        task: The task.
+        count: Number of samples.
+        name: Name of the task, for the message.
 
     Raises:
         DataError: the task raised.

@@ -1,4 +1,4 @@
-"""Rollouts and groups: what environments and generation produced, before it is training data."""
+"""Rollouts and groups: the results of environments and generation, from which training data is made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan_rl.core.pickling import quick_pickle
 from titan_rl.types import Completion, PromptScores, SamplingParams, require_member
 
 Message = Mapping[str, Any]
-"""Chat message: `{"role": "user", "content": "..."}`, and further keys that the chat template reads."""
+"""Chat message: `{"role": "user", "content": "..."}`, possibly with further keys that the chat template reads."""
 
 
 class RolloutStatus(StrEnum):
@@ -21,7 +21,7 @@ class RolloutStatus(StrEnum):
     COMPLETED = "completed"
     TRUNCATED_LENGTH = "truncated_length"  # a completion used up its token budget
     TRUNCATED_PROMPT = "truncated_prompt"  # the next prompt leaves no room to answer
-    TRUNCATED_TURNS = "truncated_turns"  # the turn cap is reached and the environment has not ended
+    TRUNCATED_TURNS = "truncated_turns"  # the limit of turns is reached, and the environment has not ended
     TRUNCATED_TIME = "truncated_time"  # the rollout's own time is used up
     UNDECIDED = "undecided"  # a seat that was never asked, or whose game was ended early by another seat
     ABORTED = "aborted"
@@ -41,7 +41,7 @@ class RolloutStatus(StrEnum):
     @property
     def is_fault(self) -> bool:
         """Whether it is an error of an environment or of generation, which the policy did not cause. All other
-        statuses, ERROR_PARSE too, depend on the policy."""
+        statuses, including ERROR_PARSE, depend on the policy."""
         return self.is_error and self is not RolloutStatus.ERROR_PARSE
 
 
@@ -52,9 +52,13 @@ class Turn:
     `titan_rl.rollout.copies`.
 
     Args:
-        prompt_token_ids: the whole context, read from that array on demand.
-        sampling: parameters of the request, so that training scores the tokens as they were sampled. None if unknown:
-            `build_samples` then needs the temperature.
+        prompt_token_ids: Whole context. In a played rollout it is a window on the shared array.
+        completion: The completion.
+        rewards: Rewards of the environment for the turn, by name.
+        token_advantages: Advantages of the environment for each token, in addition to the rollout's.
+        sampling: Sampling parameters of the request, with which training scores the tokens as they were sampled. If it
+            is None (unknown), `build_samples` needs the temperature.
+        teacher: A teacher's scores of the completion's tokens, as far as they are known.
     """
 
     prompt_token_ids: Sequence[int]  # [num_prompt_tokens], the whole context
@@ -62,13 +66,13 @@ class Turn:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])  # from the environment, by name
     token_advantages: Sequence[float] | None = None  # [num_completion_tokens], from the environment
     sampling: SamplingParams | None = None
-    teacher: PromptScores | None = None  # of the completion's tokens, as far as a teacher has scored them
+    teacher: PromptScores | None = None  # scores of the completion's tokens
 
 
 @dataclass(slots=True)
 class Rollout:
-    """One environment, run to its end; with several seats, one trained seat of it. Filled in place by the rollouter,
-    then by scoring.
+    """One run of an environment to its end, or of one trained seat if the environment has several. The rollouter fills
+    it in, then scoring.
 
     `reward` and `advantage` stay None if the rollout is not scored or not compared.
 
@@ -83,12 +87,12 @@ class Rollout:
     status: RolloutStatus = RolloutStatus.COMPLETED
     turns: list[Turn] = field(default_factory=list[Turn])
     messages: list[Message] = field(default_factory=list[Message])  # the transcript, if the environment has messages
-    error: str | None = None  # "ExceptionType: message" of the exception that ended it
+    error: str | None = None  # "ExceptionType: message" of the exception that ended the rollout, or an explanation
     reward: float | None = None
     reward_breakdown: dict[str, float] = field(default_factory=dict[str, float])  # unweighted, by reward name
     advantage: float | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    failure: Failure | None = None  # `error` with its place and traceback, if an exception ended it
+    failure: Failure | None = None  # `error` with its place and traceback, if an exception ended the rollout
     seat: str | None = None  # in an environment with several seats
 
     def __post_init__(self) -> None:
@@ -96,8 +100,8 @@ class Rollout:
 
     @property
     def role(self) -> str | None:
-        """Seat without its number: "solver" of the seats "solver.0" and "solver.1", which do the same thing in a game;
-        None without seats."""
+        """Name of the seat without its number: "solver" for the seats "solver.0" and "solver.1", which do the same
+        thing in a game. None without seats."""
         role, dot, number = (self.seat or "").rpartition(".")
         return role if dot and number.isdecimal() else self.seat
 
@@ -108,31 +112,31 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """Sample of a group whose opponent is chosen: a frozen version of the run plays seats of its games. Environments
-    are made of it; the rollouts have the sample alone."""
+    """Sample of a group for which an opponent was chosen: a frozen version of the run plays seats of its games.
+    Environments are made from the `Matched`; the rollouts have only the sample."""
 
     sample: Any
-    opponent: int  # version
+    opponent: int  # version of the run
 
 
 def sample_alone(sample: Any) -> Any:
-    """Sample of a `Matched`; any other is returned as it is."""
+    """Sample of a `Matched`. Any other sample is returned unchanged."""
     return sample.sample if isinstance(sample, Matched) else sample
 
 
 @dataclass(slots=True)
 class RolloutGroup:
-    """Sibling rollouts of one sample; advantages compare them with each other, each seat for itself."""
+    """Sibling rollouts of one sample. Advantages compare them with each other, separately for each seat."""
 
     group_id: str
     sample: Any
     rollouts: list[Rollout]  # [group_size], or as many for each trained seat, siblings together
-    failure: Failure | None = None  # of a reward; the group then has neither rewards nor advantages
+    failure: Failure | None = None  # failure of a reward; the group then has neither rewards nor advantages
     task: str = ""  # name of the sample's task, in a run
 
     @property
     def by_seat(self) -> dict[str | None, list[Rollout]]:
-        """Rollouts that can be compared, by seat; all under None if the environment has no seats."""
+        """Rollouts by seat; all under None if the environment has no seats."""
         seats: dict[str | None, list[Rollout]] = {}
         for rollout in self.rollouts:
             seats.setdefault(rollout.seat, []).append(rollout)
@@ -140,8 +144,9 @@ class RolloutGroup:
 
     @property
     def compared(self) -> dict[str, list[Rollout]]:
-        """Rollouts that advantages compare with each other: those of one seat in all games of the group, and those of
-        the numbered seats of a role ("solver.0", "solver.1") in each game. The keys are names for messages."""
+        """Rollouts that advantages compare with each other: the rollouts of one seat in all games of the group, or, for
+        the numbered seats of a role ("solver.0", "solver.1"), those of the role in each game. The keys are names for
+        messages."""
         levels: dict[str, list[Rollout]] = {}
         for rollout in self.rollouts:
             name = "" if rollout.seat is None else f"seat {rollout.seat!r}"

@@ -1,4 +1,4 @@
-"""`Judge`: a reward computed by a model, for each answer alone or for the answers of a group in comparison.
+"""`Judge`: a reward computed by a model, which grades each answer separately or compares the answers of a group.
 
 rubric = Rubric([
     Reward(is_right, weight=0.7),
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[Message]
 PromptFn = Callable[[Any], Prompt]
-"""Function of a rollout, or of the rollouts of a group."""
+"""Function from a rollout, or from the rollouts of a group, to the question."""
 ParseFn = Callable[[str], float | Sequence[float]]
 """Function from a judge's text to the value of a rollout, or to the values of a group."""
 
@@ -46,7 +46,7 @@ MAX_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """Question in messages."""
+    """Question to a judge, in messages."""
 
     generate: ChatFn
     model: str
@@ -70,26 +70,26 @@ class _Chat:
 class Judge(FunctionReward[Any]):
     """Reward computed by a model.
 
-    Absolute, or against a reference, which is in the prompt:
+    Absolute grades, possibly against a reference in the prompt:
 
         def ask(rollout):
             return f"Grade the answer from 0 to 10. Question: {rollout.sample} Answer: {answer_of(rollout)}"
 
         Judge(endpoint, ask, lambda text: float(text) / 10)
 
-    Relative to the group, with `relative=True`: the prompt shows all answers, and the parsed text has a number for
-    each, in the order shown. The judge sees each group in a random order and in its reverse, and the numbers are
-    averaged, which cancels a preference for positions. That preference is also measured.
+    Grades relative to the group, with `relative=True`: the prompt shows all answers, and the parsed text has a number
+    for each answer, in the order shown. The judge sees each group in a random order and in the reverse order, and the
+    numbers are averaged, which cancels a preference for positions. The preference is also measured.
 
     Metrics of each rollout: NAME_seconds, NAME_tokens, NAME_cost (with a price), NAME_cached (1 if the answer was
-    known), and of relative judges NAME_position_bias, the mean number of an answer in the first half of the order minus
-    that of the same answer in the second.
+    known). Relative judges also have NAME_position_bias, the mean number of an answer in the first half of the order
+    minus the mean number of the same answer in the second half.
 
     Args:
         model: Endpoint of OpenAI's chat protocol, or a `ChatFn`, an async function of messages.
-        prompt: Question about a rollout, or about the rollouts of a group; a text, or messages.
+        prompt: Function from a rollout, or from the rollouts of a group, to the question: a text, or messages.
         parse: Function from the judge's answer to a value, or to a value for each rollout. It raises an exception
-            if the answer has none.
+            if the answer has no value.
         relative: Whether the judge compares the rollouts of a group.
         weight, name: See `Reward`.
         cache: Folder with the answers, keyed by the content of the question, so that a resumed run repeats no question.
@@ -97,11 +97,11 @@ class Judge(FunctionReward[Any]):
         in_flight: Maximum number of questions in flight.
         per_minute: Maximum number of questions per minute.
         price: Cost of a million tokens of prompt and of completion, for the metric.
-        outage_s: Longest outage of the model. Groups wait for it in their slots.
+        outage_s: Longest outage of the model that is tolerated. Groups wait in their slots until it ends.
         on_failure: Policy for answers that cannot be parsed and for longer outages; see `FailurePolicy`.
 
     Raises:
-        ValueError: an argument is wrong.
+        ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Judge(FunctionReward[Any]):
         return await self._relative(rollouts)
 
     def take_metrics(self, rollout_id: str) -> dict[str, float]:
-        """Metrics of the judging of a rollout, once."""
+        """Return the metrics of the judging of a rollout, and forget them."""
         return self._metrics.take(rollout_id)
 
     def show_on(self, console: Console) -> None:
@@ -223,7 +223,7 @@ class Judge(FunctionReward[Any]):
         return _numbers([self._parse(text)], 1)[0]
 
     def _note(self, rollout_id: str, verdicts: Sequence[Verdict], num_rollouts: int, **more: float) -> None:
-        """Record the share of one of the rollouts that the verdicts are about."""
+        """Record a rollout's share of the cost of the verdicts, which are about `num_rollouts` rollouts."""
         asked = [verdict for verdict in verdicts if not verdict.is_cached]
         prompt, completion = (
             sum(verdict.prompt_tokens for verdict in asked) / num_rollouts,
@@ -241,9 +241,10 @@ class Judge(FunctionReward[Any]):
 
 
 def _check_price(price: Any, name: str) -> None:
-    """
+    """Check the price of a judge.
+
     Raises:
-        ValueError: it is neither None nor a pair of costs.
+        ValueError: the price is neither None nor a pair of costs.
     """
     costs = [float_or_none(cost) for cost in cast("Sequence[Any]", price)] if isinstance(price, tuple | list) else []
     is_pair = len(costs) == 2 and all(cost is not None and 0 <= cost < math.inf for cost in costs)
@@ -274,9 +275,10 @@ def _warn_cut_off(model: str, max_tokens: int) -> None:
 
 
 def _numbers(given: Any, count: int) -> list[float]:
-    """
+    """Convert the result of `parse` to `count` finite numbers.
+
     Raises:
-        ValueError: these are not `count` finite numbers.
+        ValueError: the result is not `count` finite numbers.
     """
     values = [float_or_none(value) for value in given]
     numbers = [value for value in values if value is not None and abs(value) < float("inf")]

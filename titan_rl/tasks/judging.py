@@ -1,9 +1,9 @@
 """Calls of a judge model: rate-limited, deduplicated, retried with backoff, and cached.
 
-    question -> cache on disk -> same question in flight -> place in flight -> rate -> model, with retries -> cache
+    question -> cache on disk -> same question in flight -> limit in flight -> rate -> model, with retries -> cache
 
-A call continues if its caller is cancelled, for example because a pause of generation interrupts judging. Its answer is
-in the cache when the reward is computed again.
+A call continues if its caller is cancelled, for example because a pause of generation interrupts judging. The answer is
+then in the cache when the reward is computed again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 MOST_IN_MEMORY = 16_384
-"""Most verdicts of a judge without a folder; the oldest are forgotten, so that memory does not grow with the run."""
+"""Largest number of verdicts in memory. The oldest are forgotten, so that memory does not grow with the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,10 @@ class Verdict:
 
     Args:
         value: Text of a model, or numbers of a reward model.
-        prompt_tokens: Tokens of the question, as the endpoint reports them; 0 if it does not.
-        seconds: Time of the call, retries and waits included.
-        is_cached: The answer was known, or was asked for by another call at the same time.
+        prompt_tokens: Number of tokens of the question, as the endpoint reports it; 0 if it does not.
+        completion_tokens: Number of tokens of the answer, as the endpoint reports it; 0 if it does not.
+        seconds: Duration of the call, including retries and waits.
+        is_cached: Whether the answer was known, or another call was asking for it at the same time.
     """
 
     value: Any
@@ -51,22 +52,22 @@ class Verdict:
 
 
 class JudgeQuestion(Protocol):
-    """Question to a model: what identifies it in the cache, and the call itself."""
+    """Question to a model: its identity in the cache, and the call itself."""
 
     @property
     def content(self) -> Mapping[str, Any]:
-        """JSON of everything that the answer depends on."""
+        """Everything on which the answer depends, as JSON values."""
         ...
 
     async def ask(self) -> Verdict: ...
 
 
 class VerdictCache:
-    """Verdicts in a folder, a file for each, by a hash of their question's content. Processes may share the folder:
-    files appear whole.
+    """Verdicts in a folder, one file for each, by a hash of the question's content. Processes may share the folder,
+    because files appear atomically.
 
     Args:
-        folder: Made with the first verdict; None keeps verdicts in memory.
+        folder: Folder, which is made for the first verdict. None keeps verdicts in memory.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -93,7 +94,7 @@ class VerdictCache:
             return None
 
     def put(self, key: str, verdict: Verdict) -> None:
-        """Keep a verdict. One that cannot be written is kept in memory."""
+        """Keep a verdict. A verdict that cannot be written is kept in memory."""
         if self._folder is None:
             self._remember(key, verdict)
             return
@@ -122,7 +123,8 @@ MOST_NOTED = 4096
 
 
 class JudgeMetrics:
-    """Metrics of judged rollouts until their rubric takes them. Those of groups that were dropped are forgotten."""
+    """Metrics of judged rollouts until their rubric takes them. Metrics of dropped groups are forgotten after a
+    while."""
 
     def __init__(self) -> None:
         self._by_rollout: dict[str, dict[str, float]] = {}
@@ -140,11 +142,11 @@ class JudgeCalls:
     """Calls of one model.
 
     Args:
-        name: For messages.
+        name: Name of the judge in messages.
         cache: Folder of the verdicts; None keeps them in memory.
-        in_flight: Most calls at once.
-        per_minute: Most calls in a minute; None sets no limit. Calls are spaced evenly.
-        outage_s: Longest time in which the model may fail before a call does.
+        in_flight: Largest number of concurrent calls.
+        per_minute: Largest number of calls per minute, which are spaced evenly; None sets no limit.
+        outage_s: Seconds for which the model may fail before a call fails.
 
     Raises:
         ValueError: a limit is not positive.
@@ -176,8 +178,8 @@ class JudgeCalls:
         self._running: dict[str, asyncio.Task[Verdict]] = {}
 
     async def ask(self, question: JudgeQuestion, check: Callable[[Any], object]) -> Verdict:
-        """Answer of a question. `check` is called with each answer, before it is cached; a cached answer that it does
-        not accept, for example because a judge's `parse` has changed, is asked for again.
+        """Answer a question. `check` is called with each answer before it is cached. If it does not accept a cached
+        answer, for example because a judge's `parse` has changed, the question is asked again.
 
         Raises:
             RewardError: the model refuses the question, has failed for `outage_s`, or `check` raised.
@@ -213,7 +215,7 @@ class JudgeCalls:
     def _ended(self, key: str, task: asyncio.Task[Verdict]) -> None:
         self._running.pop(key, None)
         if not task.cancelled():
-            task.exception()  # whoever waited for it has it; if nobody does any more, it is not reported as lost
+            task.exception()  # retrieved here, so that asyncio does not report it if no caller waits any more
 
     async def _answer(self, key: str, question: JudgeQuestion, check: Callable[[Any], object]) -> Verdict:
         clock = asyncio.get_running_loop().time
@@ -242,7 +244,7 @@ class JudgeCalls:
             except RequestError as error:
                 raise RewardError(f"judge {self.name!r} refuses a question: {error}") from error
             except (GenerationError, TimeoutError) as error:
-                cause = str(error) or cause  # the end of the time says nothing of the reason
+                cause = str(error) or cause  # a TimeoutError has no text
                 if backoff.is_over:
                     raise RewardError(f"judge {self.name!r} has failed for {self.outage_s:g} s: {cause}") from error
                 self.outage.failed(cause, self.outage_s)

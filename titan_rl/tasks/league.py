@@ -8,9 +8,9 @@ with a probability proportional to
     even      p * (1 - p)    the versions of about the policy's strength
     uniform   1              fictitious self-play (Heinrich et al., 2015): the average of all versions
 
-A share of the groups is played by the policy alone (`self_play`). All games of a group have the same opponent, so that
-advantages compare like with like. `LeagueCurriculum` makes the choice part of the number of a group's sample: the
-journal then has it, and a resumed run repeats it.
+In a share of the groups the policy plays against itself (`self_play`). All games of a group have the same opponent, so
+that advantages compare like with like. `LeagueCurriculum` encodes the choice in the number of a group's sample. So it
+is recorded in the journal, and a resumed run repeats it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from titan_rl.core.settings import Section
 Preference = Literal["hard", "even", "uniform"]
 
 DECAY = 0.95
-"""Factor of a version's counts at each of its groups: results of older policies lose weight."""
+"""Factor by which a version's counts are multiplied at each of its groups, so that results of older policies lose
+weight."""
 
 State = dict[str, Any]
 
@@ -60,14 +61,18 @@ def version_name(version: int) -> str:
     return f"step-{version:06d}"
 
 
-_INNER = 2**40  # numbers of samples; a version has the 23 bits above them
+_INNER = 2**40  # number of samples; the 23 bits above them encode the opponent
 
 
 def matched_number(sample: int, opponent: int | None) -> int:
-    """Number of a sample that is played against a version; None is the policy itself.
+    """Encode a sample and its opponent in one number.
+
+    Args:
+        sample: Number of the sample.
+        opponent: Version of the opponent; None for the policy itself.
 
     Raises:
-        ValueError: it does not fit the 63 bits of the journal.
+        ValueError: the number does not fit the 63 bits of the journal.
     """
     if not 0 <= sample < _INNER or not 0 <= (opponent or 0) < 2**22:
         raise ValueError(f"sample {sample} against version {opponent}: at most 2**40 samples and 2**22 steps")
@@ -75,7 +80,7 @@ def matched_number(sample: int, opponent: int | None) -> int:
 
 
 def split_number(number: int) -> tuple[int, int | None]:
-    """(sample, opponent) of a `matched_number`."""
+    """Decode the result of `matched_number` to (sample, opponent)."""
     above, sample = divmod(number, _INNER)
     return sample, above - 1 if above else None
 
@@ -88,14 +93,15 @@ class _Curriculum(Protocol):
 
 
 class LeagueCurriculum:
-    """Curriculum that adds an opponent to each sample of another curriculum. Its state, which checkpoints hold, is
+    """Curriculum that adds an opponent to each sample of another curriculum. Its state, which checkpoints contain, is
 
         {"inner": state of the other curriculum, "groups": 120,
          "versions": {"0": [18.3, 11.9], "10": [4.7, 1.0]}}    [groups played, share won], both decayed
 
     Args:
         inner: Chooses the samples.
-        seed: Of the run; seeds the choice of opponents.
+        settings: Settings of the league.
+        seed: Seed of the run, which seeds the choice of opponents.
     """
 
     def __init__(self, inner: _Curriculum, settings: LeagueSeat, seed: int) -> None:
@@ -114,7 +120,7 @@ class LeagueCurriculum:
         self.inner.given(state["inner"], number)
         state["groups"] += 1
         if opponent is not None:
-            self.frozen(state, opponent)  # else unknown if the run continues from an earlier checkpoint
+            self.frozen(state, opponent)  # it may be unknown if the run continues from an earlier checkpoint
 
     def finished(self, state: State, sample: int, rewards: Sequence[float]) -> None:
         number, opponent = split_number(sample)
@@ -126,8 +132,8 @@ class LeagueCurriculum:
         counts[:] = [DECAY * counts[0] + 1.0, DECAY * counts[1] + won]
 
     def frozen(self, state: State, version: int) -> None:
-        """Add a version. Beyond `keep`, the one is left out whose neighbours are closest; the first and the newest
-        stay."""
+        """Add a version. If there are more than `keep`, the version whose neighbours are closest to each other is
+        removed; the first and the newest always stay."""
         versions: dict[str, list[float]] = state["versions"]
         if str(version) in versions:
             return
@@ -147,12 +153,12 @@ class LeagueCurriculum:
 
 
 def win_rates(state: Mapping[str, Any]) -> dict[int, float]:
-    """Estimated chance of the policy to win against each version, draws counting half: 0.5 before any game."""
+    """Estimated chance of the policy to win against each version, where a draw counts half; 0.5 before any game."""
     return {int(version): (won + 0.5) / (played + 1) for version, (played, won) in state["versions"].items()}
 
 
 def preference(kind: Preference, win_rate: float) -> float:
-    """Weight of a version by the policy's chance to win against it; see the module."""
+    """Weight of a version in the choice, given the policy's chance to win against it; see the module."""
     if kind == "hard":
         return (1 - win_rate) ** 2
     return win_rate * (1 - win_rate) if kind == "even" else 1.0

@@ -31,10 +31,10 @@ from titan_rl.rollout.task import DEMONSTRATED_CALL_S, Demonstration
 from titan_rl.rollout.types import Message, RolloutStatus
 
 MOST_TURNS = 64
-"""Limit on the turns of a demonstration."""
+"""Largest number of turns of a demonstration."""
 
 GRACE_S = 5.0
-"""Time for the event loop to end a call that is past its limit. A loop that has not by then is blocked."""
+"""Seconds that the event loop has to end a call after its time limit. After that the loop is considered blocked."""
 
 Player = Callable[[Sequence[Message]], str | Message]
 """Function from the conversation so far to the assistant's answer."""
@@ -43,7 +43,7 @@ Player = Callable[[Sequence[Message]], str | Message]
 def demonstrated(games: Iterable[tuple[MessageEnv, Player]]) -> Iterator[Demonstration]:
     """Play environments with scripted players, one after the other, and yield the conversations.
 
-    They are played on an event loop of their own, in a thread that ends with the iterator, so the caller's loop may be
+    They are played on a separate event loop, in a thread that ends with the iterator, so the caller's event loop may be
     running.
 
     Raises:
@@ -73,13 +73,13 @@ class _Game:
     """Game of one environment with a scripted player."""
 
     def __init__(self, env: MessageEnv, player: Player, limit_s: float) -> None:
-        self._calls = EnvCalls(env)  # pyright: ignore[reportArgumentType]  which calls any environment with a step
+        self._calls = EnvCalls(env)  # pyright: ignore[reportArgumentType]  it can call any environment with `step`
         self._player = player
         self._limit_s = limit_s
-        self._ends_by = time.monotonic() + limit_s  # the current call
+        self._ends_by = time.monotonic() + limit_s  # time limit of the current call
 
     def result(self, playing: Future[Demonstration], thread: threading.Thread) -> Demonstration:
-        """Wait for the demonstration in a thread other than that of its event loop.
+        """Wait for the demonstration, in another thread than that of the event loop.
 
         A call that blocks the event loop also blocks the timer that limits it, so the limit is checked here, too.
         """
@@ -102,7 +102,7 @@ class _Game:
         except BaseException:
             await self._close()
             raise
-        if (wrong := await self._close()) is not None:  # it would fail in each of thousands of demonstrations
+        if (wrong := await self._close()) is not None:  # closing would fail in each of thousands of demonstrations
             raise DataError(f"a demonstration failed: closing {type(self._calls.env).__name__}: {wrong}")
         return played
 
@@ -145,10 +145,10 @@ class _Game:
 
 
 MOST_DRAWS = 1000
-"""Limit on draws for one training or held-out sample."""
+"""Largest number of draws for one training or held-out sample."""
 
 CARELESS = 1 / 6
-"""Share of the demonstrations, at their end, that `demonstrate_carelessly` makes."""
+"""Share of the demonstrations that `demonstrate_carelessly` makes. They are the last ones."""
 
 
 class MessageTask(Section):
@@ -194,18 +194,20 @@ class MessageTask(Section):
         """Next answer of a demonstration, which `titan-rl sft` teaches: text, or a whole message, for instance with
         tool calls (see `call_of`).
 
-        If demonstrations are always right, nothing is left for reinforcement learning to improve. So either this or
-        `demonstrate_carelessly` should be right only sometimes.
+        If demonstrations are always right, nothing is left for reinforcement learning to improve. So either this method
+        or `demonstrate_carelessly` should be right only sometimes.
 
         Args:
-            messages: the conversation so far.
+            sample: Sample of the conversation.
+            messages: Conversation so far.
+            rng: Source of all randomness.
         """
         raise NotImplementedError
 
     def demonstrate_carelessly(self, sample: Any, messages: Sequence[Message], rng: random.Random) -> str | Message:
-        """Next answer of a careless demonstration; by default that of `demonstrate`. The last `CARELESS` of all
-        demonstrations are careless ones. With `sft.shuffle = false` a model first learns a skill, and then to use it
-        rarely, which reinforcement learning soon corrects."""
+        """Next answer of a careless demonstration; by default that of `demonstrate`. The last `CARELESS` share of all
+        demonstrations is careless. With `sft.shuffle = false` a model first learns a skill, and then to use it rarely,
+        which reinforcement learning soon corrects."""
         return self.demonstrate(sample, messages, rng)
 
     def demonstrations(self, count: int) -> Iterator[Demonstration]:
@@ -253,7 +255,7 @@ class MessageTask(Section):
         return int.from_bytes(digest, "big") < self.held_out * 2**64
 
     def _draw(self, key: str, *, held_out: bool) -> Any:
-        """Draw until a sample is held out, or is not.
+        """Draw samples until one is held out, or until one is not.
 
         Raises:
             DataError: no such sample was found.

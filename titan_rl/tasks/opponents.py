@@ -1,4 +1,4 @@
-"""Frozen versions of a run as players: one server, which holds the weights of one version at a time."""
+"""Frozen versions of a run as players, on one server that holds the weights of one version at a time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 
 
 class PersistentGenerate:
-    """`GenerateFn` that asks again while a server fails, for instance until it is restarted. The caller limits the
-    time; a request that the server refuses fails at once.
+    """`GenerateFn` that repeats a request while a server fails, for instance until it is restarted. The caller limits
+    the time. A request that the server refuses fails at once.
 
     Raises:
         RequestError: the server refuses the request.
@@ -60,6 +60,8 @@ class Opponents:
     """Players by version, which share one server. Made by `open_opponents`.
 
     Args:
+        served: Server of the versions.
+        settings: Settings of the league.
         resources: Closes the connections of the players.
     """
 
@@ -70,12 +72,12 @@ class Opponents:
         self._players: dict[int, TokenPlayer] = {}
 
     def player(self, version: int) -> TokenPlayer:
-        """Player of a version; its folder must exist when it is asked."""
+        """Player of a version. The version's folder must exist when the player is asked."""
         if version not in self._players:
             from titan_rl.serving.client import HttpGenerateFn
 
             name, settings = version_name(version), self._settings
-            model = name if version else None  # the initial model is what the server is started with
+            model = name if version else None  # version 0 is the model with which the server was started
             generate = HttpGenerateFn(
                 self._served.url, model=model, api_key=self._served.api_key, timeout_s=settings.timeout_s
             )
@@ -89,10 +91,12 @@ class Opponents:
 
 @asynccontextmanager
 async def open_opponents(settings: LeagueSeat, run: RunContext, versions: Path) -> AsyncGenerator[Opponents]:
-    """Serve the frozen versions of a run for the length of the block. A server that dies is restarted, and requests
-    wait meanwhile.
+    """Context in which the frozen versions of a run are served. If the server dies it is restarted, and requests wait
+    until then.
 
     Args:
+        settings: Settings of the league.
+        run: The run.
         versions: Folder with a Hugging Face folder for each version.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tasks with several seats, and the players of these: the policy, scripts, endpoints, checkpoints that are served."""
+"""Tasks with several seats, and the players of seats: the policy, scripts, endpoints, and served checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from titan_rl.rollout.types import Matched, Message, sample_alone
 from titan_rl.tasks.league import LeagueSeat
 from titan_rl.tasks.opponents import Opponents, open_opponents
 
-if TYPE_CHECKING:  # imported where they are used, because they are slow and few seats need them
+if TYPE_CHECKING:  # imported where it is used, because the import is slow and few seats need it
     import httpx
 
 
@@ -84,7 +84,7 @@ class FrozenPolicy(Section):
 
 
 def _kind(given: Any) -> str | None:
-    """Tag of a setting in `PlayerSetting`. Errors leave out parts in angle brackets, which are no keys."""
+    """Tag of a setting in `PlayerSetting`. Error messages leave out parts in angle brackets, which are not keys."""
     if isinstance(given, str):
         return "<named>"
     if isinstance(given, Endpoint) or (isinstance(given, Mapping) and "url" in given):
@@ -172,7 +172,7 @@ class SeatedTask(Section):
         """Check the names of the seats.
 
         Raises:
-            ConfigError: there is no seat of a name, or the policy plays none.
+            ConfigError: a seat does not exist, the policy plays no seat, or two leagues have different settings.
         """
         if strange := sorted(self.seats.keys() - set(self.seat_names)):
             raise ConfigError(f"task.seats has {', '.join(strange)}; the seats are {', '.join(self.seat_names)}")
@@ -184,8 +184,8 @@ class SeatedTask(Section):
 
     @asynccontextmanager
     async def open(self, run: RunContext) -> AsyncGenerator[None]:
-        """Open endpoints, and serve checkpoints and versions, for the length of the block. In a dry run the policy
-        plays their seats."""
+        """Context in which endpoints are open, and checkpoints and versions are served. In a dry run the policy plays
+        their seats."""
         if run.dry:
             self._opened = {seat: "policy" for seat, setting in self.seats.items() if not isinstance(setting, str)}
             yield
@@ -221,7 +221,7 @@ def _named_player(seat: str, setting: str) -> Player:
 
 @asynccontextmanager
 async def open_players(settings: Mapping[str, PlayerSetting], run: RunContext) -> AsyncGenerator[dict[str, Player]]:
-    """Open the players of seats for the length of the block. A checkpoint that plays several seats is served once.
+    """Context in which the players of seats are open. A checkpoint that plays several seats is served once.
 
     Raises:
         ConfigError: a script is missing.
@@ -277,6 +277,7 @@ class EndpointPlayer:
     are retried until the time is up.
 
     Args:
+        settings: Settings of the endpoint.
         transport: httpx transport for tests.
     """
 
@@ -298,7 +299,7 @@ class EndpointPlayer:
 
         Raises:
             GenerationError: the endpoint refuses the request, or its answer is not a message.
-            TimeoutError: it has not answered in time.
+            TimeoutError: the endpoint has not answered in time.
         """
         asked = {"max_tokens": self._settings.max_tokens, "temperature": self._settings.temperature}
         body = {"model": self._settings.model, "messages": [plain_json(message) for message in messages]}

@@ -18,7 +18,7 @@ from titan_rl.tasks.message_task import MessageTask
 from titan_rl.tasks.tools import ToolEnv, messages_of
 
 AnswerReward = Callable[[Any, str], float | Awaitable[float]]
-"""`reward(sample, answer)`: reward of an answer to the prompt of a sample."""
+"""Function `reward(sample, answer)`: reward of an answer to the prompt of a sample."""
 
 
 class PromptTask(MessageTask):
@@ -40,16 +40,16 @@ class PromptTask(MessageTask):
 
     @abstractmethod
     def sample(self, rng: random.Random) -> Any:
-        """Draw one sample, with no other randomness than `rng`. It holds what `prompt` and `reward` need."""
+        """Draw one sample, with no other randomness than `rng`. It contains what `prompt` and `reward` need."""
 
     @abstractmethod
     def prompt(self, sample: Any) -> str | Sequence[Message]:
-        """User's message, or all opening messages."""
+        """The user's message, or all opening messages."""
 
     @abstractmethod
     def reward(self, sample: Any, answer: str) -> float | Awaitable[float]:
-        """Reward of an answer; may be async. An answer that is cut off, cannot be parsed, or is missing after tool
-        calls has reward 0 without a call. Override `rubric` to change that."""
+        """Reward of an answer. The method may be async. It is not called for an answer that is cut off, cannot be
+        parsed, or is missing after tool calls: such an answer has reward 0. Override `rubric` to change that."""
 
     def tools(self, sample: Any) -> object:
         """Tools of one rollout: functions, or a fresh object whose public methods are the tools."""
@@ -60,7 +60,7 @@ class PromptTask(MessageTask):
 
     @property
     def is_single_turn(self) -> bool:
-        """Whether no rollout has a second turn: the task has neither tools nor an environment of its own."""
+        """Whether no rollout has a second turn, because the task has neither tools nor its own environment."""
         kind = type(self)
         return kind.tools is PromptTask.tools and kind.env is PromptTask.env and kind.make_env is PromptTask.make_env
 
@@ -72,10 +72,11 @@ class PromptTask(MessageTask):
 
 
 def answer_rubric(reward: AnswerReward, *, in_thread: bool = False) -> Rubric:
-    """Rubric of one reward. A rollout whose answer is cut off or cannot be parsed has reward 0.
+    """Make a rubric of one reward. A rollout whose answer is cut off or cannot be parsed has reward 0.
 
     Args:
-        in_thread: see `Reward`.
+        reward: Function of the sample and the answer.
+        in_thread: Whether a sync function runs in a worker thread; see `Reward`.
     """
 
     def value(rollout: Rollout) -> float:

@@ -1,4 +1,4 @@
-"""Reward models: sequence classifiers, served by vLLM or in this process, as a reward."""
+"""Reward models: rewards from sequence classifiers, which vLLM serves or which run in this process."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ if TYPE_CHECKING:
     from titan_rl.serving.client import Asking
 
 ScoreFn = Callable[[Sequence[str]], Awaitable[Sequence[float]]]
-"""Scores of a batch of texts.  # [num_texts] -> [num_texts]"""
+"""Function from a batch of texts to their scores.  # [num_texts] -> [num_texts]"""
 
 
 class ServedClassifier:
-    """Classifier that vLLM serves: `vllm serve MODEL --runner pooling`, asked at `/classify`.
+    """Classifier that vLLM serves (`vllm serve MODEL --runner pooling`), queried at `/classify`.
 
     Args:
-        url: Of the server, with or without its "/v1".
-        label: Index of the class whose probability is the score. By default the model has one output, as reward models
-            do, and that is the score, as it is.
+        url: URL of the server, with or without its "/v1".
+        model: Name of the model at the server.
+        label: Index of the class whose probability is the score. By default the model must have a single output, as
+            reward models do, which is the score.
         api_key: Environment variable with the key, if the server needs one.
+        timeout_s: Time limit of one request.
         transport: httpx transport that replaces the network.
     """
 
@@ -54,10 +56,11 @@ class ServedClassifier:
         self._client: Asking | None = None
 
     async def __call__(self, texts: Sequence[str]) -> Sequence[float]:
-        """
+        """Score texts.
+
         Raises:
-            RequestError: the server refuses the texts, or the model has other outputs than `label` expects.
-            GenerationError: it cannot be reached, or sends no scores.
+            RequestError: the server refuses the texts, or the model's outputs do not fit `label`.
+            GenerationError: the server cannot be reached, or its answer has no scores.
         """
         body = {"model": self._model, "input": list(texts), "use_activation": self._label is not None}
         response = await self._asking().post(body, {})
@@ -93,9 +96,11 @@ class ServedClassifier:
 
 
 class LocalClassifier:
-    """Classifier of a Hugging Face folder, in a thread of this process, on the CPU. For small models and tests.
+    """Classifier of a Hugging Face folder, which runs on the CPU in a thread of this process. For small models and
+    tests.
 
     Args:
+        folder: Hugging Face folder of the model.
         label: See `ServedClassifier`.
     """
 
@@ -134,7 +139,7 @@ def _place(label: int | None, num_outputs: int) -> int:
     """Index of the output that is the score.
 
     Raises:
-        RequestError: the model has other outputs.
+        RequestError: the model's outputs do not fit `label`.
     """
     if label is None and num_outputs > 1:
         raise RequestError(f"the classifier has {num_outputs} outputs; choose the one that scores with label")
@@ -144,9 +149,10 @@ def _place(label: int | None, num_outputs: int) -> int:
 
 
 def _finite(value: object) -> float:
-    """
+    """Convert a score to a float.
+
     Raises:
-        ValueError: it is no finite number.
+        ValueError: the score is not a finite number.
     """
     number = float_or_none(value)
     if number is None or not math.isfinite(number):
@@ -155,10 +161,11 @@ def _finite(value: object) -> float:
 
 
 class Batches:
-    """Joins texts that are asked for at the same time into batches.
+    """Joins texts that are to be scored at the same time into batches.
 
     Args:
-        size: Most texts of a batch.
+        score: Scores a batch.
+        size: Largest number of texts in a batch.
     """
 
     def __init__(self, score: ScoreFn, size: int) -> None:
@@ -168,7 +175,7 @@ class Batches:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def score(self, text: str) -> float:
-        """Score of a text, of the batch that it becomes part of."""
+        """Score a text as part of a batch."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[float] = loop.create_future()
         self._waiting.append((text, future))
@@ -198,7 +205,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """Question about one text."""
+    """Question for the score of one text."""
 
     batches: Batches
     model: str
@@ -213,7 +220,7 @@ class _Text:
 
 
 class RewardModel(FunctionReward[Any]):
-    """Reward that a sequence classifier gives to each rollout. Texts that are judged at the same time are one request.
+    """Reward that a sequence classifier gives to each rollout. Texts that are judged at the same time share a request.
 
     Example:
 
@@ -223,8 +230,8 @@ class RewardModel(FunctionReward[Any]):
 
     Args:
         score: `ServedClassifier`, `LocalClassifier`, or an async function of a batch of texts.
-        text: What the classifier reads of a rollout.
-        batch: Most texts of one request.
+        text: Function from a rollout to the text that the classifier reads.
+        batch: Largest number of texts in one request.
         weight, name, cache, per_minute, outage_s, on_failure: See `Judge`.
     """
 
@@ -259,7 +266,7 @@ class RewardModel(FunctionReward[Any]):
         return await together([self._value(rollout) for rollout in rollouts])
 
     def take_metrics(self, rollout_id: str) -> dict[str, float]:
-        """Metrics of the judging of a rollout, once."""
+        """Return the metrics of the judging of a rollout, and forget them."""
         return self._metrics.take(rollout_id)
 
     def show_on(self, console: Console) -> None:

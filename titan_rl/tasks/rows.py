@@ -1,4 +1,4 @@
-"""Tasks whose samples are rows, and `Rows`, whose rows are those of a local file: JSON lines, JSON, CSV or Parquet."""
+"""Tasks whose samples are rows, and `Rows`, which reads them from a local file: JSON lines, JSON, CSV or Parquet."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         yield from parquet.read_table(path).to_pylist()
     except OSError:
         raise
-    except Exception as error:  # pyarrow's own
+    except Exception as error:  # an error type of pyarrow
         raise ConfigError(f"{path} is not a Parquet file: {error}") from None
 
 
@@ -110,10 +110,11 @@ def _row(value: Any, where: str) -> Row:
 
 
 class ChosenRows:
-    """Rows of a data set, all or those at some places. They are read one at a time.
+    """All rows of a data set, or some of them. Rows are read one at a time.
 
     Args:
-        data: sequence of rows.
+        data: Sequence of rows.
+        places: Indices of the rows; None for all rows.
     """
 
     def __init__(self, data: Any, places: Sequence[int] | None = None) -> None:
@@ -168,7 +169,7 @@ class RowTask(MessageTask):
         """Prompt of a row.
 
         Raises:
-            KeyError: the row lacks a column, or the prompt names none.
+            KeyError: the row lacks a column, or the setting `prompt` names no column.
         """
         if self.prompt in row:
             return row[self.prompt]
@@ -184,10 +185,11 @@ class RowTask(MessageTask):
         """Check that a row has a prompt.
 
         Args:
-            place: names the row: "row 3 of questions.jsonl".
+            row: The row.
+            place: Description of the row for the error, such as "row 3 of questions.jsonl".
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: the row has no prompt.
         """
         try:
             self.messages(row)
@@ -201,8 +203,8 @@ class RowTask(MessageTask):
         """Split rows by `held_out` and their keys.
 
         Args:
-            data: sequence of rows.
-            name: name of the data, for the error.
+            data: Sequence of rows.
+            name: Name of the data, for the error.
 
         Raises:
             ConfigError: a row has no prompt.
@@ -268,7 +270,7 @@ class Rows(RowTask):
         return answer_rubric(find_function("task.reward", self.reward, {}), in_thread=self.reward_in_thread)
 
     def key(self, sample: Row) -> str:
-        """Key of the columns that the prompt shows, whatever its wording."""
+        """Key made of the columns that the prompt shows, independent of its wording."""
         names = [self.prompt] if self.prompt in sample else columns_in(self.prompt)
         return json.dumps(plain_json([sample.get(name) for name in names]))
 
@@ -276,7 +278,7 @@ class Rows(RowTask):
         """Read the files and check their columns.
 
         Raises:
-            ConfigError: a file cannot be read, lacks a column, or has no rows for training or none held out.
+            ConfigError: a file cannot be read or lacks a column, or there are no training rows or no held-out rows.
         """
         rows = self.rows(held_out=False)
         if self.demonstration and not all(self.demonstration in rows[place] for place in range(len(rows))):

@@ -25,27 +25,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
-_END_S = 10.0  # for a server to shut down
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before restarts
+_END_S = 10.0  # time for a server to shut down
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # pauses before restarts
 _URL = re.compile(r"OPENAI_BASE_URL=(\S+?:(\d+))/v1\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Address of a server, and the key that it demands."""
+    """Address of a server, and the key that it requires."""
 
     url: str
     api_key: str
 
 
 class PolicyServer:
-    """Process of `titan-rl serve`. If it ends, another is started at the same address.
+    """Process of `titan-rl serve`. If it ends, another one is started at the same address.
 
     Args:
-        folder: Of a run, a checkpoint, an export or a model.
+        folder: Folder of a run, a checkpoint, an export or a model.
+        processes: Runs and kills the process.
         log: File for the output.
         options: Settings of the server.
-        start_s: Longest time until it listens.
+        start_s: Longest time until the server listens.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class PolicyServer:
         self._options = options
         self._start_s = start_s
         self._environment = {**os.environ, "TITAN_RL_API_KEY": secrets.token_urlsafe(32)}
-        self._port = "0"  # the system chooses the first one
+        self._port = "0"  # the system chooses the port of the first process
         self.served: asyncio.Future[Served] = asyncio.get_running_loop().create_future()
 
     async def keep(self) -> None:
-        """Run the server until this is cancelled. `served` has its address, or the error of the first start."""
+        """Run the server until this call is cancelled. `served` has its address, or the error of the first start."""
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             try:
@@ -79,7 +80,8 @@ class PolicyServer:
         """Run one process until it ends.
 
         Raises:
-            GenerationError: it ended before it listened, or did not listen in time. Has the end of its output.
+            GenerationError: the process ended before it listened, or did not listen in time. The message has the end of
+                its output.
         """
         command = [sys.executable, "-m", "titan_rl.cli.main", "serve", self._folder]
         for name, value in {**self._options, "server.port": self._port}.items():
@@ -128,18 +130,20 @@ async def serving(
     start_s: float,
     timeout_s: float,
 ) -> AsyncGenerator[Served]:
-    """Serve the policy of a folder for the length of the block. A server that dies is restarted; requests fail
-    meanwhile.
+    """Context in which the policy of a folder is served. If the server dies it is restarted; requests fail until then.
 
     Args:
-        folder: Of a run, a checkpoint, an export or a model.
+        folder: Folder of a run, a checkpoint, an export or a model.
+        processes: Runs and kills the server's process.
         log: File for the server's output.
+        max_context: Largest number of tokens of prompt and completion together.
         settings: Further settings of the server.
-        start_s: Longest time until it listens.
-        timeout_s: Longest time of one answer.
+        start_s: Longest time until the server listens.
+        timeout_s: Time limit of one answer.
 
     Raises:
-        GenerationError: the server ended as it started, or did not answer in time. Has the end of its output.
+        GenerationError: the server ended while it started, or did not listen in time. The message has the end of its
+            output.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     options = {"server.request_s": f"{timeout_s}", "model.max_context": str(max_context), **settings}
@@ -148,7 +152,7 @@ async def serving(
     try:
         await asyncio.wait((keeping, server.served), return_when=asyncio.FIRST_COMPLETED)
         if not server.served.done():
-            keeping.result()  # its error
+            keeping.result()  # raises the error
         yield await server.served
     finally:
         keeping.cancel()

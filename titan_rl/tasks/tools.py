@@ -63,10 +63,11 @@ class Tool:
     """Function that the policy may call, with its schema.
 
     Args:
-        description: the docstring without its section on parameters.
+        name: Name of the tool.
+        description: Docstring without its section on parameters.
         parameters: JSON schema of the arguments.
-        function: called with keyword arguments; may be async.
-        arguments: model that checks the arguments.
+        function: Function that is called with keyword arguments; may be async.
+        arguments: Model that checks the arguments.
     """
 
     name: str
@@ -79,8 +80,8 @@ class Tool:
     def of(cls, function: Callable[..., Any]) -> Tool:
         """Make a tool of a function, whose parameters need type hints.
 
-        All types are supported for which pydantic has a JSON schema: numbers, text, bool, None, enums, `Literal`,
-        unions, lists, dictionaries, dataclasses, TypedDicts (before Python 3.12 those of `typing_extensions`), models.
+        All types with a JSON schema in pydantic are supported: numbers, text, bool, None, enums, `Literal`, unions,
+        lists, dictionaries, dataclasses, TypedDicts (before Python 3.12 those of `typing_extensions`), models.
         A parameter is described in the docstring (in the style of Google, NumPy or Sphinx), by
         `Annotated[int, "number of coins"]`, or by pydantic's `Field(description=...)`.
 
@@ -89,7 +90,7 @@ class Tool:
         """
         if isinstance(function, Tool):
             return function
-        # A method's schema is that of its class, however many objects there are.
+        # All objects of a class share the schemas of their methods.
         is_method = inspect.ismethod(function)
         described = _described(function.__func__ if is_method else function, is_method)
         return cls(described.name, described.description, described.parameters, function, described.arguments)
@@ -106,7 +107,7 @@ class Tool:
         """Arguments by name, converted to the types that the function declares.
 
         Args:
-            arguments: the policy's arguments: a mapping, its JSON text, or None.
+            arguments: Arguments from the policy: a mapping, its JSON text, or None.
 
         Raises:
             ArgumentsError: arguments are missing, unknown or of wrong types. Lists all of them.
@@ -125,12 +126,12 @@ class Tool:
         return {
             str(field.alias): getattr(model, name)
             for name, field in type(model).model_fields.items()
-            if name in model.model_fields_set  # else the function's own default
+            if name in model.model_fields_set  # otherwise the function's default applies
         }
 
 
 def call_of(name: str, arguments: Mapping[str, Any] | None = None, content: str = "") -> Message:
-    """Assistant's message that calls a tool, for a demonstration.
+    """Make an assistant's message that calls a tool, for a demonstration.
 
     Example: `call_of("multiply", {"a": 6, "b": 7})`
     """
@@ -139,9 +140,9 @@ def call_of(name: str, arguments: Mapping[str, Any] | None = None, content: str 
 
 
 def tools_of(given: object) -> list[Tool]:
-    """Tools made of a function, of the public methods of an object, or of a list of functions and objects.
+    """Make tools of a function, of the public methods of an object, or of a list of functions and objects.
 
-    All public methods of an object are tools, inherited ones too, except `close`.
+    All public methods of an object are tools, including inherited ones, except `close`.
 
     Raises:
         ValueError: see `Tool.of`; or two tools have the same name, or an object has no public methods.
@@ -177,7 +178,7 @@ def _tools_of_one(given: object) -> list[Tool]:
 def _described(function: Callable[..., Any], is_method: bool) -> Tool:
     import docstring_parser  # here, because its import is slow and only tools need it
 
-    plain: Any = getattr(function, "func", function)  # of a partial
+    plain: Any = getattr(function, "func", function)  # the function of a partial
     name = getattr(function, "__name__", None) or getattr(plain, "__name__", "")
     if not _NAME.fullmatch(name):
         raise ValueError(
@@ -187,7 +188,7 @@ def _described(function: Callable[..., Any], is_method: bool) -> Tool:
     descriptions = {param.arg_name: param.description for param in docs.params if param.description}
     try:
         hints = get_type_hints(inspect.unwrap(plain), include_extras=True)
-    except Exception as error:  # annotations are any expressions
+    except Exception as error:  # annotations may be any expressions
         raise ValueError(f"tool {name!r}: its type hints cannot be read: {type(error).__name__}: {error}") from error
     fields: dict[str, Any] = {}
     for number, parameter in enumerate([*inspect.signature(function).parameters.values()][is_method:]):
@@ -211,7 +212,7 @@ def _described(function: Callable[..., Any], is_method: bool) -> Tool:
 
 
 def _model(name: str, fields: Mapping[str, Any]) -> tuple[type[BaseModel], dict[str, Any]]:
-    """Model that checks the arguments.
+    """Make the model that checks the arguments of a tool.
 
     Returns:
         The model, and the JSON schema of the arguments.
@@ -230,7 +231,7 @@ def _annotation(tool: str, parameter: str, hints: Mapping[str, Any], description
 
 
 def _problems(error: ValidationError) -> str:
-    """Text such as "a: Field required; b: Input should be a valid number"."""
+    """Description of invalid arguments, such as "a: Field required; b: Input should be a valid number"."""
     return "; ".join(
         f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
         for problem in error.errors(include_url=False, include_context=False, include_input=False)
@@ -257,18 +258,18 @@ _UNDESCRIBED = (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema, Pyd
 T = TypeVar("T")
 
 FAULTS = (ImportError, NameError, NotImplementedError, MemoryError, TitanRLError)
-"""Exceptions that are the fault of a tool's author, whatever arguments the policy gave."""
+"""Exceptions that are the fault of a tool's author, regardless of the policy's arguments."""
 
 logger = logging.getLogger(__name__)
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")
 
 _threads = DaemonThreads(64, "tool")
-_logged: set[tuple[str, str]] = set()  # pairs of a tool and the kind of its failure
+_logged: set[tuple[str, str]] = set()  # (tool, kind of failure) pairs that have been logged
 
 
 class ToolEnv:
-    """A `MessageEnv` of one prompt: calls of tools are answered until the policy answers without one.
+    """A `MessageEnv` of one prompt: tool calls are answered until the policy answers without a call.
 
     A call has one of these outcomes:
 
@@ -278,24 +279,24 @@ class ToolEnv:
     - an exception of `faults`, which is an error of the environment and ends the rollout.
 
     The calls of one message are made one after the other, so that their effects are reproducible. If there are tools,
-    each step has the rewards "tool_calls" and "tool_errors", which count both: `env_reward("tool_errors", weight=0)`
-    in a rubric records them.
+    each step has the rewards "tool_calls" and "tool_errors", which count calls and errors. A rubric with
+    `env_reward("tool_errors", weight=0)` records the errors.
 
     Example: a bank account for each rollout, whose methods are the tools:
 
         ToolEnv("Pay 3 coins to Ada.", Account(balance=10))
 
     Args:
-        prompt: the user's message, or all opening messages.
-        tools: a function, an object whose public methods are the tools, or a list of these; see `tools_of`. The
-            `close` method of an object, if it has one, is called at the end of the rollout. Without tools the first
+        prompt: The user's message, or all opening messages.
+        tools: Function, object whose public methods are the tools, or a list of functions and objects; see `tools_of`.
+            The `close` method of an object, if it has one, is called at the end of the rollout. Without tools the first
             answer is the last.
-        max_calls: most calls in a rollout; later ones get an error.
-        timeout_s: longest time of an async call, or of a call in a thread.
-        in_thread: call functions that are not async in a thread. For functions that wait, or compute for more than
-            some milliseconds. A call that takes too long is abandoned there.
-        max_result_chars: length to which results are cut; a cut result ends with the number of missing characters.
-        faults: exceptions that are not the policy's error.
+        max_calls: Largest number of calls in a rollout; later calls get an error.
+        timeout_s: Time limit of an async call, or of a call in a thread.
+        in_thread: Whether functions that are not async are called in a thread. For functions that wait, or compute for
+            more than a few milliseconds. A call in a thread that takes too long is abandoned.
+        max_result_chars: Length to which results are cut. A cut result ends with the number of missing characters.
+        faults: Exceptions that are not the policy's error.
 
     Raises:
         ValueError: a tool cannot be described (see `Tool.of`), or a limit is not positive.
@@ -339,8 +340,8 @@ class ToolEnv:
         return MessageStep([answer for answer, _ in answers], rewards=counts)
 
     async def answered(self, message: Message) -> MessageStep:
-        """Respond to an answer without a call. A subclass may judge it, with the changes that its tools have made, or
-        ask another question."""
+        """Respond to an answer without a call. A subclass may judge the answer and the changes that the tools have
+        made, or ask another question."""
         return MessageStep(status=RolloutStatus.COMPLETED)
 
     async def close(self) -> None:
@@ -350,7 +351,7 @@ class ToolEnv:
                 await closing
 
     async def _answer(self, call: Mapping[str, Any]) -> tuple[Message, bool]:
-        """Message of the tool, and whether the call failed."""
+        """Answer a call: the tool's message, and whether the call failed."""
         name, arguments = call["function"]["name"], call["function"].get("arguments")
         self._calls_left -= 1
         failed = True
@@ -392,7 +393,7 @@ class ToolEnv:
 
 
 def tool_message(call: Mapping[str, Any], text: str) -> Message:
-    """Message with the result of a call."""
+    """Make the tool's message with the result of a call."""
     answer = {"role": "tool", "name": call["function"]["name"], "content": text}
     return answer if call.get("id") is None else {**answer, "tool_call_id": call["id"]}
 
@@ -406,8 +407,8 @@ def messages_of(prompt: str | Sequence[Message], system: str = "") -> list[Messa
     """Opening messages of a conversation.
 
     Args:
-        prompt: the user's message, or all messages after the system's.
-        system: the system's message, if any.
+        prompt: The user's message, or all messages after the system message.
+        system: System message, if any.
 
     Raises:
         TypeError: the prompt is neither text nor messages.
@@ -434,7 +435,7 @@ def as_text(result: Any) -> str:
         return result
     try:
         return to_json(result, inf_nan_mode="null").decode()
-    except ValueError:  # pydantic cannot convert it; addresses are removed, since they differ at each replay
+    except ValueError:  # pydantic cannot convert it. Addresses are removed, since they differ at each replay.
         return _ADDRESS.sub("", to_json(plain_json(result)).decode())
 
 

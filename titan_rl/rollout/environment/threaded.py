@@ -28,14 +28,14 @@ class ThreadedEnv:
     thread, and cannot await objects of other loops. A call that is cancelled, by a time limit for instance, is
     abandoned: its late result is ignored, and the environment is closed when the call returns, if it ever does.
 
-    Example: a sync environment of chat messages:
+    Example: an environment of chat messages with plain functions:
 
         MessageTokenEnv(ThreadedEnv(lambda: BrowserEnv(sample)), renderer)
 
     `rollout.env_in_thread = true` does this for the whole environment of a task.
 
     Args:
-        make_env: makes the environment; called in its thread, before `reset`.
+        make_env: Makes the environment. Called in the environment's thread, before `reset`.
     """
 
     def __init__(self, make_env: Callable[[], Any]) -> None:
@@ -66,7 +66,10 @@ class _Call:
     """Call of a method in the thread, awaited by another event loop.
 
     Args:
-        awaits: await an awaitable result in the thread; else it is the call's result.
+        owner: Object that has the method.
+        name: Name of the method.
+        arguments: Arguments of the method.
+        awaits: Whether an awaitable result is awaited in the thread. Otherwise the awaitable is the call's result.
     """
 
     def __init__(self, owner: Any, name: str, arguments: tuple[Any, ...], awaits: bool) -> None:
@@ -75,13 +78,13 @@ class _Call:
         self._awaits = awaits
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._context = contextvars.copy_context()
-        self._task: asyncio.Task[Any] | None = None  # of the thread's own loop
+        self._task: asyncio.Task[Any] | None = None  # task in the thread's own event loop
         self._waiting = asyncio.get_running_loop()
 
     def abandon(self) -> None:
         """Abandon the call. A coroutine is cancelled; a function that blocks cannot be."""
         if (task := self._task) is not None:
-            with suppress(RuntimeError):  # its loop is closed
+            with suppress(RuntimeError):  # the task's event loop is closed
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
     def place(self) -> str | None:
@@ -95,12 +98,12 @@ class _Call:
             result = self._context.run(self._method, *self._arguments)
             if self._awaits and inspect.isawaitable(result):
                 result = runner.run(self._awaited(result), context=self._context)
-        except (StopIteration, GeneratorExit) as error:  # cannot travel through a future
+        except (StopIteration, GeneratorExit) as error:  # a future cannot hold these
             failure = RuntimeError(f"{type(error).__name__}: {error}")
             failure.__cause__ = error
-        except BaseException as error:  # such as SystemExit: the rollouter decides on it
+        except BaseException as error:  # such as SystemExit, which the rollouter handles
             failure = error
-        with suppress(RuntimeError):  # the loop that waited is closed
+        with suppress(RuntimeError):  # the waiting event loop is closed
             self._waiting.call_soon_threadsafe(self._settle, result, failure)
 
     async def _awaited(self, awaitable: Any) -> Any:
@@ -123,8 +126,8 @@ class CallsInThread:
     """Sequential calls in one daemon thread, which starts with the first call.
 
     Args:
-        awaits: await the coroutines that calls return in the thread, on its own event loop; else a call returns the
-            coroutine.
+        awaits: Whether coroutines that calls return are awaited in the thread, on its own event loop. Otherwise a call
+            returns the coroutine.
     """
 
     def __init__(self, *, awaits: bool = True) -> None:
@@ -138,7 +141,7 @@ class CallsInThread:
         return self._thread is not None
 
     async def run(self, owner: Any, name: str, *arguments: Any) -> Any:
-        """Result of a method of `owner`."""
+        """Call a method of `owner` in the thread, and return its result."""
         call = _Call(owner, name, arguments, self._awaits)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"env-{next(_numbers)}", daemon=True)
@@ -155,7 +158,7 @@ class CallsInThread:
             raise
 
     async def end_with(self, owner: Any, name: str) -> Any:
-        """Result of the last call; None if it is queued behind an abandoned call."""
+        """Make the last call and return its result, or None if the call is queued behind an abandoned one."""
         try:
             if not self._gave_up:
                 return await self.run(owner, name)
@@ -167,7 +170,7 @@ class CallsInThread:
             self.end()
 
     def end(self) -> None:
-        """End the thread after its queued calls. Idempotent."""
+        """End the thread after its queued calls. Further calls do nothing."""
         if self._thread is not None and not self._is_ended:
             self._is_ended = True
             self._calls.put(None)
@@ -210,10 +213,10 @@ class EnvMethods:
         self._calls: CallsInThread | None = None
 
     async def call(self, name: str, kind: type[T], *arguments: Any) -> T:
-        """Result of a method, checked to be a `kind`.
+        """Result of a method, checked to be an instance of `kind`.
 
         Raises:
-            TypeError: it is not. Names the method's line, the type it returned, and `kind`.
+            TypeError: the result is of another type. Names the method's line, the type of the result, and `kind`.
         """
         return expected(await self.result(name, *arguments), kind, self.env, name)
 
@@ -227,8 +230,8 @@ class EnvMethods:
         return await _awaited(await self._calls.run(self.env, name, *arguments))
 
     async def close(self) -> None:
-        """Close the environment and end its thread. Returns at once if an abandoned call still runs there; a plain
-        `close` follows it."""
+        """Close the environment and end its thread. Returns at once if an abandoned call still runs in the thread; a
+        plain `close` follows that call."""
         method = self.env.close
         try:
             if self._runs_in_thread(method):
@@ -260,7 +263,7 @@ def expected(given: Any, kind: type[T], env: object, name: str) -> T:
     """Check the result `given` of an environment's method.
 
     Raises:
-        TypeError: it is not a `kind`: "step of task.py:31 gave a float; a MessageStep is expected".
+        TypeError: the result is not a `kind`: "step of task.py:31 gave a float; a MessageStep is expected".
     """
     if isinstance(given, kind):
         return given

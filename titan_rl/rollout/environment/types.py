@@ -82,7 +82,7 @@ class TokenEnv(Protocol):
         """Respond to a completion with the next prompt, or with the final status.
 
         Args:
-            completion: a copy without `routed_experts`. Its tokens and logprobs are packed (`titan_rl.core.arrays`) and
+            completion: Copy without `routed_experts`. Its tokens and logprobs are packed (`titan_rl.core.arrays`) and
                 immutable; `list(...)` unpacks them.
         """
         ...
@@ -117,8 +117,8 @@ class MessageStep:
     """Response to a message: messages to append, or the final status of the rollout.
 
     Raises:
-        ValueError: both are missing, `status` is not a `RolloutStatus`, a reward is not a finite number, or a message
-            is not a mapping.
+        ValueError: there are neither messages nor a status, `status` is not a `RolloutStatus`, a reward is not a finite
+            number, or a message is not a mapping.
     """
 
     messages: Sequence[Message] = ()
@@ -140,7 +140,7 @@ class MessageEnv(Protocol):
         ...
 
     async def step(self, message: Message) -> MessageStep:
-        """Respond to the assistant's message, a copy that may be changed."""
+        """Respond to the assistant's message. The argument is a copy that may be changed."""
         ...
 
     async def close(self) -> None:
@@ -153,17 +153,18 @@ class RolloutPolicy:
     """Access of one rollout to the policy, with any number of requests, also concurrently.
 
     Args:
-        generate: sends a request, within the rollout's remaining time. A completion with finish reason ABORT was
+        rollout_id: ID of the rollout.
+        generate: Sends a request, within the rollout's remaining time. A completion with finish reason ABORT was
             interrupted and is not continued. The `request_id` is only returned with the completion; the request is
             sent under an ID derived from prompt and sampling. A repeated request is therefore sampled again, and a
             rollout that is replayed after a resume gets its recorded answers.
-        sampling: sampling parameters assumed in training. Its `seed` is the base for the seeds of the requests.
-        max_context: most tokens of prompt and completion together.
-        max_turns: most completions.
-        time_s: time that the rollout may use itself.
-        time_is_up: set when that time is used up.
-        waiting: returns a context manager; time within it does not count as the rollout's own.
-        env_rewards: names of the rewards that the rubric expects of a completed rollout's turns.
+        sampling: Sampling parameters assumed in training. Their `seed` is the base of the requests' seeds.
+        max_context: Largest number of tokens of prompt and completion together.
+        max_turns: Largest number of completions.
+        time_s: Seconds that the rollout may use itself.
+        time_is_up: Event that is set when this time is used up.
+        waiting: Returns a context manager; time within it does not count as the rollout's own.
+        env_rewards: Names of the rewards that the rubric expects of a completed rollout's turns.
     """
 
     rollout_id: str
@@ -238,11 +239,12 @@ class TokenPlayer:
     """Player in tokens that is not trained, such as a frozen checkpoint.
 
     Args:
-        temperature: None takes the policy's; all other sampling parameters are the policy's.
-        timeout_s: longest time of one answer.
+        generate: Generates the player's answers.
+        temperature: Sampling temperature; None takes the policy's. All other sampling parameters are the policy's.
+        timeout_s: Time limit of one answer.
 
     Raises:
-        ValueError: names the field, the value and what is allowed.
+        ValueError: a value is not allowed. The message names the field, the value and what is allowed.
     """
 
     generate: GenerateFn
@@ -260,8 +262,8 @@ class MessagePlayer:
     """Player in messages that is not trained: a script, or an endpoint.
 
     Args:
-        reply: receives the seat's conversation so far, with the opening and its own answers.
-        timeout_s: longest time of one answer. None takes that of environment calls, `rollout.env_timeout_s`.
+        reply: Function from the seat's conversation so far, including the opening and its own answers, to its reply.
+        timeout_s: Time limit of one answer. None takes that of environment calls, `rollout.env_timeout_s`.
 
     Example: `MessagePlayer(lambda messages: "pass")`
 
@@ -288,7 +290,9 @@ class SeatOutError(Exception):
     the rollouts of the other seats are UNDECIDED.
 
     Attributes:
-        status: final status of the seat's rollout.
+        seat: Name of the seat.
+        status: Final status of the seat's rollout.
+        why: Explanation of the status.
     """
 
     def __init__(self, seat: str, status: RolloutStatus, why: str) -> None:
@@ -315,7 +319,7 @@ class TokenSeat(Protocol):
 
         Raises:
             SeatOutError: the seat cannot continue.
-            TypeError: it is played by a `MessagePlayer`.
+            TypeError: the seat is played by a `MessagePlayer`.
         """
         ...
 
@@ -332,12 +336,12 @@ class TokenSeat(Protocol):
         ...
 
     def record(self, messages: Sequence[Message]) -> None:
-        """Add to the seat's transcript."""
+        """Add messages to the seat's transcript."""
         ...
 
     def reward(self, name: str, value: float) -> None:
-        """Give the seat a reward, for `env_reward(name)`. Rewards of one name add up. Rewards of seats that the policy
-        does not play are ignored."""
+        """Give the seat a reward, for `env_reward(name)`. Rewards with the same name add up. Rewards of seats that the
+        policy does not play are ignored."""
         ...
 
 
@@ -353,10 +357,10 @@ class SeatedEnv(Protocol):
         ...
 
     async def play_seats(self, seats: Mapping[str, TokenSeat]) -> None:
-        """Ask the seats, in any order, and give them their rewards. The game is over when this returns.
+        """Ask the seats, in any order, and give them their rewards. The game is over when this method returns.
 
         An exception is an error of the environment and ends the rollouts of all seats. An error of generation or of
-        another player ends them too; the environment need not handle it, because its call is cancelled where it waits.
+        another player also ends them; the environment need not handle it, because its call is cancelled where it waits.
         """
         ...
 
@@ -378,7 +382,7 @@ class MessageSeat(Protocol):
         """Append messages to the seat's conversation and return its answer.
 
         Raises:
-            SeatOutError: its answer cannot be parsed or was cut off, or there is no room for one.
+            SeatOutError: the answer cannot be parsed or was cut off, or there is no room for an answer.
         """
         ...
 

@@ -48,8 +48,8 @@ class OwnTime:
     def is_up(self) -> TimeIsUp:
         """Exception for the end of the time.
 
-        Without the slowest rollouts, training would be biased towards short ones, so finished turns are judged as
-        truncated. Only a rollout without any turn ends in an error.
+        Excluding the slowest rollouts would bias training towards short ones, so their finished turns are judged as a
+        truncated rollout. Only a rollout without any turn ends in an error.
         """
         has_turns = any(rollout.turns for rollout in self.rollouts)
         status = RolloutStatus.TRUNCATED_TIME if has_turns else RolloutStatus.ERROR_TIMEOUT
@@ -66,12 +66,13 @@ class EndsWith:
             observation = await env.reset()
 
     Args:
-        deadline: by the event loop's clock.
-        watch: runs within the block.
-        own_time: set if the deadline is the end of this time; the rollout then ends as its `is_up` says.
+        status: Status of a rollout that an exception ends.
+        deadline: Time limit of the block, by the event loop's clock.
+        watch: Stopwatch that runs within the block.
+        own_time: Time whose end is the deadline, if it is. The rollout then ends with `own_time.is_up()`.
 
     Raises:
-        RolloutEnded: for any exception but a cancellation of the rollout itself.
+        RolloutEnded: the block raised an exception, except for a cancellation of the rollout itself.
     """
 
     def __init__(
@@ -141,19 +142,19 @@ class EnvCalls:
     """Calls of one environment, made in sequence in one task, so that `close` may leave a scope of anyio or asyncio
     that `reset` entered.
 
-    A call whose caller is cancelled, by a time limit for instance, is cancelled and has `CLEANUP_S` seconds to end. If
-    it does not, it is abandoned with a warning, and the environment is closed when the call ends, if it ever does.
+    A call whose caller is cancelled, by a time limit for instance, is cancelled and has `CLEANUP_S` seconds to end.
+    After that it is abandoned with a warning, and the environment is closed when the call ends, if it ever does.
     """
 
     def __init__(self, env: TokenEnv | AgentEnv | SeatedEnv) -> None:
         self.env: Any = env
         self._methods = EnvMethods(env)
-        self._calls: deque[_Call] = deque()  # not begun
+        self._calls: deque[_Call] = deque()  # calls that have not begun
         self._closes = False  # whether the last call is `close`
         self._idle: asyncio.Future[None] | None = None  # awaited by the task while there is no call
         self._task: asyncio.Task[None] | None = None
         self._left_behind = False
-        self._seconds = 0.0  # of calls except `close`
+        self._seconds = 0.0  # seconds spent in calls except `close`
         # Checking a protocol takes many times as long as looking up one method.
         self.has_seats = hasattr(env, "play_seats") and isinstance(env, SeatedEnv)
         self.is_agent = hasattr(env, "play") and isinstance(env, AgentEnv)
@@ -162,9 +163,9 @@ class EnvCalls:
         """Seconds spent in calls so far, without `close` and without the requests made in them.
 
         Args:
-            asked_s: seconds of the rollout's requests.
+            asked_s: Seconds of the rollout's requests.
         """
-        asks_policy = self.has_seats or self.is_agent  # within its calls
+        asks_policy = self.has_seats or self.is_agent  # the requests are made within the environment's calls
         return max(0.0, self._seconds - asked_s) if asks_policy else self._seconds
 
     async def reset(self) -> Any:
@@ -180,9 +181,9 @@ class EnvCalls:
         await self._run("env play", "play_seats", seats)
 
     async def close(self, timeout_s: float) -> Failure | None:
-        """Close the environment and return its failure, if any. Cancellation waits for that up to the time limit, which
-        is at most `MAX_CLOSE_S`. Returns immediately if a call was abandoned; the environment is then closed after that
-        call."""
+        """Close the environment and return its failure, if any. A cancellation is delayed until the environment is
+        closed, but at most for the time limit, which is at most `MAX_CLOSE_S`. Returns immediately if a call was
+        abandoned; the environment is then closed after that call."""
         timeout_s = min(timeout_s, MAX_CLOSE_S)
         self._closes = True
         call, task = self._begin("close")
@@ -227,7 +228,7 @@ class EnvCalls:
                 self._leave_behind_unless_over(call, task)
             call.is_given_up = True
             if call.failure is not None and call.failure is not error:
-                error.__cause__ = call.failure  # has the line at which a thread was
+                error.__cause__ = call.failure  # contains the line that a thread was executing
             raise
         if call.failure is not None:
             raise call.failure
@@ -248,7 +249,7 @@ class EnvCalls:
     def _ended(self, first: _Call, task: asyncio.Task[None]) -> None:
         first.wake()  # needed if the task was cancelled before it began
         if not task.cancelled():
-            task.exception()  # retrieved here; the call has it as its failure
+            task.exception()  # marks it as retrieved; the call has it as its failure
 
     def _leave_behind_unless_over(self, call: _Call, task: asyncio.Task[None]) -> None:
         if not call.is_over:
@@ -267,7 +268,7 @@ class EnvCalls:
                 return
             else:
                 self._idle = asyncio.get_running_loop().create_future()
-                with suppress(asyncio.CancelledError):  # of a scope that `reset` entered and `close` leaves
+                with suppress(asyncio.CancelledError):  # by a scope that `reset` entered and `close` leaves
                     await self._idle
 
     @property
@@ -279,9 +280,9 @@ class _Call:
     """One call of an environment's method.
 
     Attributes:
-        is_over: the call has ended.
-        is_given_up: its caller no longer waits.
-        logs_failure: log its failure, if any, when it ends.
+        is_over: Whether the call has ended.
+        is_given_up: Whether the caller no longer waits.
+        logs_failure: Whether a failure is logged when the call ends.
     """
 
     def __init__(self, methods: EnvMethods, method: str, arguments: tuple[Any, ...]) -> None:
@@ -311,7 +312,7 @@ class _Call:
         task = asyncio.current_task()
         try:
             self.result = await self._made()
-        except BaseException as error:  # also SystemExit, which would end the event loop
+        except BaseException as error:  # including SystemExit, which would end the event loop
             self.failure = error
             if passes(error, task):
                 raise
@@ -343,7 +344,8 @@ class _Call:
 
 
 async def _settle(call: _Call, seconds: float) -> asyncio.CancelledError | None:
-    """Wait up to `seconds` for the end of `call`, even if the caller is cancelled; return that cancellation."""
+    """Wait up to `seconds` for the end of `call`, even if the caller is cancelled. Returns that cancellation, if
+    any."""
     is_late, cancelled = False, None
 
     def give_up() -> None:

@@ -30,8 +30,8 @@ class Game:
     seat.
 
     Args:
-        own_time: shared by the seats that the policy plays.
-        env_timeout_s: longest time that the environment may take without asking a seat.
+        own_time: Time that the seats of the policy share.
+        env_timeout_s: Longest time that the environment may take without asking a seat.
     """
 
     def __init__(self, own_time: OwnTime, *, env_timeout_s: float) -> None:
@@ -50,10 +50,10 @@ class Game:
         """Play the game to its end.
 
         Returns:
-            The error of the seat that ended the game, if one did.
+            Error of the seat that ended the game, if one did.
 
         Raises:
-            RolloutEnded: something else ended it.
+            RolloutEnded: something else ended the game.
         """
         out: SeatOutError | None = None
         looking = asyncio.create_task(self._look())
@@ -78,7 +78,7 @@ class Game:
             if self._idle is not None:
                 self._idle.cancel()
         if isinstance(self._stopped_by, TimeIsUp):
-            raise self.own_time.is_up()  # seats may have got turns since
+            raise self.own_time.is_up()  # seats may have completed turns in the meantime
         if self._stopped_by is not None:
             raise self._stopped_by
         return out
@@ -100,7 +100,7 @@ class Game:
                 self._end_when_due()
 
     async def stop(self, end: RolloutEnded) -> NoReturn:
-        """End the game. Does not return: the environment's call is cancelled meanwhile."""
+        """End the game. Does not return, because the environment's call is cancelled."""
         self._note(end)
         await self._never
         raise AssertionError("it can only be cancelled")
@@ -119,7 +119,8 @@ class Game:
             self._scope.reschedule(self._loop.time())
 
     def _expect_a_request(self) -> None:
-        """Restart the timer of the environment's own time, which runs from the end of a request to the next one."""
+        """Restart the timer of the environment's own time, which runs from the end of one request to the start of the
+        next."""
         if self._idle is not None:
             self._idle.cancel()
         self._idle = None
@@ -173,10 +174,14 @@ async def play_game(
     """Play a `SeatedEnv` to its end, and fill in the rollouts of the policy's seats.
 
     Args:
-        turns: limits, sampling and time of the policy's seats.
+        env: Environment.
+        game_id: ID of the game, from which the session ids of the other players are made.
+        players: Player of each seat.
+        rollouts: Rollouts of the policy's seats.
+        turns: Limits, sampling and time of the policy's seats.
 
     Raises:
-        RolloutEnded: the game ended in a way that ends all rollouts alike.
+        RolloutEnded: the game ended in a way that ends all rollouts with the same status.
     """
     game = Game(turns.own_time, env_timeout_s=turns.limits.env_timeout_s)
     seats: dict[str, _PolicySeat | _OtherSeat] = {}
@@ -209,10 +214,10 @@ async def play_game(
 
 
 class _Seat:
-    """Base class of seats: each answers one request at a time, until it is out.
+    """Base class of seats. A seat answers one request at a time, until it is out.
 
     Attributes:
-        out: reason why it cannot continue.
+        out: Error that took the seat out of the game; None while it can continue.
     """
 
     def __init__(self, game: Game, name: str, player: Player) -> None:
@@ -253,7 +258,7 @@ class _Seat:
 
 
 class _PolicySeat(_Seat):
-    """Seat of the policy, whose turns make a rollout."""
+    """Seat of the policy, whose turns form a rollout."""
 
     def __init__(self, game: Game, turns: TurnTaker) -> None:
         super().__init__(game, str(turns.rollout.seat), "policy")

@@ -38,10 +38,12 @@ class RolloutRunner:
     """Runs the rollouts of one group, each in a fresh environment.
 
     Args:
-        make_env: see `Rollouter`.
-        sampling: its seed is the base of the turns' seeds, or None.
-        max_context: most tokens of prompt and completion together.
-        env_rewards: names of the rewards that the rubric expects of an environment.
+        make_env: Makes the environment of a rollout; see `Rollouter`.
+        generate: Sends a request.
+        sampling: Sampling parameters of the turns. Their seed is the base of the turns' seeds; None sets no seeds.
+        limits: Limits of a rollout.
+        max_context: Largest number of tokens of prompt and completion together.
+        env_rewards: Names of the rewards that the rubric expects of an environment.
     """
 
     make_env: Callable[[Any], TokenEnv | AgentEnv | SeatedEnv]
@@ -146,8 +148,8 @@ class RolloutRunner:
         return [0] * len(given) if too_long else token_ids_of(given, what)
 
     def _env_call(self, own_time: OwnTime) -> EndsWith:
-        """Context of a call of the environment, within its limit and the rollout's remaining time. An environment may
-        respond to a finished answer even if hardly any time is left."""
+        """Context of a call of the environment, within the limit of calls and the rollout's remaining time. An
+        environment may respond to a finished answer even if hardly any time is left."""
         own_s, limit_s = max(own_time.watch.left_s, LAST_CALL_S), self.limits.env_timeout_s
         return EndsWith(
             RolloutStatus.ERROR_ENV,
@@ -158,10 +160,11 @@ class RolloutRunner:
 
 
 async def _play_agent(env: EnvCalls, turns: TurnTaker, env_rewards: Sequence[str]) -> None:
-    """Have an `AgentEnv` fill in the rollout of `turns`. When its time is up it has `limits.env_timeout_s` to end.
+    """Let an `AgentEnv` fill in the rollout of `turns`. When its time is up it has `limits.env_timeout_s` to end.
 
     Raises:
-        RolloutEnded: it raised or filled in an invalid rollout (ERROR_ENV), or continued after the end of its time.
+        RolloutEnded: the environment raised an error or filled in an invalid rollout (ERROR_ENV), or continued after
+            the end of its time.
     """
     rollout, watch, limits = turns.rollout, turns.own_time.watch, turns.limits
 
@@ -207,7 +210,7 @@ async def _signalled_when_over(watch: Stopwatch, time_is_up: asyncio.Event, grac
     """Set the event when the stopwatch's time is used up. The block may take `grace_s` longer.
 
     Raises:
-        OutOfTimeError: it took longer.
+        OutOfTimeError: the block took longer.
     """
     scope = asyncio.timeout(None)
 

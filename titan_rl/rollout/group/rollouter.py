@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupRunner(Protocol):
-    """Runs the groups of a run: a `Rollouter`, or the workers that each have one."""
+    """Runs the groups of a run: a `Rollouter`, or worker processes that have one each."""
 
     async def run_group(
         self,
@@ -55,20 +55,20 @@ class Rollouter:
 
     A rollout ends in one of these ways:
 
-        the environment says so                     the environment's status
+        the environment returns a status            the environment's status
         a completion used up its token budget       TRUNCATED_LENGTH, after the environment has seen it
         no room for a token after the next prompt   TRUNCATED_PROMPT
         `limits.max_turns` turns are taken          TRUNCATED_TURNS
-        `limits.rollout_timeout_s` is used up       TRUNCATED_TIME, after the environment has seen what there is of the
-                                                    answer; without an answer ERROR_TIMEOUT
+        `limits.rollout_timeout_s` is used up       TRUNCATED_TIME, after the environment has seen the partial answer;
+                                                    without any answer ERROR_TIMEOUT
         a completion was aborted                    ABORTED
         the environment raised                      ERROR_ENV
         generation raised                           ERROR_GENERATE
         another time limit passed                   ERROR_TIMEOUT
 
     In all cases the turns so far are kept, and the environment is closed once, also on cancellation. An `AgentEnv`
-    takes its turns itself, and sets its status. In a `SeatedEnv` (a game), each seat that the policy plays is a
-    rollout: docs/how_to/seats.md.
+    takes its turns itself, and sets the status. In a `SeatedEnv` (a game), each seat that the policy plays is a
+    rollout; see docs/how_to/seats.md.
 
     Example:
 
@@ -80,15 +80,15 @@ class Rollouter:
         group.rollouts[3].turns[1].completion.request_id       # "g17/3/1"
 
     Args:
-        make_env: makes the single-use environment of one rollout from a sample: a `TokenEnv`, an `AgentEnv` or a
+        make_env: Makes the single-use environment of one rollout from a sample: a `TokenEnv`, an `AgentEnv` or a
             `SeatedEnv`.
-        rubric: scores a group. An aborted group, which has an aborted sibling, is not scored.
-        advantage: compares the rewards of the siblings that have one, without those that ended in a fault that is not
-            the policy's (`RolloutStatus.is_fault`).
-        limits: most turns, and seconds for a whole rollout and for each call of its environment.
-        max_context: most tokens of prompt and completion together.
-        seed: base of the sampling seeds if the `SamplingParams` have none; with None requests have no seeds.
-        finish_session: called once with the session id of each rollout that has ended, also before it is run again.
+        rubric: Scores a group. An aborted group, which has an aborted sibling, is not scored.
+        max_context: Largest number of tokens of prompt and completion together.
+        advantage: Compares the rewards of the siblings that have one, without siblings that ended in a fault that is
+            not the policy's (`RolloutStatus.is_fault`).
+        limits: Limits of the turns, of the seconds of a whole rollout, and of those of each call of its environment.
+        seed: Base of the sampling seeds if the `SamplingParams` have none. None sets no seeds.
+        finish_session: Called once with the session id of each rollout that has ended, also before it is run again.
             Its exceptions are logged once.
     """
 
@@ -118,8 +118,8 @@ class Rollouter:
         self.judging_pause = JudgingPause(self.limits.generate_timeout_s)
 
     def pause_judging(self) -> None:
-        """Suspend judging while generation is paused. Rewards in progress have `JUDGE_GRACE_S`; those that need
-        longer are cancelled, and computed again after the pause."""
+        """Suspend judging while generation is paused. Rewards in progress have `JUDGE_GRACE_S` seconds to finish. Those
+        that need longer are cancelled, and computed again after the pause."""
         self.judging_pause.begin()
 
     def resume_judging(self) -> None:
@@ -140,17 +140,20 @@ class Rollouter:
         A sibling that fails is data and does not affect the others. After a fault that is not the policy's, it is run
         again in a fresh environment, up to `limits.max_retries` times for the group.
 
-        A reward that fails permanently ends the group immediately: running siblings are stopped. Then its
-        `FailurePolicy`
-        decides: the group has a `failure` and neither rewards nor advantages, or the run ends.
+        A reward that fails permanently ends the group immediately: running siblings are stopped. Depending on the
+        reward's `FailurePolicy`, the group then has a `failure` and neither rewards nor advantages, or the run ends.
 
         Args:
-            sample: one of the task, or a `Matched` of it.
-            on_finished: called with each rollout as it ends, before the group is scored. Its exceptions are logged
+            generate: Sends a request.
+            sample: Sample of the task, or a `Matched` that contains one.
+            group_id: ID of the group, such as "g17".
+            group_size: Number of siblings.
+            sampling: Sampling parameters.
+            on_finished: Called with each rollout as it ends, before the group is scored. Its exceptions are logged
                 once.
 
         Raises:
-            RewardError: the advantage function failed, or a reward whose policy is to end the run.
+            RewardError: the advantage function failed, or a reward failed whose policy is to end the run.
             StrayCancellationError: a sibling was cancelled by other code.
         """
         if not isinstance(group_size, int) or group_size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -184,17 +187,17 @@ class _RunningGroup:
         self._rollouter = rollouter
         self._rubric = rollouter.rubric
         self._runner = runner
-        self._retries_left = rollouter.limits.max_retries  # of all siblings together
+        self._retries_left = rollouter.limits.max_retries  # shared by all siblings
         self._siblings = [[rollout] for rollout in rollouts]  # a sibling has one rollout for each seat of the policy
         self._tasks: list[asyncio.Task[None]] = []
         self._judges: list[asyncio.Task[None]] = []
-        self._values: dict[str, dict[str, float]] = {}  # judged before the group ends, by rollout id
+        self._values: dict[str, dict[str, float]] = {}  # rewards judged before the group ends, by rollout id
         self._failed: RewardError | None = None
         self._is_aborted = False
 
     def start(self, tasks: asyncio.TaskGroup, on_finished: Callable[[Rollout], None] | None) -> None:
-        """Start all siblings in `tasks`, with which the judges end, too. Neither argument is stored: a cycle of
-        references would keep the group's tokens until the garbage collector finds it."""
+        """Start all siblings in `tasks`, a task group in which the judges also run. Neither argument is stored: a cycle
+        of references would keep the group's tokens until the garbage collector finds it."""
         numbers = range(len(self._siblings))
         self._tasks = [tasks.create_task(self._run_sibling(number, tasks, on_finished)) for number in numbers]
 
@@ -214,8 +217,8 @@ class _RunningGroup:
         """Score the group. Call after the task group has ended.
 
         Raises:
-            RewardError: a reward function failed, now or before, and its policy is to end the run. If the policy is to
-                drop the group, `group.failure` is set instead.
+            RewardError: a reward function has failed whose policy is to end the run. If the policy is to drop the
+                group, `group.failure` is set instead.
         """
         if self._failed is None and not group.is_aborted:
             try:
@@ -303,7 +306,7 @@ class _RunningGroup:
 
 @contextmanager
 def _timed(rollouts: Sequence[Rollout]) -> Generator[None]:
-    """Divide the time of the block, pauses included, among the rollouts' `reward_seconds`."""
+    """Context whose time, including pauses, is divided among the rollouts' `reward_seconds`."""
     clock = asyncio.get_running_loop().time
     began = clock()
     yield
@@ -320,7 +323,7 @@ class JudgingPause:
     after the pause. Judges that start during the pause wait for its end.
 
     Args:
-        limit_s: longest time that a judge waits for the end; then it continues regardless.
+        limit_s: Longest time that a judge waits for the end of the pause; then it continues regardless.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -331,7 +334,7 @@ class JudgingPause:
         self._at_work: set[asyncio.Timeout] = set()
 
     def begin(self) -> None:
-        """Begin the grace period; no effect if a pause has begun already."""
+        """Begin a pause with its grace period. Does nothing during a pause."""
         if self._over.is_set():
             self._over.clear()
             self._grace = asyncio.get_running_loop().call_later(JUDGE_GRACE_S, self._cancel_all)
@@ -343,8 +346,8 @@ class JudgingPause:
 
     @asynccontextmanager
     async def interruptible(self) -> AsyncGenerator[None]:
-        """Context of judging. The block begins after a pause; one that outlasts a grace period is cancelled, and the
-        context ends without an exception, for the caller to begin another."""
+        """Context of judging. The block begins when there is no pause. A block that outlasts a grace period is
+        cancelled, and the context ends without an exception, so that the caller can enter another one."""
         if not self._over.is_set():
             await self._wait()
         scope = asyncio.timeout(None)
@@ -392,7 +395,7 @@ class Callbacks:
         """Context of one call, in which nothing may be awaited."""
         try:
             yield
-        except BaseException as error:  # without an await, a CancelledError cannot be that of the caller
+        except BaseException as error:  # without an await, a CancelledError cannot come from the caller
             if is_ctrl_c(error):
                 raise
             if name not in self._failed:
@@ -403,8 +406,8 @@ class Callbacks:
 
 
 class Sessions:
-    """Open sessions of a group. Those still open at the end of the block are finished: sessions of rollouts that were
-    run again, were cancelled, or were lost with their process.
+    """Open sessions of a group. Sessions that are still open at the end of the block are finished; they belong to
+    rollouts that were run again, were cancelled, or were lost with their process.
 
     Example:
 
@@ -424,7 +427,7 @@ class Sessions:
             self._open.add(session_id)
 
     def finish(self, session_id: str) -> None:
-        """Finish a session, which gets no further request. Does nothing if it is not open."""
+        """Finish a session that gets no further request. Does nothing if it is not open."""
         if session_id in self._open:
             self._open.discard(session_id)
             with self._callbacks.guarded("finish_session"):

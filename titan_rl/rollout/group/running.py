@@ -1,4 +1,4 @@
-"""Groups that run at present: their requests, their sessions and their states, for the display."""
+"""Running groups: their requests, their sessions, and their states for the display."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class RunningGroup:
     """Running group.
 
     Args:
-        num_rollouts: Smallest number of its rollouts; a game has one for each seat.
-        sessions: Sessions of its rollouts.
+        num_rollouts: Smallest number of rollouts of the group; a game has one for each seat.
+        sessions: Sessions of the group's rollouts.
     """
 
     def __init__(self, num_rollouts: int, sessions: Sessions) -> None:
         self.idle = asyncio.Event()  # set while no request is in flight
         self.idle.set()
         self._num_rollouts = num_rollouts
-        self._num_requests = 0  # in flight
+        self._num_requests = 0  # number of requests in flight
         self._num_ended = 0
         self._sessions = sessions
 
@@ -47,7 +47,7 @@ class RunningGroup:
                 self.idle.set()
 
     def ended(self, rollout_id: str) -> None:
-        """Note that one of its rollouts has ended."""
+        """Note that a rollout of the group has ended."""
         self._num_ended += 1
         self._sessions.finish(rollout_id)
 

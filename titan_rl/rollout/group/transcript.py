@@ -17,19 +17,19 @@ _FIRST, _LAST = 100, 500  # characters of an error's text in a message; the caus
 
 
 def error_kind(rollout: Rollout) -> str:
-    """Key of an error: equal for errors of the same type from the same line of code, even if their texts differ."""
+    """Key of a rollout's error, equal for errors of the same type from the same line even if their texts differ."""
     return f"{rollout.status}: {rollout.failure.kind}" if rollout.failure is not None else str(rollout.status)
 
 
 def error_text(rollout: Rollout) -> str:
-    """Status and error: `error_env: KeyError: 'answer' (env.py:17 in step)`."""
+    """Status and error of a rollout, shortened: `error_env: KeyError: 'answer' (env.py:17 in step)`."""
     text = _whole(rollout)
     shown = text if len(text) <= _FIRST + _LAST else f"{text[:_FIRST]} ... {text[-_LAST:]}"
     return f"{rollout.status}: {shown}"
 
 
 def error_in_full(rollout: Rollout) -> str:
-    """Status and error in full length, with the traceback."""
+    """Status and full error of a rollout, with the traceback."""
     trace = f"\n{rollout.failure.traceback}" if rollout.failure is not None else ""
     return f"{rollout.status}: {_whole(rollout)}{trace}"
 
@@ -56,7 +56,7 @@ class ErrorCounts:
     def __init__(self, rollouts: Iterable[Rollout] = ()) -> None:
         self.num_rollouts = 0
         self._counts: Counter[str] = Counter()
-        self._texts: dict[str, str] = {}  # of the first error of each kind
+        self._texts: dict[str, str] = {}  # text of the first error of each kind
         self.add(rollouts)
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
@@ -68,7 +68,7 @@ class ErrorCounts:
                 self._texts.setdefault(kind, _in_a_line(error_text(rollout)))
 
     def add_group(self, group: RolloutGroup) -> None:
-        """Add all rollouts of a group. A failed reward counts for each of them."""
+        """Add all rollouts of a group. A failed reward counts as an error of each rollout."""
         if group.failure is None:
             self.add(group.rollouts)
         else:
@@ -100,8 +100,8 @@ class TokenRecords:
     """Makes the token records of a transcript, one for each turn.
 
     Args:
-        texts: None if the tokens have no known text.
-        max_token_age: tokens older than the trained version by more than this are not trained.
+        texts: Converts tokens to texts; None if the tokens have no known text.
+        max_token_age: Age in versions above which tokens are not trained on. None sets no limit.
     """
 
     def __init__(self, texts: TokenTexts | None, max_token_age: int | None = None) -> None:
@@ -112,15 +112,16 @@ class TokenRecords:
         """Token records of a rollout, one for each turn.
 
         Args:
-            trained_at: version that learns from the rollout; None if none does.
+            rollout: The rollout.
+            trained_at: Version from which the step on the rollout starts; None if it is not trained on.
 
         Returns:
-            shared: number of leading prompt tokens shared with the previous prompt and completion.
+            shared: Number of leading prompt tokens shared with the previous prompt and completion.
             prompt: `ids` and `text` of the other prompt tokens.
             completion: `ids`, `text` and `logprobs`, as sampled, of the completion tokens.
-            trained: whether the tokens are trained, as in `build_samples`: one value for all, or one for each.
-            advantages: of the tokens: one value for all, or one for each; None if there is none.
-            `text` has an item for each token, see `TokenTexts`; None if it is not known.
+            trained: Whether the tokens are trained, as in `build_samples`: one value for all, or one for each.
+            advantages: Advantages of the tokens: one value for all, or one for each; None if there are none.
+            `text` has an item for each token, see `TokenTexts`; it is None if it is not known.
         """
         records: list[dict[str, Any]] = []
         before: Turn | None = None
@@ -144,7 +145,7 @@ class TokenRecords:
     def _read(self, token_ids: list[int]) -> dict[str, Any]:
         try:
             text = None if self._texts is None else self._texts.of(token_ids)
-        except Exception:  # an environment may use tokens that the tokenizer does not have
+        except Exception:  # an environment may use tokens that the tokenizer lacks
             text = None
         return {"ids": token_ids, "text": text}
 
@@ -170,11 +171,11 @@ def _advantages(rollout: Rollout, turn: Turn) -> float | list[float] | None:
 def transcript(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
     """Human-readable transcript of a rollout, as values that JSON preserves.
 
-    Tokens are counted, and listed in the `tokens` of each turn if they are given. Other values are converted by
-    `plain_json`: objects become their `str`, and NaN becomes null. With several seats it also has `seat`, and if an
-    exception ended the rollout `error_at`, its place in the user's code.
+    Tokens are only counted, unless `tokens` are given. Other values are converted by `plain_json`: objects become their
+    `str`, and NaN becomes null. In an environment with several seats, the transcript also has `seat`. If an exception
+    ended the rollout, it has `error_at`, the place in the user's code.
 
-    Example, with one turn whose last two tokens came from newer weights:
+    Example: one turn whose last two tokens came from newer weights:
 
         {"rollout_id": "g17/3", "group_id": "g17", "sibling": 3, "status": "completed", "error": None,
          "reward": 0.74, "reward_breakdown": {"similarity": 0.675, "well_formed": 1.0}, "advantage": 0.31,
@@ -186,7 +187,8 @@ def transcript(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None = No
          "metrics": {"seconds": 0.4}}
 
     Args:
-        tokens: for each turn, from `TokenRecords.of`.
+        rollout: The rollout.
+        tokens: Token records of each turn, from `TokenRecords.of`, for the turns' `tokens`.
     """
     turns = [
         {

@@ -22,18 +22,18 @@ from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 
 def new_rollout(group_id: str, sibling: int, sample: Any, attempt: int = 0) -> Rollout:
-    """Rollout that has not begun: "g17/3", or "g17/3~1" for its second attempt."""
+    """Make a rollout that has not begun, with the ID "g17/3", or "g17/3~1" for its second attempt."""
     rollout_id = f"{group_id}/{sibling}" + (f"~{attempt}" if attempt else "")
     return Rollout(rollout_id, group_id, sibling, sample)
 
 
 def of_seat(game: Rollout, seat: str) -> Rollout:
-    """Rollout of one trained seat of a game: "g17/3/first"."""
+    """Make the rollout of one trained seat of a game, with the ID "g17/3/first"."""
     return Rollout(f"{game.rollout_id}/{seat}", game.group_id, game.sibling, game.sample, seat=seat)
 
 
 def turn_seed(base: int, rollout_id: str, turn: int) -> int:
-    """Seed of 63 bits for one turn, the same in every process.
+    """63-bit seed of one turn, the same in every process.
 
     >>> turn_seed(0, "g0/0", 0) == turn_seed(0, "g0/0", 0) != turn_seed(0, "g0/0", 1)
     True
@@ -54,7 +54,7 @@ class RequestIds:
 
     def __init__(self, rollout_id: str) -> None:
         self._rollout_id = rollout_id
-        self._num_asked: Counter[str] = Counter()  # by digest
+        self._num_asked: Counter[str] = Counter()  # number of requests by digest
 
     def next(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> str:
         try:
@@ -76,12 +76,12 @@ RETURN_S = 60.0
 limits needs less, even if an engine does not answer."""
 
 
-_LOOK_S = 0.05  # minimum time between two checks of a paused stopwatch
+_LOOK_S = 0.05  # shortest interval between two checks of a paused stopwatch
 
 
 async def used_up(watch: Stopwatch) -> None:
     """Wait until the time of a stopwatch is used up."""
-    while not watch.is_over:  # noqa: ASYNC110  it pauses and continues as requests wait
+    while not watch.is_over:  # noqa: ASYNC110  the stopwatch pauses while requests wait
         await asyncio.sleep(max(watch.left_s, _LOOK_S))
 
 
@@ -94,10 +94,11 @@ async def generate_within(
     session_id: str | None = None,
     sampling: SamplingParams,
 ) -> Completion:
-    """Call `generate`; when the time is used up, return the tokens so far as an aborted completion.
+    """Call `generate`. When the stopwatch's time is used up, return the tokens so far as an aborted completion.
 
-    The watch runs meanwhile, except for its pauses. The metrics of a complete answer then correct it: `queue_s` and
-    `interrupted_s` (or the known waiting time, if that is more) are not the rollout's own time, and the rest is.
+    The stopwatch runs during the call, except for its pauses. The metrics of a complete answer then correct it:
+    `queue_s` and `interrupted_s` (or the known waiting time, if that is longer) are not the rollout's own time, whereas
+    all other time is.
 
     Raises:
         TypeError, ValueError: the answer is invalid; see `completion_of`.
@@ -138,8 +139,12 @@ class TurnTaker:
     """Takes the turns of one rollout, within its limits.
 
     Args:
-        sampling: its seed is the base of the turns' seeds, or None.
-        max_context: most tokens of prompt and completion together.
+        rollout: The rollout.
+        generate: Sends a request.
+        sampling: Sampling parameters. Their seed is the base of the turns' seeds; None sets no seeds.
+        own_time: Time that the rollout may use itself.
+        limits: Limits of the rollout.
+        max_context: Largest number of tokens of prompt and completion together.
     """
 
     rollout: Rollout
@@ -154,13 +159,13 @@ class TurnTaker:
         """Request the next completion and append it to the rollout's turns.
 
         Args:
-            prompt: owned by the rollout.  # [num_prompt_tokens]
+            prompt: Prompt, which belongs to the rollout from then on.  # [num_prompt_tokens]
 
         Returns:
             Whether the completion was cut off because the rollout's time was used up.
 
         Raises:
-            RolloutEnded: there is no time, or no room for a token; the completion was aborted, or generation failed.
+            RolloutEnded: there is no time or no room for a token, the completion was aborted, or generation failed.
         """
         watch = self.own_time.watch
         if watch.is_over:

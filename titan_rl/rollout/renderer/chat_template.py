@@ -43,9 +43,9 @@ class TemplateCalls:
     """Tool calls of a chat template.
 
     Attributes:
-        format: format of the calls in an answer.
-        as_text: the template wants arguments as JSON in a text, not as an object.
-        several: an answer may have more than one call.
+        format: Format of the calls in an answer.
+        as_text: Whether the template expects arguments as a JSON text instead of an object.
+        several: Whether an answer may have more than one call.
     """
 
     format: CallFormat
@@ -69,28 +69,28 @@ class ChatTemplateRenderer:
     The tokens between an answer and the next one are found by rendering a short conversation with the new messages
     twice, with two different answers. They are the common end of both renderings.
 
-    Example: for a template of the form `<|im_start|>role\ncontent<|im_end|>\n` and a user's "more", those tokens are
+    Example: for a template of the form `<|im_start|>role\ncontent<|im_end|>\n` and a user's "more", these tokens are
 
         <|im_end|> \n <|im_start|> user \n more <|im_end|> \n <|im_start|> assistant \n
 
-    and the first is left out if the completion already ends with it.
+    and the first one is left out if the completion already ends with it.
 
     Tool calls are parsed if the template renders them in one of the formats of `tool_calls.FORMATS`, and if tool
-    results extend the prompt; `call_problem` is the reason why not.
+    results extend the prompt; otherwise `call_problem` gives the reason.
 
     Stop tokens are the tokenizer's end of sequence, the special token with which the template closes an answer, and
-    those of the folder's generation_config.json.
+    the stop tokens of the folder's generation_config.json.
 
     Args:
-        tokenizer: a Hugging Face tokenizer, or anything with its `apply_chat_template`, `decode`, `eos_token_id`,
+        tokenizer: Hugging Face tokenizer, or any object with its `apply_chat_template`, `decode`, `eos_token_id`,
             `chat_template` and length.
-        template_kwargs: passed to the template, such as `{"enable_thinking": False}`.
-        single_turn: accept a template that cannot be extended turn by turn; `problem` is then the reason, and
-            `bridge_to_next_turn` raises it.
+        template_kwargs: Keywords passed to the template, such as `{"enable_thinking": False}`.
+        single_turn: Whether to accept a template that cannot be extended turn by turn. `problem` then gives the reason,
+            and `bridge_to_next_turn` raises it.
 
     Raises:
         ModelError: there is no chat template, or it rewrites earlier messages when new ones are added, so that no
-            prompt can begin with the previous one; or answers have several messages, as in gpt-oss' template.
+            prompt can begin with the previous one; or answers have several messages, as in the template of gpt-oss.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ChatTemplateRenderer:
             )
         self._rendered: dict[tuple[str, bool], list[int]] = {}  # least recently used first
         self._one_at_a_time = threading.RLock()  # tokenizers are not safe to use in two threads at once
-        self._calls: TemplateCalls | str | None = None  # or why there are none; found when first needed
+        self._calls: TemplateCalls | str | None = None  # or the reason why there are none; found when first needed
         self._single_turn = single_turn
         self.problem: str | None = None
         try:
@@ -137,7 +137,7 @@ class ChatTemplateRenderer:
         """Load the tokenizer of a Hugging Face folder.
 
         Raises:
-            ModelError: names the folder, and whether the tokenizer or its chat template is what is missing.
+            ModelError: the folder, its tokenizer or its chat template is missing, or the template cannot be used.
             MissingExtraError: transformers is not installed.
         """
         tokenizer = load_tokenizer(path)
@@ -149,13 +149,13 @@ class ChatTemplateRenderer:
         """Copy with additional template keywords.
 
         Raises:
-            RequestError: the template reads no such keyword, or cannot be extended turn by turn with it.
+            RequestError: the template does not read a keyword, or cannot be extended turn by turn with it.
         """
         from jinja2 import Environment, TemplateError, meta
 
         try:
             read = meta.find_undeclared_variables(Environment().parse(self._tokenizer.chat_template))
-        except TemplateError:  # it uses an extension of transformers
+        except TemplateError:  # the template uses an extension of transformers
             read = None
         if read is not None and (unread := sorted(kwargs.keys() - read)):
             raise RequestError(
@@ -174,7 +174,7 @@ class ChatTemplateRenderer:
     def render_ids(
         self, messages: Sequence[Message], *, tools: Tools | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
-        """Render messages; recent results are cached, since siblings render the same messages."""
+        """Render messages. Recent results are cached, since siblings render the same messages."""
         asked = [self._with_arguments(message) for message in messages]
         offered = None if tools is None else list(tools)
         with self._one_at_a_time:
@@ -206,21 +206,21 @@ class ChatTemplateRenderer:
 
     @property
     def call_format(self) -> CallFormat | None:
-        """Format of the tool calls that the template renders; None if there is none that can be parsed."""
+        """Format of the tool calls that the template renders; None if they cannot be parsed."""
         found = self._template_calls
         return found.format if isinstance(found, TemplateCalls) else None
 
     @property
     def call_problem(self) -> str | None:
-        """Reason why tool calls are not parsed."""
+        """Reason why tool calls are not parsed; None if they are."""
         found = self._template_calls
         return found if isinstance(found, str) else None
 
     def parse_response(
         self, token_ids: Sequence[int], *, tools: Tools | None = None, prompt_ids: Sequence[int] | None = None
     ) -> ParsedText:
-        """Text without special tokens; the part before `</think>` is the reasoning. Calls are parsed only if there are
-        tools."""
+        """Parse a completion. Special tokens are removed from the text; the part before `</think>` is the reasoning.
+        Calls are parsed only if there are tools."""
         ids = list(token_ids)
         while ids and ids[-1] in self._stop_token_ids:
             ids.pop()
@@ -237,7 +237,7 @@ class ChatTemplateRenderer:
         return ParsedText(content.lstrip("\n") if closed else text, thought)
 
     def _read_calls(self, ids: Sequence[int], tools: Tools) -> ReadCalls | None:
-        """Calls behind the reasoning of an answer; None if there is none."""
+        """Calls after the reasoning of an answer; None if there are none."""
         known = self._template_calls
         if isinstance(known, str):
             return None
@@ -274,15 +274,15 @@ class ChatTemplateRenderer:
         if previous_completion_ids and previous_completion_ids[-1] in self._stop_token_ids:
             after = after[close + 1 :]
         elif self._follows_calls(new_messages):
-            after = after[close:]  # what is before it is the end of the rendered call
+            after = after[close:]  # the tokens before it are the end of the rendered call
         return PromptTokens([*previous_prompt_ids, *previous_completion_ids, *after])
 
     def _follows_calls(self, new_messages: Sequence[Message]) -> bool:
         return bool(new_messages) and new_messages[0].get("role") == "tool" and self.reads_tool_calls
 
     def _tokens_after_answer(self, new_messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Tokens of the template between the end of an answer's text and the start of the next answer. Results of
-        tools follow an answer with as many calls, of which the end comes first."""
+        """Tokens of the template between the end of an answer's text and the start of the next answer. Tool results
+        follow an answer with the same number of calls; the tokens then begin with the end of the last call."""
         if self._follows_calls(new_messages):
             return self._common_end(*_with_calls(new_messages), tools)
         said = [(_answer(text), *new_messages) for text in self._answers]
@@ -301,7 +301,7 @@ class ChatTemplateRenderer:
             with self._one_at_a_time:
                 try:
                     self._calls = self._find_calls()
-                except Exception as error:  # a template may raise anything
+                except Exception as error:  # a template may raise any error
                     self._calls = f"the chat template cannot render a tool call ({_first_line(error)})"
         return self._calls
 
@@ -329,7 +329,7 @@ class ChatTemplateRenderer:
             return problem
         try:
             two = self._render([*_QUESTION, self._with_arguments(_call(PROBE_ARGUMENTS, 2))], tools, False)
-        except Exception:  # one call at most
+        except Exception:  # the template allows at most one call
             return calls
         again = found.read(self._tokenizer.decode(two[_common_prefix(prompt, two) :]), tools)
         return replace(calls, several=again is not None and len(again.calls) == 2)
@@ -349,7 +349,7 @@ class ChatTemplateRenderer:
         return None
 
     def _with_arguments(self, message: Message) -> dict[str, Any]:
-        """Copy of a message whose calls have their arguments in the form that the template wants."""
+        """Copy of a message whose calls have their arguments in the form that the template expects."""
         copied: dict[str, Any] = dict(message)
         if not copied.get("tool_calls"):
             return copied
@@ -400,7 +400,7 @@ class ChatTemplateRenderer:
     def _probe(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> list[int]:
         try:
             return self.render_ids(messages, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise any error
             raise self._refusal(f"it cannot render a user's, an assistant's and a user's message ({error})") from error
 
     def _refusal(self, why: str) -> ModelError:
@@ -411,14 +411,14 @@ class ChatTemplateRenderer:
 
 
 _GIVEN = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
-"""Names in a chat template that are not keywords."""
+"""Names in a chat template that are not template keywords."""
 
 _HARMONY = "<|channel|>"
 
 _QUESTION: tuple[Message, ...] = ({"role": "user", "content": "1"},)
 
 CALL_ID = "call{:05}"
-"""Id of a call in a probe. Mistral's template wants nine characters."""
+"""Id of a call in a probe. Mistral's template requires nine characters."""
 
 
 def _answer(text: str) -> Message:
@@ -438,7 +438,8 @@ def _call(arguments: Mapping[str, Any] | str, count: int = 1, names: Sequence[st
 
 
 def _with_calls(new_messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """New messages behind made-up calls of the tools whose results come first, with two different arguments."""
+    """The new messages after made-up calls of the tools whose results they begin with, twice, with two different
+    arguments."""
     results = [dict(each) for each in takewhile(lambda message: message.get("role") == "tool", new_messages)]
     ids = [result.setdefault("tool_call_id", CALL_ID.format(1 + at)) for at, result in enumerate(results)]
     names = [str(result.get("name") or "look_up") for result in results]
@@ -452,7 +453,7 @@ def _with_calls(new_messages: Sequence[Message]) -> tuple[list[Message], list[Me
 
 
 def _with_arguments(call: Any, as_text: bool) -> Any:
-    """Copy of a tool call with its arguments as JSON in a text, or as an object."""
+    """Copy of a tool call with its arguments as a JSON text, or as an object."""
     if not isinstance(call, Mapping):
         return call
     fields = cast("Mapping[str, Any]", call)

@@ -16,8 +16,8 @@ PACKAGE = "renderers"
 
 
 class _LazyPackage(ModuleType):
-    """A package whose modules can be imported before its `__init__` has run. That runs when one of its own names is
-    first asked for, as by `from renderers import Qwen3Renderer`."""
+    """A package whose modules can be imported before its `__init__` has run. `__init__` runs when one of its own names
+    is first accessed, as by `from renderers import Qwen3Renderer`."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(spec.name)
@@ -27,7 +27,7 @@ class _LazyPackage(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
-            with _running:  # another thread may have been faster
+            with _running:  # another thread may run it at the same time
                 if not (self._runs or self._has_run):
                     self._run()
             if name in self.__dict__:
@@ -37,7 +37,7 @@ class _LazyPackage(ModuleType):
     def _run(self) -> None:
         loader = self.__loader__
         assert isinstance(loader, InspectLoader)
-        self._runs = True  # it asks for names of its own
+        self._runs = True  # `__init__` accesses its own names
         try:
             loader.exec_module(self)
             self._has_run = True

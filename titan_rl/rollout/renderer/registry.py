@@ -35,16 +35,18 @@ class ChosenRenderer:
 
 
 def choose_renderer(tokenizer: Any, *, single_turn: bool = False) -> ChosenRenderer:
-    """Choose a renderer of the `renderers` package, which knows how a model reasons; else `ChatTemplateRenderer`.
+    """Choose a suitable renderer of the `renderers` package, which handles a model's reasoning; if there is none, use
+    `ChatTemplateRenderer`.
 
-    A renderer suits if the model's folder has the name of one of its models, or if it renders conversations, with
-    tools and without, exactly as the model's own chat template does.
+    A renderer is suitable if the model's folder has the name of one of its models, or if it renders conversations, with
+    tools and without, exactly like the model's own chat template.
 
     Args:
-        single_turn: no conversation is extended; see `ChatTemplateRenderer`.
+        tokenizer: Tokenizer of the model.
+        single_turn: Whether conversations have a single turn and are never extended; see `ChatTemplateRenderer`.
 
     Raises:
-        ModelError: none suits, and `ChatTemplateRenderer` refuses the tokenizer.
+        ModelError: no renderer is suitable, and `ChatTemplateRenderer` refuses the tokenizer.
     """
     try:
         base = renderers_module("base")
@@ -88,7 +90,7 @@ def _alike(names: Iterable[str], tokenizer: Any) -> Iterator[Renderer]:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """Conversation that a renderer and a template are compared on."""
+    """Conversation on which a renderer and a template are compared."""
 
     messages: tuple[Message, ...]
     with_tools: bool
@@ -109,7 +111,7 @@ def _renders_alike(renderer: Renderer, tokenizer: Any, case: _Compared) -> bool:
 
 
 def template_keywords(renderer: Any) -> dict[str, Any]:
-    """Keywords of the chat template that a renderer of the package has as settings, such as the date of Llama's."""
+    """Keywords of the chat template that a renderer of the package has as settings, such as the date for Llama."""
     config: Any = getattr(getattr(renderer, "renderer", renderer), "config", None)
     found = {name: getattr(config, name) for name in getattr(config, "_template_fields", ())}
     return {name: value for name, value in found.items() if value is not None}
@@ -149,7 +151,7 @@ _CALLED: tuple[Message, ...] = (*ASKED, _CALL, _RESULT)
 _COMPARED = (
     _Compared(ASKED, with_tools=True),
     _Compared(_CALLED, with_tools=True),
-    _Compared(ASKED[1:], with_tools=False),  # Qwen2.5's has a system message of its own there
+    _Compared(ASKED[1:], with_tools=False),  # here the template of Qwen2.5 adds its own system message
 )
 
 
@@ -164,10 +166,11 @@ def find_renderer(name: str, *, single_turn: bool = False) -> RendererFn:
     """Look up the factory of the renderer that `model.renderer` names.
 
     Args:
-        single_turn: built-in renderers accept chat templates that cannot be extended turn by turn.
+        name: Value of `model.renderer`.
+        single_turn: Whether built-in renderers accept chat templates that cannot be extended turn by turn.
 
-    A class of the `renderers` package is configured to keep earlier reasoning, as `auto` does. By default these render
-    a conversation again at a user's message, which drops sampled tokens.
+    A class of the `renderers` package is configured to keep earlier reasoning, as with `auto`. By default these classes
+    render a conversation again at a user's message, which drops sampled tokens.
 
     Raises:
         ConfigError: no renderer has that name.
@@ -191,7 +194,7 @@ def with_template_kwargs(renderer: Renderer, kwargs: Mapping[str, Any], tokenize
     """Copy of a renderer with other template keywords. Renderers of the `renderers` package have them in their config.
 
     Raises:
-        RequestError: the renderer takes no such keyword or no such value, or cannot extend conversations with it.
+        RequestError: the renderer does not accept a keyword or its value, or cannot extend conversations with it.
     """
     if isinstance(renderer, ChatTemplateRenderer):
         return renderer.with_template_kwargs(kwargs)
@@ -207,7 +210,7 @@ def with_template_kwargs(renderer: Renderer, kwargs: Mapping[str, Any], tokenize
         given = {**config.model_dump(exclude_unset=True), **kwargs}
         kind, config_kind = cast("tuple[Any, Any]", (type(renderer), config.__class__))
         return kind(tokenizer, config_kind.model_validate(given))
-    except Exception as error:  # pydantic's, or whatever a renderer raises
+    except Exception as error:  # a validation error, or any error of a renderer
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RequestError(f"chat_template_kwargs = {dict(kwargs)!r} is not what {name} takes: {first}") from error
 
@@ -222,15 +225,19 @@ class TemplateFit:
     """Fit of a model's chat template with the prompts of a renderer that extends conversations.
 
     Attributes:
-        drops: the template leaves out earlier reasoning, which those prompts keep.
-        template: a changed template that renders those prompts, if one was found.
+        drops: Whether the template leaves out earlier reasoning, which these prompts keep.
+        template: Changed template that renders these prompts, if one was found.
     """
 
     drops: bool = False
     template: str | None = None
 
     def message(self, renderer: str) -> str | None:
-        """Message for the user; None if the template fits."""
+        """Message for the user; None if the template fits.
+
+        Args:
+            renderer: Value of `model.renderer`.
+        """
         if not self.drops:
             return None
         begun = (
@@ -247,9 +254,9 @@ class TemplateFit:
 
 def fit_template(folder: str | Path, renderer: str) -> TemplateFit:
     """Compare the chat template of a model's folder with the renderer that settings name, on conversations with
-    reasoning; if it drops some, change its conditions and try the result on the same conversations.
+    reasoning. If the template drops reasoning, change its conditions and try the result on the same conversations.
 
-    Raises nothing: a template that cannot be compared counts as fitting.
+    Raises nothing. A template that cannot be compared counts as fitting.
     """
     try:
         tokenizer = load_tokenizer(folder)
@@ -282,7 +289,7 @@ def drops_reasoning(tokenizer: Any, renderer: Renderer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """Conversation with the text of the prompt that a renderer makes by extending it turn by turn."""
+    """Conversation, with the text of the prompt that a renderer makes by extending it turn by turn."""
 
     tokenizer: Any
     messages: Sequence[Message]
@@ -320,7 +327,8 @@ def _tried(tokenizer: Any, renderer: Renderer, conversation: tuple[Message, ...]
 
 
 def extended_prompt(renderer: Renderer, conversation: Sequence[Message], tools: list[Any] | None) -> list[int] | None:
-    """Prompt after a conversation whose replies were sampled as the renderer writes a last message."""
+    """Prompt that extends a conversation turn by turn, if each reply is sampled exactly as the renderer writes it as
+    the last message. None if the renderer does not extend the conversation.  # [num_prompt_tokens]"""
     stops = set(renderer.get_stop_token_ids())
     replies = [place for place, message in enumerate(conversation) if message["role"] == "assistant"]
     ends = [*replies[1:], len(conversation)]

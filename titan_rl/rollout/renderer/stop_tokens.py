@@ -14,13 +14,13 @@ from titan_rl.rollout.renderer.types import ParsedResponse, RenderedTokens, Rend
 def folder_stop_token_ids(tokenizer: Any) -> list[int]:
     """All tokens that end an answer according to the folder of a tokenizer, in increasing order.
 
-    generation_config.json decides, and without it config.json. A token that is a word or a part of one is left out:
-    configs of transformers have defaults that do not fit each vocabulary.
+    They are read from generation_config.json, or if it names none from config.json. Tokens that are ordinary text are
+    left out, because configs of transformers have defaults that do not fit every vocabulary.
 
     Example: `[128001, 128008, 128009]` for Llama 3.2, with `<|eom_id|>` and `<|eot_id|>`.
 
     Raises:
-        ModelError: the file is no JSON object, or its eos_token_id is neither a token nor a list of tokens.
+        ModelError: the file is not a JSON object, or its eos_token_id is neither a token id nor a list of token ids.
     """
     folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
@@ -58,7 +58,8 @@ class WithStopTokens:
     """Renderer with further stop tokens.
 
     Args:
-        more: stop tokens besides those of the renderer.
+        renderer: The renderer.
+        more: Stop tokens in addition to those of the renderer.
     """
 
     def __init__(self, renderer: Renderer, more: Sequence[int]) -> None:

@@ -27,13 +27,13 @@ class ChatSupport:
     """Chat support of a model.
 
     Attributes:
-        renderer: class of its renderer.
-        reason: reason for this renderer.
-        extends: whether each prompt begins with the tokens of the previous prompt and completion.
-        extension: how that was found, or the reason why not.
-        tool_calls: format of tool calls; None if they are not parsed.
-        tool_problem: reason why not.
-        stop_tokens: texts of the tokens that end an answer.
+        renderer: Class of the renderer.
+        reason: Reason for this renderer.
+        extends: Whether each prompt begins with the tokens of the previous prompt and completion.
+        extension: Evidence for this, or the reason why not.
+        tool_calls: Format of tool calls; None if they are not parsed.
+        tool_problem: Reason why tool calls are not parsed.
+        stop_tokens: Texts of the tokens that end an answer.
     """
 
     renderer: str
@@ -84,7 +84,7 @@ def _extension(renderer: Renderer, tokenizer: Any) -> tuple[bool, str]:
     for talk in (plain, plain[1:]):  # some templates have no system message
         try:
             prompt = extended_prompt(renderer, talk, None)
-        except Exception:  # a renderer may raise anything
+        except Exception:  # a renderer may raise any error
             continue
         break
     if prompt is None:
@@ -106,7 +106,7 @@ def _of_template(tokenizer: Any, talk: Sequence[Message], keywords: Mapping[str,
         return list(
             tokenizer.apply_chat_template(list(talk), add_generation_prompt=True, return_dict=False, **keywords)
         )
-    except Exception:  # there is none, or it raises anything
+    except Exception:  # there is no template, or it raises an error of any kind
         return None
 
 
@@ -117,7 +117,7 @@ def _tool_calls(renderer: Renderer) -> tuple[str | None, str | None]:
     for opening in (ASKED, ASKED[1:]):
         try:
             require_tool_support(renderer, opening, TOOLS)
-        except Exception as error:  # a renderer may raise anything
+        except Exception as error:  # a renderer may raise any error
             problem = str(error)
         else:
             return f"of {class_name(renderer)}", None

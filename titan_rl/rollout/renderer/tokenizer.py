@@ -12,10 +12,10 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import MissingExtraError, ModelError
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
-"""Warning that transformers would print; here model.max_context is the limit."""
+"""Key of a warning of transformers that is suppressed, because model.max_context is the limit."""
 
 _SHORT = 32
-"""Most characters of a text whose tokens are remembered."""
+"""Largest number of characters of a text whose tokens are cached."""
 _REMEMBERED_TEXTS = 1024
 
 _FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*", "spiece.model")
@@ -48,8 +48,8 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def _remember_short_texts(tokenizer: Any) -> None:
-    """Have `encode` remember short texts: renderers encode the same headers with every message, which otherwise takes
-    a quarter of the processor time of a rollout."""
+    """Make `encode` cache short texts: renderers encode the same headers with every message, which otherwise takes a
+    quarter of a rollout's processor time."""
     encode: Callable[..., list[int]] = tokenizer.encode
 
     @lru_cache(_REMEMBERED_TEXTS)
@@ -65,7 +65,7 @@ def _remember_short_texts(tokenizer: Any) -> None:
 
 
 def _is_plain(folder: Path) -> bool:
-    """Check whether the tokenizer has no special class. A search for one makes transformers import torch, which costs
+    """Whether the tokenizer has no special class. Searching for one makes transformers import torch, which costs
     seconds in every process that renders."""
     config = folder / "tokenizer_config.json"
     if not config.is_file():
@@ -75,30 +75,31 @@ def _is_plain(folder: Path) -> bool:
 
 
 _HELD = 24
-"""Number of held-back tokens after which text is given out incomplete. No character has so many."""
+"""Number of held-back tokens after which incomplete text is returned. No character consists of so many tokens."""
 
-_LONGEST_CHARACTER = 4  # bytes, and so at most as many tokens
+_LONGEST_CHARACTER = 4  # bytes of the longest character, and therefore its largest number of tokens
 
 Decode = Callable[[Sequence[int]], str]
 """Function from tokens to their text."""
 
 
 class Detokenizer:
-    """Incremental decoder of streamed tokens. Its pieces join to the text of all tokens.
+    """Incremental decoder of streamed tokens. The returned pieces join to the text of all tokens.
 
-    The text of a token depends on earlier ones: bytes of several tokens make one character, and some decoders put
-    spaces between words. So a window of tokens is decoded with and without the last ones, and the difference is their
-    text. A character with missing bytes is held back.
+    The text of a token depends on earlier tokens: the bytes of a character may be in several tokens, and some decoders
+    put spaces between words. So a window of tokens is decoded with and without the last ones, and the difference is
+    their text. A character with missing bytes is held back.
 
     Args:
-        before: earlier tokens whose text is known already, such as a prompt that is continued.
+        decode: Function from tokens to their text.
+        before: Earlier tokens whose text is known already, such as a prompt that is continued.
     """
 
     def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._decode = decode
         self._window = list(before)
-        self._read = len(self._window)  # tokens of the window whose text was returned
-        self._given = decode(self._window) if before else ""  # and that text
+        self._read = len(self._window)  # number of tokens of the window whose text was returned
+        self._given = decode(self._window) if before else ""  # the text of these tokens
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Append tokens and return the new text."""
@@ -125,7 +126,7 @@ class Detokenizer:
 
 
 _REMEMBERED = 1 << 16
-_NO_CHARACTER = "\ufffd"  # stands for the bytes of a part
+_NO_CHARACTER = "\ufffd"  # stands for the bytes of an incomplete character
 
 
 class TokenTexts:
@@ -133,10 +134,10 @@ class TokenTexts:
 
     A character whose bytes lie in several tokens belongs to the last of them; the others have no text.
 
-    Example: with a tokenizer of bytes `of([72, 195, 169])` is `["H", "", "é"]`.
+    Example: with a tokenizer of bytes, `of([72, 195, 169])` is `["H", "", "é"]`.
 
     Args:
-        decode: decodes tokens, including special ones.
+        decode: Function from tokens, including special ones, to their text.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -145,7 +146,7 @@ class TokenTexts:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> TokenTexts:
-        """Use a tokenizer of `transformers` or `tokenizers`, which no other thread may use."""
+        """Make it from a tokenizer of `transformers` or `tokenizers`, which no other thread may use."""
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         return cls(lambda token_ids: backend.decode(list(token_ids), skip_special_tokens=False))
 
@@ -153,7 +154,7 @@ class TokenTexts:
         """Text of each token.
 
         Raises:
-            Exception: of the tokenizer, for an unknown token.
+            Exception: raised by the tokenizer for an unknown token.
         """
         texts = [self._of_one(token_id) for token_id in token_ids]
         place = 0
@@ -165,7 +166,7 @@ class TokenTexts:
         return texts if "".join(texts) == self._decode(token_ids) else self._in_turn(token_ids)
 
     def _in_turn(self, token_ids: Sequence[int]) -> list[str]:
-        """Texts of tokens that depend on earlier ones; takes ten times as long."""
+        """Texts of tokens that depend on earlier ones. Takes ten times as long."""
         detokenizer = Detokenizer(self._decode)
         texts = [detokenizer.add([token_id]) for token_id in token_ids]
         if texts:

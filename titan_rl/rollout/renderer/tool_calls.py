@@ -1,7 +1,7 @@
 """Formats of tool calls in the text of an answer, and the choice of the format that a chat template writes.
 
-A template is asked to render a call, and the first format that reads exactly this call back is the template's. A
-family needs no entry of its own, unless it writes calls in a new way.
+The template renders a call, and the first format that parses exactly this call from the result is the template's. A
+model family needs no entry of its own, unless it writes calls in a new way.
 
 Example: Qwen2.5 and many others write
 
@@ -59,27 +59,28 @@ class CallFormat(Protocol):
 
     @property
     def example(self) -> str:
-        """A call, for the docs."""
+        """Example of a call, for the docs."""
         ...
 
     def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
-        """Parse the calls in an answer with its special tokens; None if there is none.
+        """Parse the calls in an answer; None if there are none.
 
         Args:
-            tools: give the types of arguments to formats that write them as plain text.
+            text: Text of the answer, including its special tokens.
+            tools: Tools, whose schemas give the types of arguments to formats that write them as plain text.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Delimiters of calls. Without `end` a block ends with the answer."""
+    """Delimiters of the blocks of calls. If `end` is empty, a block ends with the answer."""
 
     begin: str
     end: str
 
     def split(self, text: str) -> tuple[str, list[str], bool]:
-        """Text before the first block, the inside of each block, and whether the last one is closed."""
+        """Text before the first block, the contents of each block, and whether all blocks are closed."""
         before, *parts = text.split(self.begin)
         if not self.end:
             return before, parts, True
@@ -111,7 +112,7 @@ class BareJsonCalls:
 
     name: str
     tag: str
-    """Token that may come first."""
+    """Token that may precede the object."""
     example: str
 
     def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
@@ -132,8 +133,11 @@ class TaggedCalls:
     """Blocks with a name and a tagged text for each argument, which is JSON unless the tool takes a string.
 
     Args:
-        function: pattern of a call, with the groups `name` and `body`.
-        argument: pattern of an argument in the body, with the groups `key` and `value`.
+        name: Name of the format.
+        blocks: Delimiters of the blocks.
+        function: Pattern of a call, with the groups `name` and `body`.
+        argument: Pattern of an argument in the body, with the groups `key` and `value`.
+        example: Example of a call.
     """
 
     name: str
@@ -166,7 +170,7 @@ class TaggedCalls:
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    """Blocks with calls as Python writes them, with literals as keyword arguments, one a line or in a list."""
+    """Blocks with calls in Python's syntax, with literals as keyword arguments: one call per line, or a list."""
 
     name: str
     blocks: Blocks
@@ -187,8 +191,10 @@ class NamedJsonCalls:
     """A name, a separator, and the JSON object of the arguments.
 
     Args:
-        call: pattern in front of the arguments, with the group `name`.
-        end: pattern behind the arguments of a call.
+        name: Name of the format.
+        call: Pattern before the arguments, with the group `name`.
+        end: Pattern after the arguments of a call.
+        example: Example of a call.
     """
 
     name: str
@@ -228,7 +234,7 @@ def _json_values(text: str) -> Iterator[Any]:
     """JSON values, separated by white space or semicolons.
 
     Raises:
-        ValueError: other text.
+        ValueError: there is other text.
     """
     place = 0
     while place < len(text):
@@ -239,18 +245,22 @@ def _json_values(text: str) -> Iterator[Any]:
 
 
 def _raw_decode(text: str, place: int) -> tuple[Any, int]:
-    """JSON value that begins at a place of a text, and the place of its end."""
+    """JSON value that begins at a position of a text, and the position of its end.
+
+    Raises:
+        ValueError: no JSON value begins there.
+    """
     found: tuple[Any, int] = json.JSONDecoder().raw_decode(text, place)
     return found
 
 
 def _object(value: Any) -> Mapping[str, Any]:
-    """A JSON object; anything else is an empty one."""
+    """The value if it is a JSON object, otherwise an empty object."""
     return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
 def _call_of(value: Any) -> ParsedCall:
-    """Call of an object `{"name": ..., "arguments": {...}}`, its other spellings, or `{"name": {...}}`."""
+    """Call from an object `{"name": ..., "arguments": {...}}`, one of its other spellings, or `{"look_up": {...}}`."""
     parts = _object(value)
     if not parts:
         return ParsedCall(None, str(value), MALFORMED)
@@ -262,7 +272,7 @@ def _call_of(value: Any) -> ParsedCall:
         return ParsedCall(None, arguments, MISSING_NAME)
     written: Any = parts.get("id", parts.get("tool_call_id"))
     call_id = written if isinstance(written, str) and written else None
-    if isinstance(arguments, str):  # some models write them as JSON in a text
+    if isinstance(arguments, str):  # some models write them as a JSON text
         try:
             arguments = json.loads(arguments)
         except ValueError:
@@ -299,7 +309,7 @@ def _literal(value: ast.expr) -> Any:
     """Value of a literal, in which `true`, `false` and `null` may be those of JSON.
 
     Raises:
-        ValueError: not a literal.
+        ValueError: it is not a literal.
     """
     if isinstance(value, ast.Name) and value.id in _NAMED_LITERALS:
         return _NAMED_LITERALS[value.id]
@@ -307,7 +317,7 @@ def _literal(value: ast.expr) -> Any:
 
 
 def _types_of(name: str, tools: Tools | None) -> Mapping[str, Any]:
-    """Types of a tool's arguments, as its schema names them."""
+    """Types of a tool's arguments by name, as in its JSON schema."""
     for tool in tools or ():
         function: Any = tool.get("function", tool)
         if function.get("name") == name:
@@ -440,7 +450,7 @@ FORMATS: Sequence[CallFormat] = (
         'look_up {"word": "it"}',
     ),
 )
-"""Formats in the order in which they are tried: before a more general one comes the more specific one."""
+"""Formats in the order in which they are tried, with specific formats before more general ones."""
 
 PROBE_TOOL: Mapping[str, Any] = {
     "type": "function",

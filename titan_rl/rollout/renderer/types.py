@@ -25,10 +25,10 @@ class ParsedToolCall(Protocol):
     """Attempt to call a tool: an object with these attributes, not a dictionary as in OpenAI's clients.
 
     Attributes:
-        name: name of the tool; None if it cannot be read.
-        arguments: arguments by name, or their text.
-        status: "ok", or the kind of error: then the policy's answer is an `error_parse`.
-        id: referred to by the tool's answer; None if the model writes none.
+        name: Name of the tool; None if it cannot be read.
+        arguments: Arguments by name, or their text.
+        status: "ok", or the kind of error. With an error the policy's answer is an `error_parse`.
+        id: ID to which the tool's answer refers; None if the model writes none.
 
     Example: `SimpleNamespace(name="add", arguments={"a": 1}, status="ok", id=None)`
     """
@@ -40,7 +40,7 @@ class ParsedToolCall(Protocol):
 
 
 class ParsedResponse(Protocol):
-    """Parts of a completion. `reasoning_complete` is False if it ended inside its reasoning."""
+    """Parts of a completion. `reasoning_complete` is False if the completion ended inside its reasoning."""
 
     @property
     def content(self) -> str: ...
@@ -70,11 +70,11 @@ class Renderer(Protocol):
     def parse_response(
         self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
     ) -> ParsedResponse:
-        """Message in a completion. Raises any exception if there is none."""
+        """Message in a completion. Raises an exception of any type if there is none."""
         ...
 
     def get_stop_token_ids(self) -> list[int]:
-        """Tokens that end a completion: `SamplingParams.stop_token_ids`."""
+        """Tokens that end a completion, for `SamplingParams.stop_token_ids`."""
         ...
 
     def bridge_to_next_turn(
@@ -85,12 +85,12 @@ class Renderer(Protocol):
         *,
         tools: list[Any] | None = None,
     ) -> RenderedTokens | None:
-        """Next prompt, which begins with exactly the previous prompt and completion; None if there is none."""
+        """Next prompt, which begins with exactly the previous prompt and completion; None if that is not possible."""
         ...
 
 
 def renderable(messages: Sequence[Message]) -> list[Any]:
-    """Copies of messages in which a replacement character stands for lone surrogates, which tokenizers refuse."""
+    """Copies of messages in which replacement characters stand for lone surrogates, which tokenizers refuse."""
     return [_without_surrogates(snapshot(message)) for message in messages]
 
 
@@ -134,7 +134,9 @@ def require_tool_support(renderer: Renderer, messages: Sequence[Message], tools:
     """Check that a renderer shows tools to the model and parses their calls. Each renderer is checked once.
 
     Args:
-        messages: opening messages of a conversation with the tools.
+        renderer: The renderer.
+        messages: Opening messages of a conversation with the tools.
+        tools: The tools.
 
     Raises:
         ModelError: the prompt is the same with and without the tools, or the renderer does not parse a call that it has
@@ -167,7 +169,7 @@ def _reads_calls(renderer: Renderer, messages: list[Any], tools: list[Any], prom
     try:
         whole = list(renderer.render_ids([*messages, call], tools=tools))
         if whole[: len(prompt)] != prompt:
-            return True  # a known answer begins in another way than a prompt ends
+            return True  # the renderer begins a given answer differently from how it ends a prompt
         parsed = renderer.parse_response(whole[len(prompt) :], tools=tools, prompt_ids=prompt)
     except Exception:  # a renderer may refuse this call for other reasons
         return True

@@ -1,1 +1,1 @@
-"""Rewards of a group: reward functions, their weighted sum in a rubric, and the advantages of siblings."""
+"""Rewards of a group: reward functions, their combination in a rubric, and the advantages of siblings."""

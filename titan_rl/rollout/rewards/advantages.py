@@ -30,7 +30,7 @@ def reward(rewards: Sequence[float]) -> list[float]:
 
 
 def zero(rewards: Sequence[float]) -> list[float]:
-    """No advantage, `A_i = 0`: only a teacher is learned from, and rewards are recorded.
+    """No advantage, `A_i = 0`: the policy learns only from a teacher, and rewards are only recorded.
 
     >>> zero([1.0, 0.0])
     [0.0, 0.0]
@@ -54,7 +54,8 @@ class BatchAdvantage(Protocol):
 class BatchMean:
     """Distance from the mean reward of the batch: REINFORCE with a baseline. The advantage of siblings is their reward.
 
-    A baseline that includes the rollout itself scales the gradient by 1 - 1/n, n being the rollouts of the batch.
+    A baseline that includes the rollout itself scales the gradient by 1 - 1/n, where n is the number of rollouts of the
+    batch.
     """
 
     __name__ = "batch_mean"
@@ -63,7 +64,7 @@ class BatchMean:
         return list(rewards)
 
     def compare_batch(self, groups: Iterable[RolloutGroup]) -> None:
-        """Subtract the mean over all groups, in place; where there are several seats, the mean of the role."""
+        """Subtract the mean over all groups in place. With several seats, the mean of each role is subtracted."""
         for compared in _by_role(groups).values():
             mean = fmean(rollout.advantage or 0.0 for rollout in compared)
             for rollout in compared:
@@ -75,8 +76,8 @@ batch_mean = BatchMean()
 
 @runtime_checkable
 class RunningAdvantage(Protocol):
-    """Advantage that depends on earlier batches. It is stateless: its method receives a state, which the run keeps, and
-    checkpoints hold as JSON. A resumed run restores it."""
+    """Advantage that depends on earlier batches. The object is stateless: its method receives a state, which the run
+    keeps and checkpoints contain as JSON. A resumed run restores the state."""
 
     def __call__(self, rewards: Sequence[float]) -> Sequence[float]:
         """Advantages of siblings, before the batch is known."""
@@ -86,7 +87,8 @@ class RunningAdvantage(Protocol):
         """Complete the advantages of the groups of one task in a batch, in place, and update the state.
 
         Args:
-            state: Empty before the first batch; later as this method left it.
+            groups: Groups of the task in the batch.
+            state: State, which is empty before the first batch.
         """
         ...
 
@@ -97,8 +99,9 @@ class RoleBaseline:
 
         b_role = 0.95 * b_role + 0.05 * r_i
 
-    A task has a baseline for each of its roles, or one if it has no seats. The advantages of a batch use the baselines
-    before it, so that no rollout is its own baseline; those of the first batch use its mean.
+    A task has a baseline for each of its roles, or a single one if it has no seats. The advantages of a batch use the
+    baselines from before the batch, so that no rollout is part of its own baseline. Those of the first batch use its
+    mean.
     """
 
     __name__ = "role_baseline"
@@ -108,10 +111,11 @@ class RoleBaseline:
         return list(rewards)
 
     def compare_running(self, groups: Sequence[RolloutGroup], state: dict[str, Any]) -> None:
-        """Subtract the baselines, in place, and update them in the order of the rollouts.
+        """Subtract the baselines in place, and update them in the order of the rollouts.
 
         Args:
-            state: Baseline by role; "" is that of rollouts without a seat.
+            groups: Groups of the task in the batch.
+            state: Baseline by role; "" is the role of rollouts without a seat.
         """
         for role, rollouts in _by_role(groups).items():
             rewards = [rollout.advantage or 0.0 for rollout in rollouts]
@@ -139,9 +143,9 @@ def group_mean(rewards: Sequence[float]) -> list[float]:
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    """Distance from the mean of the others, `A_i = r_i - mean(r_j, j != i)`: RLOO (arXiv:2402.14740, eq. 8).
+    """Distance from the mean of the other siblings, `A_i = r_i - mean(r_j, j != i)`: RLOO (arXiv:2402.14740, eq. 8).
 
-    That is the distance from the group's mean times n / (n - 1). A single rollout has advantage 0.
+    This is the distance from the group's mean times n / (n - 1). A single rollout has advantage 0.
 
     >>> leave_one_out([1.0, 0.0, 0.0])
     [1.0, -0.5, -0.5]
@@ -165,7 +169,7 @@ def standardized(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
 
 
 def _by_role(groups: Iterable[RolloutGroup]) -> dict[str, list[Rollout]]:
-    """Rollouts of a batch that have an advantage, in their order, by role; "" without seats."""
+    """Rollouts of a batch that have an advantage, in their order, by role ("" without seats)."""
     roles: dict[str, list[Rollout]] = {}
     for rollout in (rollout for group in groups for rollout in group.rollouts if rollout.advantage is not None):
         roles.setdefault(rollout.role or "", []).append(rollout)
@@ -192,7 +196,7 @@ def _compare(rollouts: Sequence[Rollout], advantage: AdvantageFn, whose: str) ->
     try:
         given = list(advantage(list(rewards)))
         values = [float(value) for value in given]
-    except BaseException as error:  # also a CancelledError, which cannot be the caller's without an await
+    except BaseException as error:  # including a CancelledError, which without an await cannot come from the caller
         if is_ctrl_c(error):
             raise
         raise RewardError(
@@ -211,7 +215,9 @@ def compare_batch(groups: Sequence[RolloutGroup], advantage: AdvantageFn, state:
     """Complete the advantages of the groups of one task in a batch, in place, if the advantage compares over batches.
 
     Args:
-        state: State of a `RunningAdvantage`, which it updates.
+        groups: Groups of the task in the batch.
+        advantage: Advantage of the task.
+        state: State of a `RunningAdvantage`, which is updated in place.
 
     Raises:
         RewardError: the function raised, or left an advantage that is not finite.

@@ -1,4 +1,4 @@
-"""Reward functions with their weights, and guarded calls of them."""
+"""Reward functions with their weights, and the handling of their failures."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ logger = logging.getLogger(__name__)
 class FailurePolicy:
     """Policy for failed calls of a reward: it raises, returns no finite number, or takes too long.
 
-    Example: a judge behind a network, tried again after 2, 4, 8 and 16 seconds before its group is given up:
+    Example: a judge behind a network, which is retried after 2, 4, 8 and 16 seconds before its group is dropped:
 
         Reward(judge, on_failure=FailurePolicy(retries=4, backoff_s=2.0))
 
     Args:
-        retries: number of retries. A call that took too long is not retried.
-        backoff_s: seconds before the first retry; each further wait is twice as long, up to 60 s.
-        then: action after the last retry. "drop_group" leaves the group out of training, and
+        retries: Number of retries. A call that took too long is not retried.
+        backoff_s: Seconds before the first retry. Each further wait is twice as long, up to 60 s.
+        then: Action after the last retry. "drop_group" leaves the group out of training, and
             `scheduling.max_failed_groups` such groups in a row end the run; "fail_run" ends the run.
 
     Raises:
-        ValueError: names the field, the value and what is allowed.
+        ValueError: a value is not allowed. The message names the field, the value and what is allowed.
     """
 
     retries: int = 2
@@ -63,7 +63,7 @@ class FailurePolicy:
         """Seconds to wait after an error before a retry; the first retry is number 0.
 
         Raises:
-            RewardError: `error`, if the call is not retried; `ends_run` is set as the policy says.
+            RewardError: the call is not retried. This is `error`, with `ends_run` set according to the policy.
         """
         if retry == self.retries or isinstance(error.__cause__, OutOfTimeError):
             error.ends_run = self.then == "fail_run"
@@ -81,7 +81,9 @@ class UserFunction:
     """User function, sync or async, called on the event loop or in its own threads.
 
     Args:
-        max_threads: most calls at once in threads; None runs it on the loop.
+        fn: The function.
+        name: Name of the reward, for messages.
+        max_threads: Largest number of concurrent calls in threads; None calls the function on the event loop.
     """
 
     def __init__(self, fn: Callable[..., Any], name: str, max_threads: int | None = None) -> None:
@@ -91,20 +93,25 @@ class UserFunction:
 
     @property
     def only_computes(self) -> bool:
-        """Whether it is a sync function outside a thread, so that a retry with the same argument would be useless."""
+        """Whether it is a sync function outside a thread, so that a retry with the same argument is assumed useless."""
         return self._threads is None and not is_async(self._fn)
 
     async def __call__(self, argument: Any, about: str, timeout_s: float | None) -> Any:
-        """Result for `argument`. The time limit of a call in a thread starts when a thread is free.
+        """Call the function and return its result. The time limit of a call in a thread starts when a thread is free.
+
+        Args:
+            argument: Argument of the function.
+            about: Subject of the call for messages, such as "rollout 'g17/3'".
+            timeout_s: Time limit; None sets no limit.
 
         Raises:
-            RewardError: it raised, was cancelled by other code, or took too long.
+            RewardError: the function raised, was cancelled by other code, or took too long.
         """
 
         def call() -> Any:
             try:
                 return self._fn(argument)
-            except BaseException as error:  # also SystemExit, and a CancelledError, which is not the caller's
+            except BaseException as error:  # including SystemExit, and a CancelledError, which is not the caller's
                 if is_ctrl_c(error):
                     raise
                 raise failed(self._name, about, error) from error
@@ -164,7 +171,7 @@ def checked(values: Any, count: int, name: str, about: str) -> list[float]:
     """Convert the result of a reward to `count` finite numbers.
 
     Raises:
-        RewardError: the result is anything else.
+        RewardError: the result cannot be converted.
     """
     try:
         given = list(values)
@@ -267,7 +274,7 @@ class FunctionReward(ABC, Generic[F]):
 
     @abstractmethod
     async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
-        """See `WeightedReward.values`. A call may take `timeout_s` if the reward has no limit of its own."""
+        """See `WeightedReward.values`. `timeout_s` is the time limit of a call if the reward has none of its own."""
 
 
 class Reward(FunctionReward[RewardFn]):
@@ -281,19 +288,20 @@ class Reward(FunctionReward[RewardFn]):
         Rubric([Reward(is_right), Reward(judge, weight=0.5, timeout_s=30.0)])  # `judge` is async
 
     Args:
-        fn: `fn(rollout) -> float`, sync or async. Booleans count as 0 and 1.
-        weight: weight of the value in the rubric's mean or sum. With 0 the value is only recorded.
-        name: key in `reward_breakdown`; by default `fn.__name__`.
-        in_thread: run a sync `fn` in a worker thread. Otherwise it runs on the event loop, where a call of more than
-            some milliseconds delays all other rollouts.
-        max_threads: most concurrent calls in threads; others wait, without counting towards their limit. The threads
-            are not shared: a call that never returns blocks neither other rewards nor the end of the process.
-        timeout_s: seconds one call may take; None takes the rubric's limit.
-        on_failure: policy for failed calls. By default they are retried twice if `fn` is async or in a thread, and
-            not at all if it only computes; then the group is dropped.
+        fn: Function `fn(rollout) -> float`, sync or async. Booleans count as 0 and 1.
+        weight: Weight of the value in the rubric's mean or sum. With 0 the value is only recorded.
+        name: Key in `reward_breakdown`; by default `fn.__name__`.
+        in_thread: Whether a sync `fn` runs in a worker thread. Otherwise it runs on the event loop, where a call of
+            more than a few milliseconds delays all other rollouts.
+        max_threads: Largest number of concurrent calls in threads. Further calls wait, and their time limit does not
+            start yet. The threads are not shared: a call that never returns blocks neither other rewards nor the end of
+            the process.
+        timeout_s: Seconds that one call may take; None takes the rubric's limit.
+        on_failure: Policy for failed calls. By default they are retried twice if `fn` is async or in a thread, and not
+            at all otherwise; then the group is dropped.
 
     Raises:
-        ValueError: the weight is not finite, or a limit not positive.
+        ValueError: the weight is not finite, or a limit is not positive.
     """
 
     per_rollout = True
@@ -308,10 +316,10 @@ class GroupReward(FunctionReward[GroupRewardFn]):
     """Reward that is a function of all siblings at once: rankings, diversity, one call of a judge.
 
     Args:
-        fn: `fn(rollouts) -> one float per rollout, in order`, sync or async. It receives the siblings that are
-            judged: no errored ones, and no truncated ones if the rubric has a `truncated_reward`. If the environment
-            has several seats, it is called once for each seat.
-        weight, name, in_thread, max_threads, timeout_s, on_failure: as for `Reward`.
+        fn: Function `fn(rollouts) -> one float per rollout, in order`, sync or async. It receives the siblings that are
+            judged: none that ended in an error, and no truncated ones if the rubric has a `truncated_reward`. If the
+            environment has several seats, it is called once for each seat.
+        weight, name, in_thread, max_threads, timeout_s, on_failure: See `Reward`.
 
     Raises:
         ValueError: see `Reward`.
@@ -326,10 +334,10 @@ class EnvReward(Reward):
 
 
 def env_reward(name: str, weight: float = 1.0) -> EnvReward:
-    """Reward that the environment gives under `name`, summed over the turns.
+    """Make a reward from the environment's rewards with this name, summed over the turns.
 
-    It is an error (`RewardError`) if the environment of a completed rollout never gave it. An `AgentEnv` may check this
-    itself by `RolloutPolicy.env_rewards`, and end with another status.
+    It fails with a `RewardError` if the environment of a completed rollout never gave the reward. An `AgentEnv` may
+    check this itself with `RolloutPolicy.env_rewards`, and end with another status.
     """
 
     def value(rollout: Rollout) -> float:
@@ -349,8 +357,8 @@ class SoftOverlong:
         (max_tokens - margin - length) / margin    in the margin, falling to -1
         -1                                     beyond max_tokens
 
-    This is the soft overlong punishment of DAPO (Yu et al., 2025, arXiv:2503.14476, eq. 13). The length is that of the
-    rollout's longest completion, in tokens.
+    This is the soft overlong punishment of DAPO (Yu et al., 2025, arXiv:2503.14476, eq. 13). The length is the number
+    of tokens of the rollout's longest completion.
 
     Example:
 

@@ -1,14 +1,14 @@
 """Rubric: one reward from several reward functions.
 
-A rubric scores the sibling rollouts of one sample. With `combine="mean"`, the default, its reward is the weighted mean
-of its functions' values, and with `combine="sum"` their weighted sum:
+A rubric scores the sibling rollouts of one sample. With `combine="mean"`, the default, the reward is the weighted mean
+of the values of its functions, and with `combine="sum"` their weighted sum:
 
     mean:  reward = sum_i weight_i * value_i / sum_i weight_i
     sum:   reward = sum_i weight_i * value_i
 
-Functions with values in [0, 1] have a mean in [0, 1] whatever the weights, while two of them can have a sum of 2.
+Functions with values in [0, 1] have a mean in [0, 1], whatever the weights, but two of them can have a sum of 2.
 
-Example: mostly the answer, a little the format, and nothing for an answer that was cut off:
+Example: mostly the answer counts, a little the format, and an answer that was cut off earns 0:
 
     rubric = Rubric([Reward(similarity, weight=0.8), Reward(well_formed, weight=0.2)], truncated_reward=0.0)
     await rubric.score(group)
@@ -48,12 +48,12 @@ from titan_rl.types import float_or_none
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-"""Longest time of closing one reward."""
+"""Time limit for closing one reward."""
 
 Combine = Literal["mean", "sum"]
 
 LARGEST_REWARD = 1e30
-"""Its square fits a float, as standard deviations need, and advantages made of it fit float32."""
+"""Largest absolute reward. Its square fits a float, for standard deviations, and advantages made of it fit float32."""
 
 
 class Rubric:
@@ -63,14 +63,15 @@ class Rubric:
     `sample` is shared, and routed experts are left out.
 
     Args:
-        rewards: at least one `Reward`, `GroupReward` or `env_reward`. A plain function stands for `Reward(function)`.
+        rewards: Items of the types `Reward`, `GroupReward` or `env_reward`, at least one. A plain function stands for
+            `Reward(function)`.
         combine: "mean" or "sum", see the module. In a sum, weights may be negative, for penalties.
-        truncated_reward: reward of every truncated rollout, for which no functions are called. With None truncated
+        truncated_reward: Reward of every truncated rollout, for which no functions are called. With None truncated
             rollouts are judged like others.
-        error_reward: reward of every rollout that ended in an error, for which no functions are called. With None
-            these have no reward. An answer that cannot be parsed (ERROR_PARSE) then has an advantage, too; other errors
-            are not the policy's fault and have none (`RolloutStatus.is_fault`).
-        timeout_s: longest time of one call of a function, in seconds, if its reward has no limit of its own.
+        error_reward: Reward of every rollout that ended in an error, for which no functions are called. With None such
+            rollouts have no reward. With a number, an answer that cannot be parsed (ERROR_PARSE) also has an advantage;
+            other errors are not the policy's fault and have none (`RolloutStatus.is_fault`).
+        timeout_s: Seconds that one call of a function may take if its reward has no limit of its own.
 
     Raises:
         ValueError: there are no rewards, an item is not a reward, two share a name, `combine` is unknown, or the
@@ -117,7 +118,7 @@ class Rubric:
         return {each.name: each.weight / self._divisor for each in self.rewards if isinstance(each, EnvReward)}
 
     def limit_calls(self, timeout_s: float) -> None:
-        """Lower the time limit of every call to `timeout_s`, including those of rewards with limits of their own."""
+        """Lower the time limit of every call to `timeout_s`, also of rewards with their own limits."""
         self.timeout_s = min(self.timeout_s, timeout_s)
         for reward in self.rewards:
             if isinstance(reward, FunctionReward) and reward.timeout_s is not None:
@@ -130,9 +131,11 @@ class Rubric:
                 show_on(console)
 
     async def close(self) -> None:
-        """Close the connections of the rewards, after the last rollout. Idempotent; a later call opens them again.
+        """Close the connections of the rewards, after the last rollout. Further calls do nothing, and judging opens the
+        connections again.
 
-        A reward that cannot be closed within `CLOSE_TIMEOUT_S` is logged, because it must hide no other error.
+        A failure to close a reward, or to close it within `CLOSE_TIMEOUT_S`, is only logged, so that it hides no other
+        error.
         """
         for reward in self.rewards:
             if (close := getattr(reward, "close", None)) is not None:
@@ -162,16 +165,17 @@ class Rubric:
         group: RolloutGroup | Sequence[Rollout],
         begun: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        """Fill in `reward` and `reward_breakdown` (unweighted values by name) of all rollouts, or of none.
+        """Fill in `reward` and `reward_breakdown` (unweighted values by name) of all rollouts, or of none if it fails.
 
         An aborted or undecided rollout is not judged: its reward stays None.
 
         Args:
-            begun: results of `begin` by rollout id; these calls are not repeated.
+            group: Group, or its rollouts.
+            begun: Results of `begin` by rollout id; these calls are not repeated.
 
         Raises:
-            RewardError: a call failed, and so did its retries. Names the function and the rollout; the function's
-                exception is the cause. `ends_run` follows the reward's `FailurePolicy`.
+            RewardError: a call and its retries failed. Names the function and the rollout; the function's exception is
+                the cause. `ends_run` follows the reward's `FailurePolicy`.
         """
         rollouts = group.rollouts if isinstance(group, RolloutGroup) else group
         judged = [rollout for rollout in rollouts if self._judges(rollout)]
@@ -191,7 +195,7 @@ class Rubric:
             rollout.metrics |= self._metrics_of(rollout.rollout_id, breakdown)
 
     def _metrics_of(self, rollout_id: str, values: Mapping[str, float]) -> dict[str, float]:
-        """Metrics that rewards report of a rollout, and how far those rewards, which are judges, differ from others."""
+        """Metrics that judges report for a rollout, and the distances of their values from those of other rewards."""
         metrics: dict[str, float] = {}
         judges = [reward.name for reward in self.rewards if hasattr(reward, "take_metrics")]
         for reward in self.rewards:
@@ -226,9 +230,9 @@ class Rubric:
         return self.truncated_reward if status.is_truncated else self.error_reward
 
     async def _judge(self, rollouts: Sequence[Rollout], rewards: Sequence[WeightedReward]) -> list[dict[str, float]]:
-        """Values of these rewards for each rollout. The first that fails for good cancels the others."""
+        """Values of these rewards for each rollout. The first permanent failure cancels the other calls."""
         each = [[i] for i in range(len(rollouts))]
-        levels: dict[object, list[int]] = {}  # as `RolloutGroup.compared` has them
+        levels: dict[object, list[int]] = {}  # the sets of rollouts of `RolloutGroup.compared`
         for i, rollout in enumerate(rollouts):
             is_numbered = rollout.role != rollout.seat
             levels.setdefault((rollout.role, rollout.sibling if is_numbered else None), []).append(i)
@@ -263,7 +267,7 @@ class Rubric:
 
 
 def _divisor(rewards: Sequence[WeightedReward], combine: Combine) -> float:
-    """Number by which the weighted sum of the values is divided.
+    """Divisor of the weighted sum of the values.
 
     Raises:
         ValueError: see `Rubric`.
@@ -306,7 +310,7 @@ def _weight_of(reward: WeightedReward) -> float:
 
 
 def _fixed(field: str, value: Any) -> float | None:
-    """Checked fixed reward of a kind of rollouts."""
+    """Check the fixed reward of a kind of rollouts."""
     if value is None:
         return None
     number = float_or_none(value)

@@ -26,12 +26,12 @@ from titan_rl.tasks.adapters.shared import train_seed, validation_seed
 from titan_rl.tasks.tools import messages_of, text_of, tool_message
 
 MAX_MESSAGE_BYTES = 100 << 20
-LONGEST_PAUSE_S = 2.0  # between two attempts to get a session of a full server
+LONGEST_PAUSE_S = 2.0  # longest pause between two attempts to get a session of a full server
 CLOSE_S = 5.0
 
 
 class OpenEnvError(ConnectionError):
-    """A server of OpenEnv cannot be reached, does not answer in time, or answers with an error.
+    """An OpenEnv server cannot be reached, does not answer in time, or answers with an error.
 
     Attributes:
         code: OpenEnv's error code, such as "EXECUTION_ERROR"; empty if there is none.
@@ -55,9 +55,9 @@ class Session:
     """Session with one environment on a server, from `open` to `close`.
 
     Args:
-        url: http, https, ws or wss.
-        open_timeout_s: limit for the connection, and for a free session on a full server.
-        answer_timeout_s: limit for each answer.
+        url: URL of the server, with the scheme http, https, ws or wss.
+        open_timeout_s: Time limit for the connection, and for getting a free session on a full server.
+        answer_timeout_s: Time limit for each answer.
     """
 
     def __init__(self, url: str, *, open_timeout_s: float, answer_timeout_s: float) -> None:
@@ -70,7 +70,7 @@ class Session:
         """Connect and begin an episode.
 
         Raises:
-            OpenEnvError: there is no session within the time limit.
+            OpenEnvError: the server gave no session within the time limit.
         """
         deadline = asyncio.get_running_loop().time() + self._open_timeout_s
         backoff = Backoff(0.05, LONGEST_PAUSE_S, limit_s=self._open_timeout_s)
@@ -94,7 +94,7 @@ class Session:
         """Take an action.
 
         Raises:
-            OpenEnvError: the code is "VALIDATION_ERROR" if the environment does not take such an action.
+            OpenEnvError: the step failed. The code is "VALIDATION_ERROR" if the environment refuses the action.
         """
         return await self._ask("step", action)
 
@@ -105,7 +105,7 @@ class Session:
         try:
             async with asyncio.timeout(CLOSE_S):
                 await socket.send(json.dumps({"type": "close"}))
-                await socket.wait_closed()  # the server closes it once its session is free
+                await socket.wait_closed()  # the server closes the connection once the session is free
         except Exception:  # the connection is gone already
             socket.transport.abort()
 
@@ -123,7 +123,7 @@ class Session:
             raise OpenEnvError(f"{self.url} cannot be reached: {type(error).__name__}: {error}") from error
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Observed:
-        """Send a message and return the observation in its answer."""
+        """Send a message and return the observation in the answer."""
         closed = require("websockets.exceptions", "openenv").ConnectionClosed
         try:
             async with asyncio.timeout(self._answer_timeout_s):
@@ -157,7 +157,7 @@ def socket_url(url: str) -> str:
     'wss://host/env/ws'
 
     Raises:
-        ValueError: it is not the address of a server.
+        ValueError: the URL is not the address of a server.
     """
     scheme, host, path, query, _ = urlsplit(url)
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -246,7 +246,7 @@ class OpenEnv(Section):
 
 
 class _SessionEnv:
-    """Session that begins with the settings of a task, for a rollout of the sample."""
+    """Base of environments: a session with the settings of a task, for one rollout of a sample."""
 
     def __init__(self, task: OpenEnv, sample: Mapping[str, Any]) -> None:
         self._task = task
@@ -340,7 +340,7 @@ def object_of(message: Message) -> Mapping[str, Any]:
     """Parse the text of a message as a JSON object.
 
     Raises:
-        ValueError: it is not a JSON object.
+        ValueError: the text is not a JSON object.
     """
     action: Any = json.loads(text_of(message))
     if not isinstance(action, dict):
@@ -353,8 +353,7 @@ def as_json(observation: Mapping[str, Any]) -> str:
 
 
 def result_text(result: Any) -> str:
-    """Convert the result of a tool to text. For a result of an MCP client, that is its data or the texts of its
-    parts."""
+    """Convert the result of a tool to text. For an MCP client's result, this is its data or the texts of its parts."""
     if isinstance(result, dict):
         given = cast("dict[str, Any]", result)
         if given.get("data") is not None and "content" in given:

@@ -23,9 +23,9 @@ from titan_rl.tasks import PromptTask, answer_of
 from titan_rl.tasks.adapters.shared import check_name
 from titan_rl.tasks.tools import messages_of
 
-SAMPLES_PER_DATASET = 64  # made with one seed, because some data sets take a second to make
-ITEMS_PER_DATASET = 1024  # more than samples, because held-out items are skipped
-MOST_DATASETS = 64  # searched for one training or held-out sample
+SAMPLES_PER_DATASET = 64  # samples taken from a data set of one seed, because some take a second to make
+ITEMS_PER_DATASET = 1024  # size of a data set; more items than samples, because held-out items are skipped
+MOST_DATASETS = 64  # largest number of data sets searched for one training or held-out sample
 
 _threads = DaemonThreads(4, "reasoning_gym")
 
@@ -100,7 +100,7 @@ class ReasoningGym(PromptTask):
         return self._dataset(f"drawn/{rng.randrange(16)}")[rng.randrange(ITEMS_PER_DATASET)]
 
     def demonstrate(self, sample: Item, messages: Sequence[Message], rng: random.Random) -> str:
-        """Right answer between the tags, or that of another question.
+        """Right answer between the tags, or the answer of another question.
 
         Raises:
             ConfigError: the data set has no right answers.
@@ -125,7 +125,7 @@ class ReasoningGym(PromptTask):
         dataset = self._dataset("scoring")
         try:
             return float(await _threads.run(lambda: dataset.score_answer(found, sample), self.score_timeout_s))
-        except Exception:  # the reply's fault: scorers parse it as dates, formulas or lists, and may take long
+        except Exception:  # the reply is at fault: scorers parse it as dates, formulas or lists, which may take long
             return 0.0
 
     def answer_in(self, reply: str) -> str | None:
@@ -143,10 +143,10 @@ class ReasoningGym(PromptTask):
         return Rubric(rewards, truncated_reward=0.0, error_reward=0.0)
 
     def _nth(self, key: str, index: int, *, held_out: bool) -> Item:
-        """Item number `index` of those that are held out, or of those that are not.
+        """Item number `index` among the held-out items, or among the training items.
 
         Raises:
-            DataError: the data set gave no such question.
+            DataError: the data set has no such question.
         """
         chunk, place = divmod(index, SAMPLES_PER_DATASET)
         for number in range(MOST_DATASETS):
@@ -170,11 +170,12 @@ def _make(name: str, config: str, key: str) -> Any:
     """Make a data set.
 
     Args:
-        config: its settings as JSON.
-        key: determines the seed.
+        name: Name of the data set.
+        config: Settings of the data set as JSON.
+        key: Text that determines the seed.
 
     Raises:
-        ConfigError: there is no such data set, or it takes no such config.
+        ConfigError: there is no such data set, or it refuses the settings.
     """
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big")
     gym = require("reasoning_gym", "reasoning-gym")
@@ -186,7 +187,7 @@ def _make(name: str, config: str, key: str) -> Any:
 
 
 def _settings_of(name: str, given: dict[str, Any], name_field: str, field: str) -> dict[str, Any]:
-    """Convert settings to the types of the data set's config class, which has tuples in the place of TOML's lists.
+    """Convert settings to the types of the data set's config class, which has tuples instead of TOML's lists.
 
     Raises:
         ConfigError: there is no such data set, or no such setting.
@@ -207,7 +208,7 @@ def _settings_of(name: str, given: dict[str, Any], name_field: str, field: str) 
 
 
 def _spec(number: int, given: Any) -> Any:
-    """One of the data sets of a composite."""
+    """Specification of one of the data sets of a composite."""
     field = f"task.config.datasets[{number}]"
     if not isinstance(given, dict) or "name" not in given:
         raise ConfigError(f'{field} = {given!r} must be a table such as {{ name = "leg_counting", weight = 2 }}')

@@ -13,10 +13,13 @@ def check_name(setting: str, name: str, known: Collection[str], what: str) -> No
     """Check that a name is known.
 
     Args:
-        what: kind of the names, in the plural.
+        setting: Name of the setting, for the message.
+        name: Value of the setting.
+        known: Known names.
+        what: Kind of the names, in the plural.
 
     Raises:
-        ConfigError: the name is unknown; lists the nearest names, or all if they are few.
+        ConfigError: the name is unknown. The message lists the nearest names, or all names if there are few.
     """
     if name in known:
         return

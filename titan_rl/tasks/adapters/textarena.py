@@ -39,7 +39,8 @@ MOST_PLAYERS = 16
 WRONG_NUMBER = (AssertionError, ValueError, LookupError, TypeError)  # raised by games for a wrong number of players
 
 _one_at_a_time = threading.Lock()
-"""Games draw from Python's global generator of random numbers, whose state is swapped for the game's own in a call."""
+"""Lock of the calls of games. They draw from Python's global random generator, whose state is replaced by the game's
+own during a call."""
 
 
 class _CannotBeginError(ConfigError):
@@ -54,8 +55,8 @@ class ArenaGame:
     """
 
     def __init__(self, task: TextArena, num_players: int, seed: int) -> None:
-        self._randomness: Any = None  # the state of the game's own generator
-        self._said: dict[int, str] = {}  # text of wrappers, which repeat the whole text in each observation
+        self._randomness: Any = None  # state of the game's own random generator
+        self._said: dict[int, str] = {}  # last text of wrappers by player; each observation repeats the whole text
         self.invalid_moves = dict.fromkeys(range(num_players), 0)
         self.done = False
         self._game = make_game(task.env_id, dict(task.options), task.wrappers)
@@ -68,7 +69,7 @@ class ArenaGame:
             ) from error
 
     def observe(self) -> tuple[int, str]:
-        """Player whose turn it is, and the new observations of that player."""
+        """Player whose turn it is, and the text of that player's new observations."""
         with self._own_randomness():
             player, seen = self._game.get_observation()
         if isinstance(seen, str):
@@ -83,7 +84,7 @@ class ArenaGame:
         self.invalid_moves[player] += getattr(self._game.state, "error_count", 0) > errors
 
     def end(self) -> dict[int, dict[str, float]]:
-        """Rewards of each player. Call when the game is done."""
+        """Rewards of each player, by name. Call when the game is done."""
         with self._own_randomness():
             rewards, about = self._game.close()
         won = cast("dict[int, float]", rewards or {})
@@ -97,7 +98,7 @@ class ArenaGame:
         }
 
     def last_words(self, player: int) -> str:
-        """Observations of a player since its last move."""
+        """Text of a player's observations since its last move."""
         return self._text(player, self._game.state.observations.get(player, ()))
 
     def _text(self, player: int, seen: Sequence[tuple[int, str, Any]]) -> str:

@@ -31,11 +31,14 @@ def load_dataset(dataset: str, subset: str, split: str, revision: str) -> Any:
     """Load a data set.
 
     Args:
-        dataset: a file, a folder of files or of `Dataset.save_to_disk`, or the id of a data set on the hub.
-        split: in the notation of `datasets`: "train" or "train[:90%]". A single file has the split "train".
+        dataset: File, folder of files or of `Dataset.save_to_disk`, or id of a data set on the hub.
+        subset: Subset of a data set on the hub; "" if there is none.
+        split: Split in the notation of `datasets`, such as "train" or "train[:90%]". A single file has the split
+            "train".
+        revision: Revision of a data set on the hub; "" for the default one.
 
     Returns:
-        A `datasets.Dataset`: it stays on disk, and has its rows as dictionaries by number.
+        A `datasets.Dataset`, which stays on disk. Its rows are dictionaries, accessed by number.
 
     Raises:
         ConfigError: there is no such data set or split, or it cannot be read.
@@ -149,7 +152,7 @@ class TRLTask(RowTask):
 
     def load_rows(self) -> Sides:
         if self.dataset is None:
-            own_data = ChosenRows([{}])  # that of the environments
+            own_data = ChosenRows([{}])  # the environments have the data
             return own_data, own_data
         data = load_dataset(self.dataset, self.subset, self.split, self.revision)
         if self.validation_split:
@@ -185,7 +188,7 @@ class TRLTask(RowTask):
         """Make the rubric of the reward functions, and of `get_reward` of the environments.
 
         Raises:
-            ConfigError: there is no reward, or not one weight for each.
+            ConfigError: there is no reward, or the number of weights differs from that of the functions.
         """
         found = [_find("task.reward_funcs", name) for name in self.reward_funcs]
         weights = self.reward_weights or (1.0,) * len(found)
@@ -253,7 +256,7 @@ class TrainerState:
     """Subset of transformers' `TrainerState`.
 
     Args:
-        global_step: optimizer steps of the policy that wrote the newest token of the group.
+        global_step: Number of optimizer steps of the policy that sampled the newest token of the group.
     """
 
     global_step: int
@@ -263,7 +266,7 @@ class TrainerState:
 class _Notes:
     """Logged values of one rollout besides its rewards."""
 
-    absent: set[str] = field(default_factory=set[str])  # functions that gave None
+    absent: set[str] = field(default_factory=set[str])  # functions that returned None
     logged: dict[str, float] = field(default_factory=dict[str, float])
 
 
@@ -272,15 +275,16 @@ class RewardFuncsRubric(Rubric):
 
         reward = sum_i weight_i * value_i
 
-    over the functions that returned a value. A function that returns None for a rollout has no part in its reward. If
-    all functions return None, the rollout has no reward and no advantage. Async functions run concurrently. Numbers
-    passed to `log_metric` and `log_extra` are added to the rollouts' `reward_breakdown`.
+    The sum is over the functions that return a value. A function that returns None for a rollout does not count in its
+    reward. If all functions return None, the rollout has no reward and no advantage. Async functions run concurrently.
+    Numbers passed to `log_metric` and `log_extra` are added to the rollouts' `reward_breakdown`.
 
     Args:
-        functions: reward functions, each with its name and weight.
-        task: gives the arguments of the functions, except `trainer_state`, `log_extra` and `log_metric`.
-        instances: environments of the rollouts, which are forgotten when these have been judged.
-        in_thread: call functions that are not async in threads.
+        functions: Reward functions, each as (name, function, weight).
+        task: Provides the arguments of the functions, except `trainer_state`, `log_extra` and `log_metric`.
+        instances: Environments of the rollouts, which are forgotten when the rollouts have been judged.
+        in_thread: Whether functions that are not async are called in threads.
+        error_reward: Reward of an answer that cannot be parsed.
     """
 
     def __init__(
@@ -316,7 +320,7 @@ class RewardFuncsRubric(Rubric):
         finally:
             for rollout in rollouts:
                 self._notes.pop(rollout.rollout_id, None)
-        self._instances.forget(rollouts)  # not if judging was cancelled, since it restarts
+        self._instances.forget(rollouts)  # not reached if judging was cancelled, since it restarts
 
     def _sum_up(self, rollout: Rollout, notes: _Notes) -> None:
         values = {name: value for name, value in rollout.reward_breakdown.items() if name not in notes.absent}
@@ -333,7 +337,7 @@ class RewardFuncsRubric(Rubric):
         return GroupReward(awaited if is_async(fn) else call, name=name, in_thread=in_thread)
 
     def _noted(self, name: str, rollouts: Sequence[Rollout], given: Any) -> list[float]:
-        """Values of a function, with 0 in the place of None."""
+        """Values of a function, with 0 instead of None."""
         values: list[Any] = list(given)
         for rollout, value in zip(rollouts, values, strict=False):
             absent = self._of(rollout).absent
@@ -382,7 +386,7 @@ def _find(setting: str, name: str) -> Callable[..., Any]:
 
 
 def _different(names: Sequence[str]) -> list[str]:
-    """Make names different by numbering repeated ones.
+    """Make names distinct by numbering repeated ones.
 
     >>> _different(["a", "b", "a"])
     ['a', 'b', 'a_2']

@@ -18,7 +18,7 @@ from titan_rl.tasks import Tool, ToolEnv
 NUMBER = "environment"
 """Name of the reward that holds the number of the instance."""
 MOST_ENDED = 10_000
-"""Most instances kept for judging. The oldest belong to rollouts that will never be judged."""
+"""Largest number of instances kept for judging. Older ones belong to rollouts that will never be judged."""
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 
@@ -28,9 +28,10 @@ class Played:
     """Instance whose rollout has ended.
 
     Args:
-        sample: sample of the rollout; siblings share it.
-        stepped: whether it received a reply of the policy.
-        reward: result of its own `get_reward`, if it has one.
+        instance: The instance.
+        sample: Sample of the rollout, which siblings share.
+        stepped: Whether the instance received a reply of the policy.
+        reward: Result of the instance's `get_reward`, if it has one.
     """
 
     instance: Any
@@ -60,7 +61,7 @@ class Instances:
         """Instance of a rollout.
 
         Raises:
-            DataError: its environment has not been closed.
+            DataError: the rollout's environment has not been closed.
         """
         with self._lock:
             if found := self._places(rollout):
@@ -90,14 +91,15 @@ class ToolClassEnv(ToolEnv):
     """A `MessageEnv` over an object of a class written for TRL: `reset(**columns)` begins the episode, and its result
     is appended to the last message of the prompt.
 
-    At the end its `get_reward` and `close` are called once, if it has them.
+    At the end the object's `get_reward` and `close` are called once, if it has them.
 
     Args:
-        factory: makes the object.
-        sample: row of the rollout.
-        columns: arguments of `reset`.
-        tools: functions besides its methods.
-        instances: registers the object for judging.
+        factory: Makes the object.
+        prompt: Opening messages.
+        sample: Row of the rollout.
+        columns: Arguments of `reset`.
+        tools: Functions that are tools in addition to the object's methods.
+        instances: Registers the object for judging.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ def tools_of_class(instance: Any) -> list[Tool]:
     """Tools made of the public methods of an object.
 
     Raises:
-        ValueError: it has no `reset`, or a method cannot be described; see `Tool.of`.
+        ValueError: the object has no `reset`, or a method cannot be described; see `Tool.of`.
     """
     kind = cast("type[object]", type(instance))
     if not callable(getattr(instance, "reset", None)):

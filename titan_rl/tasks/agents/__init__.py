@@ -1,4 +1,4 @@
-"""Training agents that are programs of their own: `AgentTask` plays each rollout with one."""
+"""Training of agents that are separate programs: `AgentTask` plays each rollout with such a program."""
 
 from titan_rl.tasks.agents.task import AgentTask
 

@@ -43,7 +43,7 @@ class WaitingSamples:
     """Queue of samples that wait for external harnesses."""
 
     def __init__(self) -> None:
-        self._offers: asyncio.Queue[tuple[Opened, asyncio.Future[None]] | None] = asyncio.Queue()  # None: the end
+        self._offers: asyncio.Queue[tuple[Opened, asyncio.Future[None]] | None] = asyncio.Queue()  # None ends the run
 
     @contextmanager
     def offered(self, episode: Episode, sample: Any) -> Generator[asyncio.Future[None]]:
@@ -59,22 +59,22 @@ class WaitingSamples:
         """Take the sample that has waited longest.
 
         Args:
-            wait_s: longest wait for a sample.
+            wait_s: Longest wait for a sample.
 
         Raises:
             BusyError: no sample is waiting.
-            ApiError: 503, the run is over.
+            ApiError: the run is over (status 503).
         """
         try:
             async with asyncio.timeout(wait_s):
                 while (offer := await self._offers.get()) is not None:
                     opened, taken = offer
-                    if not taken.done():  # else it was withdrawn
+                    if not taken.done():  # otherwise the sample was withdrawn
                         taken.set_result(None)
                         return opened
         except TimeoutError:
             raise BusyError("no sample waits for a harness; ask again, or with a longer wait_s") from None
-        self.close()  # for the other harnesses that wait
+        self.close()  # wakes the other waiting harnesses
         raise ApiError(503, "the run is over", code="run_over")
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class WaitingSamples:
 
 
 KEY_VARIABLE = "TITAN_RL_HARNESS_KEY"
-"""Environment variable with the key for opening episodes; without it each run makes a new key."""
+"""Environment variable with the key for opening episodes. Without it each run makes a new key."""
 
 _UNLIMITED = 1 << 20  # the run itself limits the number and time of rollouts
 
@@ -93,9 +93,13 @@ class AgentHost:
     """Shared resources of the agents of one process.
 
     Args:
+        settings: Settings of the task.
         url: URL of the policy server.
-        folder: parent of the rollouts' folders.
-        started_in: the current folder at the start of the run.
+        folder: Parent of the rollouts' folders.
+        started_in: Current folder at the start of the run.
+        store: Episodes of the server.
+        program: Runs agent programs.
+        waiting: Samples that wait for external harnesses.
     """
 
     settings: AgentSettings
@@ -109,7 +113,7 @@ class AgentHost:
 
 @asynccontextmanager
 async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[AgentHost]:
-    """Serve the policy for the length of the block. At its end no agent process is left."""
+    """Context in which the policy is served. At its end no agent process is left."""
     # Programs end with their episodes and send no later requests, so episodes need not be kept for long.
     limits = EpisodeLimits(time_s=math.inf, episodes=_UNLIMITED, keep_s=5.0 if settings.command else 60.0)
     store = EpisodeStore(run.renderer, limits)
@@ -201,7 +205,7 @@ class AgentRollout:
 
     def _open(self, policy: RolloutPolicy) -> Episode:
         async def stream(request: Any, on_chunk: Any) -> Completion:
-            return await own(request, on_chunk)  # made below, since it needs the episode
+            return await own(request, on_chunk)  # `own` is made below, since it needs the episode
 
         episode = self._host.store.open(
             policy.rollout_id.replace("/", "."),

@@ -22,7 +22,7 @@ from titan_rl.serving.episode import Episode
 from titan_rl.serving.episode_store import episode_url
 from titan_rl.tasks.agents import reaper
 
-_DEATH_S = 5.0  # for a killed process that the kernel delays
+_DEATH_S = 5.0  # longest wait for the end of a killed process
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class RunningProgram:
     """Program that has been started.
 
     Attributes:
-        ended: done when the process has ended, before it is reaped.
+        process: The process.
+        ended: Future that is done when the process has ended, before it is reaped.
     """
 
     process: subprocess.Popen[bytes]
@@ -38,8 +39,8 @@ class RunningProgram:
 
 
 class AgentProcesses:
-    """Agent processes of this process. Each has a mark in its environment, by which it is found and killed with all its
-    children. Made by `agent_processes`."""
+    """Agent processes of this process. Each agent has a mark in its environment, by which it is found and killed with
+    all its children. Made by `agent_processes`."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -51,16 +52,17 @@ class AgentProcesses:
     async def running(
         self, command: Sequence[str], environment: Mapping[str, str], output: int, folder: Path | None = None
     ) -> AsyncGenerator[RunningProgram]:
-        """Run a program for the length of the block. Then it is killed with all its children, even if the caller is
-        cancelled meanwhile.
+        """Context in which a program runs. At its end the program is killed with all its children, even if the caller
+        is cancelled during that.
 
         Args:
-            environment: the whole environment.
-            output: file descriptor for its output and errors.
-            folder: current folder of the program.
+            command: Program and its arguments.
+            environment: All environment variables of the program, except for the mark.
+            output: File descriptor for the program's output and errors.
+            folder: Current folder of the program.
 
         Raises:
-            OSError, ValueError: it cannot be started.
+            OSError, ValueError: the program cannot be started.
         """
         mark = f"{self._owner}.{next(self._numbers)}"
         process = subprocess.Popen(  # noqa: ASYNC220  it returns at once
@@ -125,9 +127,9 @@ class AgentProcesses:
 
 @asynccontextmanager
 async def agent_processes() -> AsyncGenerator[AgentProcesses]:
-    """Context of agent processes. At its end none is left, even if this process is killed meanwhile."""
+    """Context of agent processes. None of them is left afterwards, even if this process is killed."""
     owner = secrets.token_hex(16)
-    # This process kills the agents once the current process has ended.
+    # The watching process kills the agents once the current process has ended.
     watching = subprocess.Popen(  # noqa: ASYNC220  it returns at once
         [sys.executable, "-I", "-S", reaper.__file__, owner],
         stdin=subprocess.PIPE,
@@ -159,10 +161,11 @@ class BoundedOutput:
     """Pipe into a file that keeps the first and the last bytes.
 
     Args:
-        limit: bytes kept from the beginning; of the rest, the last `TAIL_BYTES` are kept.
+        path: Path of the file.
+        limit: Number of bytes kept from the beginning; of the rest, the last `TAIL_BYTES` are kept.
 
     Attributes:
-        descriptor: the writing end.
+        descriptor: File descriptor of the pipe's writing end.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -215,7 +218,8 @@ def agent_environment(base_url: str, episode: Episode) -> dict[str, str]:
     """Environment variables that connect OpenAI and Anthropic clients to an episode, with the URL for its rewards.
 
     Args:
-        base_url: URL of the server: "http://127.0.0.1:8000".
+        base_url: URL of the server, such as "http://127.0.0.1:8000".
+        episode: The episode.
     """
     url = episode_url(base_url, episode)
     no_proxy = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), _host(base_url))))
@@ -233,18 +237,19 @@ def agent_environment(base_url: str, episode: Episode) -> dict[str, str]:
 
 
 class AgentProgram:
-    """Runs a program for an episode until it or the episode ends.
+    """Runs a program for an episode until the program or the episode ends.
 
         the program ends with exit code 0       COMPLETED
         another exit code, or it cannot start   ERROR_ENV, with the end of its output
-        the episode ends first                  its own status; the program gets SIGTERM and has `end_s` seconds
+        the episode ends first                  the episode's status; the program gets SIGTERM and has `end_s` seconds
 
-    In all cases, and on cancellation, all its child processes are killed.
+    In all cases, and on cancellation, all child processes of the program are killed.
 
     Args:
-        processes: agent processes of this process.
-        output_bytes: most output that is kept, in `output.txt` of its folder.
-        is_kept: whether an error names that file.
+        processes: Agent processes of this process.
+        output_bytes: Largest number of bytes of output kept in `output.txt` of the program's folder.
+        end_s: Seconds that a program has to end after SIGTERM.
+        is_kept: Whether an error names the file with the output.
     """
 
     def __init__(
@@ -259,9 +264,10 @@ class AgentProgram:
         """Play an episode to its end. Returns when it is over and nothing of the program is left.
 
         Args:
-            command: the program and its arguments, which no shell reads.
-            environment: the whole environment.
-            folder: current folder of the program.
+            episode: The episode.
+            command: Program and its arguments, which are not interpreted by a shell.
+            environment: All environment variables of the program.
+            folder: Current folder of the program.
         """
         over = asyncio.ensure_future(episode.wait())
         try:
@@ -271,7 +277,7 @@ class AgentProgram:
                     if not running.ended.done():
                         signal_group(running.process, signal.SIGTERM)
                         await asyncio.wait((running.ended,), timeout=self._end_s)
-        except (OSError, ValueError) as error:  # there is no such program or folder, or an argument has a NUL in it
+        except (OSError, ValueError) as error:  # there is no such program or folder, or an argument contains a NUL
             episode.end(RolloutStatus.ERROR_ENV, f"the agent could not be started: {summary(error)}")
             return
         finally:
@@ -286,7 +292,7 @@ class AgentProgram:
 
 
 def make_folder(parent: Path, name: str) -> Path:
-    """Make a new folder: `name`, or `name-2` if that exists."""
+    """Make a new folder: `name`, or `name-2` if that exists, and so on."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:

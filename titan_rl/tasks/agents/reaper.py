@@ -1,6 +1,6 @@
 """Kills agent processes, even if the process that started them is gone.
 
-Agents are found by an environment variable, which a process keeps when it leaves its session or outlives its parent.
+Agents are found by an environment variable, which a process keeps even if it leaves its session or outlives its parent.
 This file also runs as a program next to a process that runs agents, and kills them when that process dies. Standard
 library only.
 """
@@ -21,11 +21,11 @@ _PAUSE_S = 0.005
 
 
 def kill_marked(owner: str, marks: Container[str] | None = None) -> None:
-    """Kill agents until none is left, since one may fork while others are killed. Takes milliseconds for hundreds.
+    """Kill agents until none is left, since one may fork while others are killed. Killing hundreds takes milliseconds.
 
     Args:
-        owner: mark of the process that runs them.
-        marks: marks of the agents to kill; by default all agents of the owner.
+        owner: Mark of the process that runs the agents.
+        marks: Marks of the agents to kill; by default all agents of the owner.
     """
     for _ in range(_PASSES):
         found = False
@@ -58,13 +58,13 @@ def _mark_of(pid: str) -> str | None:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environment = file.read()
-    except OSError:  # it belongs to another user, or has ended
+    except OSError:  # the process belongs to another user, or has ended
         return None
     _, found, rest = (b"\0" + environment).partition(f"\0{VARIABLE}=".encode())
     return rest.partition(b"\0")[0].decode("utf-8", "replace") if found else None
 
 
 if __name__ == "__main__":
-    while os.read(0, 4096):  # until its owner has ended
+    while os.read(0, 4096):  # until the owner has ended
         pass
     kill_marked(sys.argv[1])

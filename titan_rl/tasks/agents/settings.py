@@ -24,9 +24,9 @@ def fields_of(sample: Any, *, file: Path, started_in: Path) -> dict[str, Any]:
     """Fields for the templates of a rollout.
 
     Args:
-        sample: the sample as plain JSON.
-        file: file with the sample.
-        started_in: the current folder at the start of the run.
+        sample: Sample as plain JSON.
+        file: File with the sample.
+        started_in: Current folder at the start of the run.
     """
     own = dict(cast("Mapping[str, Any]", sample)) if isinstance(sample, Mapping) else {}
     return {**own, "python": sys.executable, "cwd": str(started_in), "sample": str(file)}
@@ -67,10 +67,12 @@ def check_command(command: Sequence[str], environment: Mapping[str, str], fields
     """Check that a command can be started.
 
     Args:
-        fields: fields of a sample.
+        command: Templates of the program and its arguments.
+        environment: Templates of environment variables.
+        fields: Fields of a sample.
 
     Raises:
-        ConfigError: the program is not found, or the sample lacks a field that is named.
+        ConfigError: the program is not found, or a template names a field that the sample lacks.
     """
     words = [_filled_in("task.command", part, fields) for part in command]
     variables = {name: _filled_in(f"task.environment.{name}", text, fields) for name, text in environment.items()}

@@ -54,7 +54,7 @@ class AgentTask(AgentSettings):
         """Read the first samples, and look up the command.
 
         Raises:
-            ConfigError: a file has no samples, or the command cannot be started for the first of them.
+            ConfigError: a file has no samples, or the command cannot be started for the first sample.
         """
         sample = self.train_sample(0, 0)
         if self.validation_file:
@@ -65,7 +65,7 @@ class AgentTask(AgentSettings):
 
     @asynccontextmanager
     async def open(self, run: RunContext) -> AsyncGenerator[None]:
-        """Serve the policy to agents for the length of the block."""
+        """Context in which the policy is served to agents."""
         async with hosting(self, run) as self._host:
             try:
                 yield
