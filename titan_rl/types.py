@@ -456,8 +456,8 @@ def require_aligned(tokens: TokenChunk | Completion) -> None:
 class GenerateFn(Protocol):
     """The seam between rollouts and generation.
 
-    A caller does not know what is behind it: a router over a mesh of engines, an HTTP client, a closure in a
-    test, or a wrapper around any of them. Calls run concurrently; each resolves with a completion or raises.
+    A caller does not know the implementation: a router over a mesh of engines, an HTTP client, a closure in a test, or
+    a wrapper around any of them. Calls run concurrently; each returns a completion or raises.
 
     Args:
         prompt_token_ids: Whole context, including the unchanged tokens of earlier turns.

@@ -114,7 +114,7 @@ class NumberArray(Sequence[N]):
         return self._values[self._start : self._stop] if self._is_window else self._values
 
     def window(self) -> tuple[array[N], int, int] | None:
-        """The shared array with start and end of the window in it; None for an array of its own."""
+        """The shared array, with the start and end of the window in it; None if the sequence is not a window."""
         return (self._values, self._start, self._stop) if self._is_window else None
 
     def least(self) -> N:

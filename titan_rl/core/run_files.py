@@ -55,7 +55,7 @@ class RunStatus(msgspec.Struct, forbid_unknown_fields=False, omit_defaults=True)
         """Replace the file atomically. On a full disk overwrite the existing file, which needs no space.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the file could not be written.
         """
         fresh = folder / f".{STATUS}-{os.getpid()}"
         try:

@@ -68,7 +68,7 @@ class LengthsSeen:
         """
         tokens = self._tokens + self._prior_tokens + self._tokens_at(running)
         rates = (self._ends + self._prior_ends) / tokens
-        hazard = np.concatenate([[0.0], np.cumsum(rates * self._widths)])  # at each edge
+        hazard = np.concatenate([[0.0], np.cumsum(rates * self._widths)])  # cumulative hazard at each edge
         sizes = np.array([(growth.now, growth.most) for growth in asked], dtype=float).reshape(-1, 2)
         now, most = sizes[:, :1], sizes[:, 1:]
         later = now + self.horizon

@@ -32,7 +32,7 @@ def gpu_share_of(total_bytes: int, *, weight_bytes: int, kv_bytes: int, work_byt
     Example: 16 GB of weights and 20 GB of KV cache are 0.28 of 141 GB.
 
     Raises:
-        ModelError: they need more memory than the GPU has.
+        ModelError: together they need more memory than the GPU has.
     """
     need = weight_bytes + kv_bytes + work_bytes
     if need > total_bytes:

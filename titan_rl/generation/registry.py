@@ -38,7 +38,7 @@ class EngineKind:
 def _vllm(spec: EngineSpec) -> Engine:
     from titan_rl.generation.vllm_engine import VLLMEngine
 
-    return VLLMEngine(spec, ends_with_process=True)  # that of its generator
+    return VLLMEngine(spec, ends_with_process=True)  # the generator's process ends with its engine
 
 
 BY_NAME = {

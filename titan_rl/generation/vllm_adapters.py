@@ -232,7 +232,7 @@ MISSING: Any = object()
 
 
 class GroupedPunica(PunicaWrapperCPU):
-    """The adapters of the tokens of a batch, grouped. vLLM's own class gathers a copy of A and B for every token.
+    """The adapters of the tokens of a batch, grouped. vLLM's class gathers a copy of A and B for every token.
 
     Attributes:
         groups: Place of each adapter, with the tokens of the batch that use it; None stands for all tokens.
@@ -267,7 +267,7 @@ class GroupedLayer:
         self._apply = module.base_layer.quant_method.apply
         self._a_stacked, self._b_stacked = module.lora_a_stacked, module.lora_b_stacked
         self._widths = module.output_slices
-        self._joined: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}  # by place
+        self._joined: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}  # joined matrices by place
         module.apply = self
 
     def forget_joined(self) -> None:

@@ -63,8 +63,8 @@ class Turn:
 
     prompt_token_ids: Sequence[int]  # [num_prompt_tokens], the whole context
     completion: Completion
-    rewards: Mapping[str, float] = field(default_factory=dict[str, float])  # from the environment, by name
-    token_advantages: Sequence[float] | None = None  # [num_completion_tokens], from the environment
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    token_advantages: Sequence[float] | None = None  # [num_completion_tokens]
     sampling: SamplingParams | None = None
     teacher: PromptScores | None = None  # scores of the completion's tokens
 
@@ -93,7 +93,7 @@ class Rollout:
     advantage: float | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     failure: Failure | None = None  # `error` with its place and traceback, if an exception ended the rollout
-    seat: str | None = None  # in an environment with several seats
+    seat: str | None = None  # name of the seat in an environment with several seats
 
     def __post_init__(self) -> None:
         require_member(self, "status", RolloutStatus)

@@ -95,7 +95,7 @@ class RestoreQueue:
         if (index := self._order.next_restored()) is not None:
             return index if index in self._left else first
         task_of = self._order.task_of
-        return next((index for index in self._left if task_of(index) is None), None)  # its records were lost
+        return next((index for index in self._left if task_of(index) is None), None)  # a group whose records were lost
 
 
 class SchedulerObserver(Protocol):

@@ -24,7 +24,7 @@ class GroupBatch:
 
     groups: list[RolloutGroup]  # [groups_per_step], the oldest first; the last batch may have fewer
     version: int  # version from which the step on them starts
-    metrics: Mapping[str, float]  # see Ledger.close_batch
+    metrics: Mapping[str, float]  # see `Ledger.close_batch`
     on_release: Callable[[], None]
 
     @property
@@ -225,7 +225,7 @@ class WaitingGroups:
         self._batches_again = deque(batches_again)
         self._queues = defaultdict[str | None, ReadyQueue](
             ReadyQueue if settings.max_group_age is None else partial(AgedQueue, settings.max_group_age)
-        )  # by task
+        )  # queues by task
         self._places: dict[int, tuple[str | None, int]] = {}  # task and place of each group, by index
         self._turns: Counter[str | None] = Counter()  # turns of the next batch, by task; empty if not known
         self._num_finished = 0

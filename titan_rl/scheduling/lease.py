@@ -174,11 +174,12 @@ class Ledger:
         """Metrics since the last batch, whose counts start again from zero.
 
         Returns:
-            slot_s/<state>: seconds that slots spent in a state, added up over the slots.
-            age/<n>: groups whose oldest token is n versions old; age_mean.
-            dropped/<reason>: groups. wasted_tokens: completion tokens of dropped groups.
-            accepted_tokens_mean, generated_tokens_mean: mean completion tokens over the run of the rollouts trained on
-            and of all that finished. If the first is less, the schedule prefers short answers.
+            slot_s/<state>: Seconds that slots spent in a state, added up over the slots.
+            age/<n>: Number of groups whose oldest token is n versions old. age_mean: Mean of these ages.
+            dropped/<reason>: Number of dropped groups. wasted_tokens: Completion tokens of groups not trained on.
+            accepted_tokens_mean, generated_tokens_mean: Mean numbers of completion tokens per rollout over the run, of
+            the rollouts trained on and of all finished rollouts. If the first is less, the schedule prefers short
+            answers.
         """
         self._advance()
         for group in groups:

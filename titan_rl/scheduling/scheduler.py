@@ -202,7 +202,7 @@ class GroupScheduler:
     def _begin(self, lease: Lease, work: Coroutine[Any, Any, None]) -> None:
         self._group_tasks[lease.index] = task = self._tasks.begin(work, f"group-{lease.index}")
 
-        def note_end(task: asyncio.Task[None]) -> None:  # also called if the task was cancelled before its first turn
+        def note_end(task: asyncio.Task[None]) -> None:  # called even if the task was cancelled before its first turn
             if self._group_tasks[lease.index] is task:  # otherwise the group is being generated again
                 del self._group_tasks[lease.index]
             lease.has_ended()

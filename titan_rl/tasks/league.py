@@ -120,7 +120,7 @@ class LeagueCurriculum:
         self.inner.given(state["inner"], number)
         state["groups"] += 1
         if opponent is not None:
-            self.frozen(state, opponent)  # it may be unknown if the run continues from an earlier checkpoint
+            self.frozen(state, opponent)  # the version may be unknown in a run continued from an earlier checkpoint
 
     def finished(self, state: State, sample: int, rewards: Sequence[float]) -> None:
         number, opponent = split_number(sample)

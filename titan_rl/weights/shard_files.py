@@ -67,7 +67,7 @@ def clean_dead_folders(prefix: str, root: Path) -> list[Path]:
     for path in root.glob(f"{prefix}*"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # it was removed, belongs to another user, or is not a folder
+        except OSError:  # the path was removed, belongs to another user, or is not a folder
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

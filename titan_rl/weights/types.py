@@ -56,7 +56,7 @@ class Probe:
 class Shard:
     """The bytes of a version that one process wrote, and their location."""
 
-    location: str  # how the transport finds the bytes
+    location: str  # location of the bytes, as the transport defines it
     num_bytes: int
     checksum: int
     entries: tuple[TensorEntry, ...]

@@ -47,7 +47,7 @@ def stray_cancellation_fails(what: str) -> Generator[None]:
         what: Beginning of the message: "closing the environment was cancelled, although nobody requested it".
 
     Raises:
-        StrayCancellationError: what was awaited was cancelled, and this task was not.
+        StrayCancellationError: the awaited code was cancelled, although this task was not.
     """
     try:
         yield

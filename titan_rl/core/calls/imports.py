@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def search_in(folders: Iterable[str]) -> None:
-    """Add folders to the search path, behind the current folder and before installed packages."""
+    """Add folders to the search path, after the current folder and before installed packages."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -37,7 +37,7 @@ def import_module(name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(f"importing {name} failed: {error}") from error
         raise ConfigError(f"there is no module {error.name}; looked in {', '.join(_searched())}") from None
-    except (Exception, SystemExit) as error:  # also of a script that ends by sys.exit
+    except (Exception, SystemExit) as error:  # SystemExit comes from a script that calls sys.exit
         raise ConfigError(f"importing {name} failed: {describe(error)}") from error
 
 
@@ -105,8 +105,8 @@ def require(module: str, extra: str) -> ModuleType:
     Example: `torch = require("torch", "cpu")`.
 
     Raises:
-        MissingExtraError: it is not installed; the message names the extra. If the import of an installed module fails,
-            its own error is raised.
+        MissingExtraError: the module is not installed; the message names the extra. If the import of an installed
+            module fails, its own error is raised.
     """
     try:
         return importlib.import_module(module)

@@ -27,7 +27,7 @@ class Outage:
     def __init__(self, service: str, console: Console = LOG) -> None:
         self.console = console
         self._service = service
-        self._began: float | None = None  # its first failure since it answered
+        self._began: float | None = None  # time of the first failure since the last answer
         self._is_reported = False
 
     def failed(self, reason: object, limit_s: float) -> None:

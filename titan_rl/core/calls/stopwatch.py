@@ -278,7 +278,7 @@ class RequestSigns:
     def __init__(self, watch: Stopwatch, first: StopwatchPause) -> None:
         self._loop = asyncio.get_running_loop()
         self._watch = watch
-        self._first = first  # until the first tokens
+        self._first = first  # pause until the first tokens
         self._silence: StopwatchPause | None = None
         self._silent_at: float | None = None  # silence begins then without a message; None until the first tokens
         self._timer: asyncio.TimerHandle | None = None  # checks whether a message has come

@@ -140,7 +140,7 @@ class DaemonThreads:
     the process ends without it.
 
     Args:
-        size: Most functions at a time, not counting those that exceeded their time limit.
+        size: Largest number of functions at a time, not counting those that exceeded their time limit.
         name: Prefix of the threads' names.
 
     Raises:

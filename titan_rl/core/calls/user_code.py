@@ -79,7 +79,7 @@ def summary(error: BaseException) -> str:
     kind = type(error).__name__
     try:
         text = terminal_text(str(error))
-    except BaseException as broken:  # also SystemExit, which would not mean the program here
+    except BaseException as broken:  # including SystemExit, which must not end the program here
         text = f"(its text cannot be read: {type(broken).__name__})"
     return f"{kind}: {text}" if text.strip() else kind
 

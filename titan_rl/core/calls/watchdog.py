@@ -131,7 +131,7 @@ class LoopWatchdog:
         if self._console is not None:
             try:
                 self._console.warning(text)
-            except BaseException as error:  # the watch goes on, whatever the console raises
+            except BaseException as error:  # the watchdog continues, whatever the console raises
                 logger.warning("the message was not shown: %r", error)
 
 

@@ -48,7 +48,7 @@ def _deliver(loop: asyncio.AbstractEventLoop, batch: list[tuple[Any, Any]]) -> N
                 target.on_chunk(value)
             except Exception as error:
                 loop.call_exception_handler({"message": f"{target.on_chunk!r} failed", "exception": error})
-        elif target.done():  # its caller has been cancelled
+        elif target.done():  # the caller has been cancelled
             continue
         elif isinstance(value, BaseException):
             target.set_exception(value)
@@ -242,7 +242,7 @@ class PendingCalls:
         failed: list[str] = []
         for delta in deltas:
             call = self.running.get(delta.request_id)
-            if call is None:  # its caller no longer waits
+            if call is None:  # the caller no longer waits
                 continue
             problem = problem_of(delta, call.request)
             if problem is None:

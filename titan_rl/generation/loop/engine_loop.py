@@ -50,8 +50,8 @@ class EngineLoop:
     Args:
         make_engine: Called in the loop's own thread, which alone uses the engine.
         version: Version of the weights that the engine starts with.
-        stream_interval: Engine steps between two chunks of a request; a step gives a request at most one token.
         kv_policy: Treatment of the KV cache at a pull.
+        stream_interval: Engine steps between two chunks of a request; a step gives a request at most one token.
         routed_experts: Whether the engine returns the experts of each token. If not, requests for them are refused.
         ranks: Link to the other ranks of the replica, each of which runs `follow_leader`. By default there are none.
         stepping: Context manager around each engine step, entered in the loop's thread.

@@ -268,7 +268,7 @@ class EngineDriver:
         )
 
     def _forget(self, request_ids: tuple[str, ...]) -> None:
-        """Have every rank forget requests whose calls have failed."""
+        """Make every rank forget requests whose calls have failed."""
         if request_ids:
             self._rank.ranks.broadcast(LoopDecision(LoopAction.ABORT, request_ids=request_ids))
             self._rank.abort(request_ids)

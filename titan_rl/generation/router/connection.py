@@ -30,7 +30,7 @@ class ShardReplica:
     """
 
     is_open = True
-    """Whether requests can be sent. A shard keeps a replica that is not open out of its own service."""
+    """Whether requests can be sent. In the shard, a replica that is not open is out of service."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -163,9 +163,9 @@ class ReplicaConnection(ShardReplica):
         self._opener = opener
         self._retries = retries or Retries()
         self._backoff = self._first_pause()
-        self._failures = 0  # in a row
-        self._stream: ReplicaStream | None = None  # in the state OPEN
-        self._why = "it connects for the first time"  # in all other states
+        self._failures = 0  # number of failures in a row
+        self._stream: ReplicaStream | None = None  # set in the state OPEN
+        self._why = "it connects for the first time"  # reason for any other state
         self._listener: ConnectionListener
         self._running: asyncio.Task[None] | None = None
 

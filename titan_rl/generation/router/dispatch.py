@@ -44,7 +44,7 @@ class Failed:
     """Outcome of an attempt that failed."""
 
     replica: PooledReplica
-    epoch: int  # of the replica, when the attempt began
+    epoch: int  # epoch of the replica when the attempt began
     error: Exception
     num_served: int  # `replica.num_served` when the attempt failed
 
@@ -377,7 +377,7 @@ class Moves:
                     await asyncio.sleep(limits.reabort_interval_s)
         except TimeoutError:
             for request in left:
-                if request.is_leaving and request.replica is replica:  # it stays, and may end there
+                if request.is_leaving and request.replica is replica:  # the request stays, and may end there
                     request.give_place_back()
 
 

@@ -203,7 +203,7 @@ class TargetState:
 
         Raises:
             OutOfTimeError: the pull took longer than `pull_s`.
-            Exception: whatever the replica fails with.
+            Exception: raised by the replica.
         """
         async with replica.pulling:
             if replica.version is None and self.pinned is not None and self.version is not None:
@@ -222,7 +222,7 @@ class TargetState:
 
         Raises:
             OutOfTimeError: a call took longer than `call_s`.
-            Exception: whatever the replica fails with.
+            Exception: raised by the replica.
         """
         async with replica.pausing:
             while not self.has_mode(replica):
@@ -412,7 +412,7 @@ class Pool:
         """Put a replica into service with the current weights and pause mode.
 
         Raises:
-            Exception: whatever the replica fails with.
+            Exception: raised by the replica.
         """
         target = self.target
         while not (target.has_version(replica) and target.has_mode(replica)):

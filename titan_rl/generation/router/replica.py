@@ -158,7 +158,7 @@ class ReplicaCalls:
     Raises:
         StrayCancellationError: a call was cancelled although nobody requested it.
         GenerationError: a call raised a `BaseException` that is not an `Exception`, such as a panic of native code.
-        Exception: whatever the replica fails with.
+        Exception: raised by the replica.
     """
 
     def __init__(self, replica: Replica, cancel_s: float) -> None:

@@ -143,8 +143,8 @@ class RequestInFlight(Waiter):
         self.engine_id = request.request_id  # differs for each attempt, so that an orphan is never a duplicate
         self.partial = Partial(request, on_chunk)
         self.replica: PooledReplica | None = None  # runs the present attempt; None while it waits for a replica
-        self.aborted = False  # its answer is an aborted completion, with the tokens that come back
-        self.is_leaving = False  # its replica was told to end the attempt, so that it continues elsewhere
+        self.aborted = False  # whether its answer is an aborted completion, with the tokens that come back
+        self.is_leaving = False  # whether its replica was told to end the attempt, to continue elsewhere
         self.place: Reservation | None = None  # reserved place in which it continues then
         self.moved_with: int | None = None  # number of tokens when it was last told to move
         self.failed_on = set[PooledReplica]()

@@ -51,7 +51,7 @@ class GroupRunner(Protocol):
 class Rollouter:
     """Runs groups of rollouts. It holds no state between groups, so any number may run at once.
 
-    Generation and changes of weights are hidden behind the `GenerateFn`.
+    Generation and changes of weights happen inside the `GenerateFn`.
 
     A rollout ends in one of these ways:
 

@@ -309,7 +309,7 @@ def _literal(value: ast.expr) -> Any:
     """Value of a literal, in which `true`, `false` and `null` may be those of JSON.
 
     Raises:
-        ValueError: it is not a literal.
+        ValueError: the expression is not a literal.
     """
     if isinstance(value, ast.Name) and value.id in _NAMED_LITERALS:
         return _NAMED_LITERALS[value.id]

@@ -301,7 +301,7 @@ class RewardFuncsRubric(Rubric):
         self._weights = {name: weight for name, _, weight in functions}
         self._task = task
         self._instances = instances
-        self._notes: dict[str, _Notes] = {}  # by rollout id, while their group is judged
+        self._notes: dict[str, _Notes] = {}  # by rollout id, while the rollout's group is judged
 
     async def score(
         self,

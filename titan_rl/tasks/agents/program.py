@@ -45,7 +45,7 @@ class AgentProcesses:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._numbers = count()
-        self._doomed: dict[str, asyncio.Future[None]] = {}  # by mark
+        self._doomed: dict[str, asyncio.Future[None]] = {}  # programs to kill, by mark; done once they are killed
         self._killing: asyncio.Task[None] | None = None
 
     @asynccontextmanager

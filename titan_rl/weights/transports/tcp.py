@@ -74,7 +74,7 @@ class TCPTransport:
         self._make_origin = lambda: ShardOrigin(interface, fanout=fanout, anchor_interval=anchor_interval)
         self._origin: ShardOrigin | None = None
         self._rendezvous = Rendezvous(run_id, root)
-        self._reader: HostReader | None = None  # if this process reads for its host, or had to read for itself
+        self._reader: HostReader | None = None  # set if this process reads for its host, or had to read for itself
         self._lock = threading.Lock()
         self._figures: Mapping[str, float] = {}
 
