@@ -66,8 +66,8 @@ def in_one_line(error: Exception, most: int = 300) -> str:
 
 
 def install_command(extra: str, options: str = "") -> str:
-    """The shell command that adds an extra to this installation, from where it was installed: a clone, a wheel, a
-    repository, or a package index.
+    """The shell command that adds an extra to this installation, from the source of the installation: a clone, a wheel,
+    a repository, or a package index.
 
     Args:
         extra: Name of the extra, such as "cpu".

@@ -111,7 +111,7 @@ def seen_from() -> str:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the file's lock. Trying to take the lock could make a run fail that starts just then."""
+    """Whether a process holds the file's lock. The lock is not tried, which could make a run fail that is starting."""
     try:
         status = path.stat()
         locks = Path("/proc/locks").read_text()

@@ -22,7 +22,7 @@ class Growth(NamedTuple):
 
 
 class LengthsSeen:
-    """Life table of contexts: the share of requests that ended at each length, of those that reached it.
+    """Life table of contexts: for each length, the share of the requests reaching it that ended there.
 
     A request is observed from the length at which it joined to its present length, so that neither prompts, nor the
     tokens from before an interruption, nor aborts bias lengths downwards (the actuarial estimate of a survival function
@@ -50,7 +50,7 @@ class LengthsSeen:
         return self._edges
 
     def ended(self, growth: Growth, *, was_aborted: bool) -> None:
-        """Record a request that has left. The length at which an aborted one would have ended is unknown."""
+        """Record a request that has left. The length at which an aborted request would have ended is unknown."""
         self._tokens += self._tokens_at([growth])
         if not was_aborted:
             fade = 1 - 1 / MEMORY
@@ -84,8 +84,8 @@ class LengthsSeen:
 
 FORESIGHT = 1 / 8
 """Progress that a request should make before the cache is full, as a share of its present tokens. Recomputing tokens
-after a preemption costs a small part of generating them, so an engine that waits until everything surely fits loses
-more than one that sometimes preempts; an engine that preempts what has just joined gains nothing."""
+after a preemption costs a small part of generating them, so an engine that waits until everything certainly fits loses
+more than one that sometimes preempts. But an engine that preempts requests that have just joined gains nothing."""
 
 DEVIATIONS = 1.0
 """Safety margin: the mean of the expected content plus this many standard deviations has to fit the cache."""
@@ -95,11 +95,11 @@ class AdaptivePlaces:
     """Lets requests join as long as the KV cache is expected to hold all of them for a while.
 
     Lengths are predicted from those of past requests: in t steps the joined requests are expected to hold
-    `sum of P(still runs in t tokens) * (tokens now + t)` tokens. Another one joins if that, plus one standard
-    deviation, fits the cache for every t up to an eighth of its own tokens. A burst of short prompts then does not fill
-    the cache with answers that all grow at once, answers of different ages fill it, and a preempted request joins again
-    when it can make progress. (Gong et al., "Past-Future Scheduler", ASPLOS 2025, draw lengths from the distribution
-    that is used here directly.)
+    `sum of P(still runs in t tokens) * (tokens now + t)` tokens. Another request joins if this sum, plus one standard
+    deviation, fits the cache for every t up to an eighth of the request's tokens. So a burst of short prompts does not
+    fill the cache with answers that all grow at once, but answers of different ages fill it, and a preempted request
+    joins again when it can make progress. (Gong et al., "Past-Future Scheduler", ASPLOS 2025, draw lengths from the
+    distribution; here the distribution itself is used.)
 
     Example: `AdaptivePlaces(most=128, kv_tokens=100_000).num_joining([], waiting)`
 

@@ -193,8 +193,8 @@ class Partial:
 
     @property
     def ended(self) -> Completion | None:
-        """The completion of the finished attempts if it is complete, else None. It is complete if it had ended before
-        an abort reached it, ends in a stop token, or has used up its budget."""
+        """The completion of the finished attempts if it is complete, otherwise None. It is complete if it had ended
+        before an abort reached it, ends in a stop token, or has used up its budget."""
         kept, sampling = self._kept, self.request.sampling
         if kept is None:
             return None

@@ -128,7 +128,7 @@ def adapter_targets(adapters: Iterable[AdapterSpec]) -> list[str]:
 
 
 def prepare_cpu(spec: EngineSpec) -> None:
-    """Adapt vLLM to CPUs in this process, and check that it supports the specification there.
+    """Adapt vLLM to CPUs in this process, and check that it supports the specification on CPUs.
 
     Raises:
         ModelError: vLLM does not support the specification on CPUs.

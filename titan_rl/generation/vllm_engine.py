@@ -198,7 +198,7 @@ class VLLMEngine:
     def leave_cache(self, adapter: str, *, recompute_running: bool = False) -> None:
         """Reset the prefix cache of an adapter; see `LoadedPolicy.reset_prefix_cache`. `recompute_running` applies to
         the requests of all adapters."""
-        # vLLM cannot empty the cache while requests run; salting the keys of later requests hides it from them.
+        # vLLM cannot empty the cache while requests run. Salting the cache keys of later requests hides it from them.
         self._requests.leave_cache(adapter)
         if recompute_running or not self._external:
             self._core.reset_prefix_cache(reset_running_requests=recompute_running)

@@ -389,7 +389,7 @@ class GroupScheduler:
     # The long tail: groups that still run when later ones are trained on (`scheduling.tail`)
 
     def _suspend_overtaken(self, indices: Sequence[int]) -> None:
-        """With `tail_batch`, suspend the running groups that the batch of the groups at `indices` overtook."""
+        """If `tail` is "tail_batch", suspend the running groups that the batch of the groups at `indices` overtook."""
         if self._settings.tail == "tail_batch":
             for lease in self._waiting.overtaken_by(indices):
                 lease.suspend()

@@ -248,7 +248,7 @@ def verify(probes: Sequence[Probe], score: Score, tolerance: float, *, version: 
     """Score the probes with the weights just loaded, and return their distance from the trainer's logprobs.
 
     The distance of a probe is the mean absolute difference over its tokens, in nats; the worst probe counts. Without
-    probes it is 0.0. A wrong weight moves most tokens, whereas rounding moves a few tokens, where the policy is
+    probes it is 0.0. A wrong weight moves most tokens, whereas rounding moves only a few tokens, at which the policy is
     undecided, about ten times further than the mean.
 
     Args:

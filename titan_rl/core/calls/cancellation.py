@@ -126,7 +126,7 @@ class FirstError:
         """Context around the cleanup.
 
         Raises:
-            Exception: the error of `source`, unless it is the error that leaves the block, or a part or cause of it.
+            Exception: the error of `source`, unless the error that leaves the block is this error or contains it.
         """
         hidden: Exception | None = None
         try:

@@ -113,7 +113,7 @@ def host_of(header: str) -> str | None:
 
 
 def is_http_url(text: str) -> bool:
-    """Whether a text is the URL of an HTTP server, with a host, and a port that exists if it names one.
+    """Whether a text is the URL of an HTTP server, with a host, and a valid port if it has one.
 
     >>> is_http_url("http://localhost:8000/v1"), is_http_url("http://localhost:80000")
     (True, False)

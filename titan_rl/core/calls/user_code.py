@@ -97,7 +97,7 @@ def where(error: BaseException) -> str | None:
     User code is neither in titan_rl nor in an installed package. If the traceback contains no user code, as after a
     time limit, the tracebacks of the exception's causes are searched.
 
-    The path is relative to the current directory if it lies below it.
+    The path is relative to the current directory if the file is below it.
     """
     for one in _chain(error):
         place = innermost(traceback.extract_tb(one.__traceback__)) or getattr(one, _STOOD_AT, None)
@@ -164,7 +164,7 @@ _STOOD_AT = "_titan_rl_stood_at"
 def place_of(function: Callable[..., object]) -> str | None:
     """Place of a function's definition, as `env.py:17 in step`; None for one that is not written in Python.
 
-    It locates errors that have no line of user code, such as a function that hangs.
+    Used for errors without a line of user code, such as that of a function that hangs.
     """
     while isinstance(function, functools.partial):
         function = function.func

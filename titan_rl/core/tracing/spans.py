@@ -88,7 +88,7 @@ def count(name: str, kind: str, **values: float) -> None:
 
 
 def span(name: str, kind: str, *, lane: str | None = None, fine: bool = False, **args: Any) -> Span:
-    """A context manager for what is done within its block.
+    """Make a context manager that records its block as a span.
 
     Args:
         kind: Category in the trace: the part of the run.

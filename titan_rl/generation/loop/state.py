@@ -92,7 +92,7 @@ class PendingPull:
             first = next(self._source, None)
         except StateDictError as error:
             raise UnavailableWeightsError(str(error)) from error
-        except BaseException as error:  # CancelledError would look like the caller's; a future takes no StopIteration
+        except BaseException as error:  # CancelledError would look like the caller's; futures cannot hold StopIteration
             raise UnavailableWeightsError(f"version {self.version} could not be opened: {summary(error)}") from error
         items = () if first is None else chain([first], self._source)
         self.weights = Weights(items, verify, published or {}, pinned)

@@ -208,7 +208,7 @@ class Puller:
             raise
 
     def _handle_unavailable(self, version: int, failed: Mapping[str, Exception]) -> None:
-        """Quarantine the replicas that could not get the version. If no replica has it, all continue with the old one.
+        """Quarantine the replicas that could not get the version. If no replica has it, all keep the old version.
 
         Raises:
             UnavailableWeightsError: no replica has the version, and the pull is given up.

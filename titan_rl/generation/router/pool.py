@@ -29,7 +29,7 @@ AWAY = 1 << 40
 
 
 class PooledReplica:
-    """State of one replica. Only the router and its parts change it.
+    """State of one replica, which only the router and its parts change.
 
     `load` is an estimate in tokens: prompt and token budget of every request sent and not yet answered, also by other
     shards.

@@ -283,7 +283,7 @@ class GeneratorRouter:
             return await self._pause.pause(PauseMode(mode))
 
     async def resume(self) -> None:
-        """End a pause; frozen requests continue where they were.
+        """End a pause. Frozen requests continue from their present state.
 
         Raises:
             RuntimeError: the router is not paused.

@@ -312,7 +312,7 @@ class TokenSeat(Protocol):
     def player(self) -> Player: ...
 
     async def generate(self, prompt_token_ids: Sequence[int]) -> Completion:
-        """Request the next completion. One that has used up its token budget is the last.
+        """Request the next completion. A completion that has used up its token budget is the last one.
 
         Returns:
             A copy for the game, without `routed_experts`.
