@@ -1,1 +1,1 @@
-"""Use of trained policies: evaluate, play and serve them."""
+"""Use of trained policies: evaluation, play and serving."""

@@ -1,7 +1,7 @@
-"""The story of `titan-rl eval`, from checked settings to its results.
+"""`titan-rl eval`, from checked settings to its results:
 
-run_evaluations   what the policies need is there; signals, guard and environment are set where engines are started
-_evaluate_all     one policy after the other is opened, evaluated and closed
+run_evaluations   checks the requirements of the policies, and sets up signals, guard and environment for engines
+_evaluate_all     opens, evaluates and closes one policy after the other
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ def run_evaluations(
     """Evaluate one policy after the other.
 
     Args:
-        policies: Folders and URLs.
-        out: Gets a folder for each.
-        progress: Shows how far it is.
-        evaluations: Gets what is done, also of a policy whose evaluation is stopped or fails.
-        ratings: Gets Elo ratings for each task in whose games the policies have played each other.
+        policies: Folders and URLs of the policies.
+        out: Folder in which a folder for each policy is created.
+        progress: Progress display.
+        evaluations: List to which the results are appended, including those so far of a policy whose evaluation is
+            stopped or fails.
+        ratings: List to which Elo ratings are appended, for each task in whose games the policies have played each
+            other.
 
     Returns:
-        exit code: 0, or 128 + the number of the signal that ended it in order.
+        The exit code: 0, or 128 + the number of the signal that ended the command in order.
 
     Raises:
-        TitanRLError: what ended it, or kept it from starting.
+        TitanRLError: The error that ended the command, or kept it from starting.
     """
     chosen_suites(config, settings)
     if needs_engine(policies):
@@ -106,7 +108,7 @@ async def _evaluate_all(
                     with progress.working(f"playing {policy.name}", progress.counted):
                         await run.run()
                 finally:
-                    if (evaluation := run.evaluation()).tasks:  # else nothing of it could be opened
+                    if (evaluation := run.evaluation()).tasks:  # otherwise no task could be opened
                         evaluations.append(evaluation)
             seats = {name: seats for name, result in evaluations[0].tasks.items() if len(seats := result.seats) > 1}
             if policy is not None and len(policies) > 1 and seats and not any(map(is_url, policies)):
@@ -123,11 +125,11 @@ async def _matches(
     out: Path,
     progress: Progress,
 ) -> list[Ratings]:
-    """Ratings of policies at the tasks with several seats.
+    """Play the matches between policies at the tasks with several seats, and rate the policies.
 
     Args:
-        policy: One of them, for its renderer.
-        seats: Of the policy in the games of each task.
+        policy: One of the policies, for its renderer.
+        seats: Seats that a policy plays in the games of each task, by task.
     """
     async with open_suites(config, settings, policy, out, progress) as suites:
         ratings = [

@@ -1,14 +1,15 @@
-"""Elo ratings of policies that have played each other: the maximum likelihood of a Bradley-Terry model.
+"""Elo ratings of policies that have played each other: the maximum-likelihood estimate of a Bradley-Terry model.
 
     P(i beats j) = 1 / (1 + 10^((R_j - R_i) / 400))
 
-A draw counts as half a win of each (Bradley and Terry, 1952, Biometrika 39; Elo's scale). Half a win of each side is
-added to every pair that has played, so that a policy that has won all its games has a finite rating. Ratings are
-relative to their mean. The standard error of a rating is the root of the diagonal of the inverse Fisher information,
+A draw counts as half a win for each side (Bradley and Terry, 1952, Biometrika 39; Elo's scale). Half a win for each
+side is added to every pair that has played, so that a policy that has won all its games has a finite rating. Ratings
+are relative to their mean. The standard error of a rating is the square root of its diagonal entry in the inverse of
+the Fisher information,
 
     I_ij = -n_ij * p_ij * (1 - p_ij) * (ln 10 / 400)^2 for i != j,    I_ii = -sum_j I_ij
 
-inverted on the ratings with sum 0. It takes games as independent of each other.
+inverted on the subspace of ratings with sum 0. Games are assumed to be independent of each other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Rating:
     """Rating of a policy.
 
     Attributes:
-        score: Mean result of its games: 1 for a win, 0.5 for a draw.
+        score: Mean result of the policy's games: 1 for a win, 0.5 for a draw, 0 for a loss.
     """
 
     policy: str
@@ -44,7 +45,8 @@ class Ratings:
     """Ratings of policies at one task.
 
     Attributes:
-        scores: Mean result of the first policy of each pair, and its number of games, by their places in `ratings`.
+        scores: Mean result of the first policy of each pair, and the pair's number of games, by the policies' places in
+            `ratings`.
     """
 
     task: str
@@ -69,13 +71,15 @@ class Ratings:
 
 
 def rate(task: str, policies: Sequence[str], results: Mapping[tuple[int, int], Sequence[float]]) -> Ratings:
-    """Rate policies by their games.
+    """Rate policies by the results of their games.
 
     Args:
-        results: Results of the first policy of each pair: 1 for a win, 0.5 for a draw, 0 for a loss.
+        results: Results of the games of each pair for its first policy: 1 for a win, 0.5 for a draw, 0 for a loss. The
+            keys are the policies' places in `policies`.
 
     Raises:
-        ValueError: there are fewer than two policies, or some have not played each other, directly or through others.
+        ValueError: Fewer than two policies are given, or two of them have not played each other, neither directly nor
+            through others.
 
     >>> ratings = rate("coins", ["a", "b"], {(0, 1): [1.0] * 75 + [0.0] * 25})
     >>> [round(rating.elo) for rating in ratings.ratings]
@@ -111,12 +115,13 @@ def rate(task: str, policies: Sequence[str], results: Mapping[tuple[int, int], S
 
 
 def _chances(elos: np.ndarray) -> np.ndarray:
-    """Chance of each policy to beat each other one.  # [num_policies, num_policies]"""
+    """Probability that each policy beats each other one.  # [num_policies, num_policies]"""
     return 1 / (1 + np.exp(-SCALE * (elos[:, None] - elos[None, :])))
 
 
 def _information(played: np.ndarray, elos: np.ndarray) -> np.ndarray:
-    """Fisher information of the ratings, singular along their sum.  # [num_policies, num_policies]"""
+    """Fisher information of the ratings. It is singular in the direction in which all ratings are equal.  #
+    [num_policies, num_policies]"""
     chances = _chances(elos)
     weights = SCALE**2 * played * chances * (1 - chances)
     return np.diag(weights.sum(axis=1)) - weights

@@ -1,4 +1,4 @@
-"""Evaluation of one policy, from its prompts to its results, and the folder that keeps them."""
+"""Evaluation of one policy, from the prompts to the results, and the folder in which it is kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from titan_rl.run.observability.progress import Progress
 
 
 def folder_name(policy: str, taken: set[str]) -> str:
-    """A name for the folder of a policy's evaluation, which no other has.
+    """Choose a unique name for the folder of a policy's evaluation, and add it to `taken`.
 
     >>> folder_name("step 80 of runs/latest", {"base"})
     'step-80-of-runs-latest'
@@ -49,11 +49,12 @@ class _Rollout(msgspec.Struct, gc=False):
 
 
 class EvaluationFolder:
-    """Folder of an evaluation, from whose finished prompts a stopped one continues.
+    """Folder of an evaluation. If an evaluation was stopped, it can be continued from the finished prompts in its
+    folder.
 
     rollouts.jsonl   {"task": "sums", "prompt": 3, "phase": "evaluation", "messages": [...], "reward": 0.7, ...}
-    results.json     the figures, and the rewards of each prompt
-    settings.json    what they were made with
+    results.json     figures, and the rewards of each prompt
+    settings.json    policy and settings of the evaluation
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,15 +66,16 @@ class EvaluationFolder:
         return self.path / "rollouts.jsonl"
 
     def begin(self, made_with: Mapping[str, Any], suites: Sequence[Suite]) -> list[Mapping[str, Any]]:
-        """
+        """Begin or continue the evaluation in this folder.
+
         Args:
-            made_with: what the halves of an evaluation must have in common, as plain data.
+            made_with: Policy and settings, as plain data. They must be the same in both parts of a stopped evaluation.
 
         Returns:
-            the lines of prompts that are finished. Others are taken out of the file.
+            The lines of finished prompts. Other lines are removed from the file.
 
         Raises:
-            ConfigError: An evaluation that was made otherwise is there.
+            ConfigError: The folder has an evaluation with another policy or other settings.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         settings = self.path / "settings.json"
@@ -89,7 +91,8 @@ class EvaluationFolder:
         return finished
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """
+        """Append lines to `rollouts.jsonl`.
+
         Raises:
             OSError: The disk is full.
         """
@@ -104,9 +107,9 @@ class EvaluationFolder:
 class SampledShown:
     """Progress of an evaluation, for the display."""
 
-    step: int  # samples
-    seconds: float  # for each of the last
-    reward: float  # mean so far
+    step: int  # number of samples so far
+    seconds: float  # time per sample, of the newest samples
+    reward: float  # mean reward so far
 
     @property
     def curve(self) -> tuple[str, float, str]:
@@ -118,12 +121,13 @@ class SampledShown:
 
 
 class EvaluationRun:
-    """Evaluation of one policy on the tasks of a config. Its results so far are available at any time, also after a
-    stop.
+    """Evaluation of one policy on the tasks of a config. The results so far are available at any time, including after
+    a stop.
 
     Args:
-        folder: that keeps it; prompts that are finished there are not played again. None keeps nothing.
-        progress: Shows a person how far it is.
+        folder: Folder in which the evaluation is kept. Prompts that are already finished there are not played again.
+            None keeps nothing.
+        progress: Progress display.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class EvaluationRun:
         self._folder = None if folder is None else EvaluationFolder(folder)
         self._progress = progress
         self._lines: list[Mapping[str, Any]] = []
-        self._groups: dict[str, list[RolloutGroup]] = {}  # of tasks that measure them, by how their ids begin
+        self._groups: dict[str, list[RolloutGroup]] = {}  # of tasks that measure them, by the prefix of their ids
         self._suites: list[Suite] = []
         self._is_complete = False
         self._began = time.monotonic()
@@ -149,11 +153,11 @@ class EvaluationRun:
         self._measures: dict[str, dict[str, float]] = {}
 
     async def run(self) -> Evaluation:
-        """Play what is not done yet.
+        """Play the prompts that are not yet finished.
 
         Raises:
             ConfigError: The folder has an evaluation with other settings.
-            TitanRLError: what ended it.
+            TitanRLError: The error that ended the evaluation.
         """
         opening = open_suites(self._config, self._settings, self._policy, self._place, self._progress)
         async with opening as self._suites:
@@ -186,7 +190,7 @@ class EvaluationRun:
         return self.evaluation()
 
     def evaluation(self) -> Evaluation:
-        """Results so far."""
+        """Return the results so far."""
         results = {
             suite.name: task_result(
                 [line for line in self._lines if line["task"] == suite.name],
@@ -204,7 +208,7 @@ class EvaluationRun:
         return Path() if self._folder is None else self._folder.path
 
     def _measure(self) -> None:
-        """Compute the tasks' own measures, unless a stopped evaluation has played some of the groups."""
+        """Compute the tasks' own measures, unless an earlier part of the evaluation has played some of the groups."""
         for suite in self._suites:
             groups = self._groups.get(suite.group_ids, [])
             if suite.measure is not None and len(groups) == len(suite.prompts):
@@ -222,7 +226,8 @@ class EvaluationRun:
         self._told = now
 
     def _made_with(self) -> dict[str, Any]:
-        """Number and places of the prompts may differ from one half of an evaluation to the other."""
+        """Policy and settings that both parts of a stopped evaluation must have in common. The number and places of
+        prompts may differ."""
         played = [
             {
                 "task": suite.name,

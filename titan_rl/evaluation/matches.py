@@ -1,4 +1,4 @@
-"""Games between policies, for their Elo ratings: two play a task with several seats, and take turns at the seats."""
+"""Games between policies, for Elo ratings: two policies play a task with several seats, and alternate at the seats."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FILE = "elo.json"
 
 
 class Pair:
-    """`GenerateFn` of two policies, which answers for each seat as the policy that has it: the first policy has every
-    other seat, from the first one on in games with even numbers, and from the second one on in the others.
+    """`GenerateFn` of two policies, in which the policy of a seat answers for that seat. The first policy has every
+    other seat: beginning with the first seat in games with even numbers, and with the second seat in other games.
 
     Args:
-        seats: Seats that are given to policies, in order.
+        seats: Seats that are assigned to the policies, in order.
     """
 
     def __init__(self, first: GenerateFn, second: GenerateFn, seats: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ class Pair:
         self._seats = list(seats)
 
     def policy_of(self, seat: str, sibling: int) -> int:
-        """0 or 1: the policy that has a seat in the game with this number."""
+        """Return the index, 0 or 1, of the policy that has a seat in the game with the number `sibling`."""
         return (self._seats.index(seat) + sibling) % 2
 
     async def __call__(
@@ -50,9 +50,10 @@ class Pair:
         return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
 
     def results(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Result of the first policy in each game of a group: 1 if the mean reward of its seats is greater, 0.5 if both
-        are equal, and else 0. A policy whose answer was cut off or could not be parsed, which ended the game before the
-        other one had a reward, loses. Games with faults, or without rewards, have no result."""
+        """Result of the first policy in each game of a group: 1 if the mean reward of its seats is greater than that of
+        the other policy, 0.5 if both are equal, and otherwise 0. A policy whose answer was cut off or could not be
+        parsed loses if this ended the game before the rewards were given. Games with faults, or without rewards, have
+        no result."""
         games: dict[int, tuple[list[Rollout], list[Rollout]]] = {}
         for rollout in rollouts:
             sides = games.setdefault(rollout.sibling, ([], []))
@@ -62,7 +63,7 @@ class Pair:
 
 
 def _result(own: Sequence[Rollout], other: Sequence[Rollout]) -> float | None:
-    """Result of the policy with the first rollouts of a game; None if there is none."""
+    """Result of a game for the policy of the rollouts `own`; None if the game has no result."""
     if any(rollout.status.is_fault for rollout in (*own, *other)):
         return None
     rewards = [[rollout.reward for rollout in side if rollout.reward is not None] for side in (own, other)]
@@ -76,15 +77,15 @@ def _result(own: Sequence[Rollout], other: Sequence[Rollout]) -> float | None:
 async def play_matches(
     suite: Suite, seats: Sequence[str], policies: Mapping[str, GenerateFn], *, in_flight: int
 ) -> Ratings:
-    """Have each two policies play the samples of a suite, and rate them.
+    """Have each pair of policies play the samples of a suite, and rate the policies.
 
     Args:
-        seats: Seats of the policy in the suite's games; at least two.
-        policies: By their names.
-        in_flight: Most rollouts at a time, but at least one group.
+        seats: Seats that policies play in the suite's games; at least two.
+        policies: Policies by name.
+        in_flight: Most rollouts at a time. At least one group is always in flight.
 
     Raises:
-        DataError: No game of a pair had a result.
+        DataError: No game of some pair had a result.
     """
     names = list(policies)
     results: dict[tuple[int, int], list[float]] = {pair: [] for pair in combinations(range(len(names)), 2)}
@@ -115,7 +116,7 @@ async def play_matches(
 
 
 def write_ratings(folder: Path, ratings: Sequence[Ratings]) -> None:
-    """Write `elo.json` to a folder, in one step."""
+    """Write `elo.json` to a folder, atomically."""
     fresh = folder / f"{FILE}.part"
     fresh.write_text(json.dumps([each.to_json() for each in ratings], indent=2) + "\n", encoding="utf-8")
     os.replace(fresh, folder / FILE)

@@ -1,4 +1,5 @@
-"""Results of an evaluation: figures of each task, computed from the lines of its `rollouts.jsonl`, and their file."""
+"""Results of an evaluation: figures of each task, computed from the lines of `rollouts.jsonl`, and the file of the
+results."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ RESULTS = "results.json"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Results of a policy, task by task.
+    """Results of a policy, by task.
 
     Attributes:
-        policy: what it is, for people: "step 80 of runs/latest".
-        version: The steps that a run has trained it; 0 of a model or an endpoint.
-        tasks: by the task's name.
-        is_complete: False where it was stopped, so that `tasks` has what was done by then.
-        folder: that has its transcripts; None where none were kept.
+        policy: Name of the policy, such as "step 80 of runs/latest".
+        version: Number of steps for which a run has trained the policy; 0 for a model or an endpoint.
+        tasks: Results by the task's name.
+        is_complete: Whether the evaluation was completed. If it was stopped, `tasks` has the results until then.
+        folder: Folder with the transcripts; None if none were kept.
 
     Example:
 
@@ -45,10 +46,10 @@ class Evaluation:
 
     @property
     def task(self) -> TaskResult:
-        """The only one.
+        """Results of the only task.
 
         Raises:
-            ValueError: there are several.
+            ValueError: There is not exactly one task.
         """
         if len(self.tasks) != 1:
             raise ValueError(f"there are {len(self.tasks)} tasks: {', '.join(self.tasks)}; name one: .tasks[name]")
@@ -56,11 +57,11 @@ class Evaluation:
 
     @property
     def reward(self) -> float | None:
-        """The mean reward of the only task; None where no sample has one."""
+        """Mean reward of the only task; None if no sample has a reward."""
         return None if self.task.reward is None else self.task.reward.mean
 
     def write(self) -> None:
-        """Replace `results.json` in the folder, in one step."""
+        """Replace `results.json` in the folder atomically."""
         if self.folder is None:
             return
         fresh = self.folder / f"{RESULTS}.part"
@@ -79,13 +80,14 @@ class Evaluation:
 
 
 def read_evaluation(path: str | Path) -> Evaluation:
-    """
+    """Read the results of an evaluation.
+
     Args:
-        path: The folder of an evaluation, or its `results.json`; or the folder given as `out`, which has the folder of
-            an evaluation for each policy, if that is one.
+        path: Folder of an evaluation, or its `results.json`. It may also be the folder that was given as `out`, which
+            has a folder for each policy, if there is only one.
 
     Raises:
-        DataError: there is none, it cannot be understood, or there are several.
+        DataError: The path has no evaluation, several evaluations, or results that cannot be read.
     """
     several = evaluation_folders(path)
     if len(several) > 1:
@@ -104,7 +106,7 @@ def read_evaluation(path: str | Path) -> Evaluation:
 
 
 def evaluation_folders(path: str | Path) -> list[Path]:
-    """Folders of the evaluations in a folder of several, by name; else the given path."""
+    """List the folders of the evaluations in a folder, sorted by name. If it has none, return the given path."""
     within = [] if (Path(path) / RESULTS).exists() else sorted(Path(path).glob(f"*/{RESULTS}"))
     return [results.parent for results in within] or [Path(path)]
 
@@ -117,21 +119,21 @@ class TaskResult:
     """Results of a policy on the held-out prompts of one task.
 
     Attributes:
-        success: The least reward of a sample that counts as right.
-        rewards: of the samples that have one, by prompt, and by seat where there are several. A sample that an
-            environment or an endpoint failed, that could not be parsed, or whose rubric failed has none, and is in no
-            mean.
-        reward: The mean of `rewards`, with its standard error clustered by prompt.
-        avg_at: by k, the mean of `averages_at_k` of each prompt and seat, with its standard error clustered by prompt.
-        pass_at: by k, that of `passes_at_k`.
-        statuses: Samples by `RolloutStatus`, those without a reward included.
-        num_unscored: Samples without a reward.
-        num_unparsed: Those of them whose answer could not be parsed, which is the policy's doing.
-        breakdown: The mean of each reward of the rubric, unweighted.
-        best_breakdown: Those rewards of the sample whose reward is the greatest.
-        completion_tokens: The mean of a sample, where the policy says how many it wrote.
-        errors: what samples were lost to, and how many to each, the most frequent first.
-        measures: what the task says of all groups together, of an evaluation that went from beginning to end.
+        success: Least reward of a sample that counts as right.
+        rewards: Rewards of samples by prompt and, if there are several seats, by seat. A sample has no reward, and is
+            in no mean, if an environment or an endpoint failed, the answer could not be parsed, or the rubric failed.
+        reward: Mean of `rewards`, with its standard error clustered by prompt.
+        avg_at: Mean of `averages_at_k` over prompts and seats, with its standard error clustered by prompt, by k.
+        pass_at: Mean of `passes_at_k` over prompts and seats, with its standard error clustered by prompt, by k.
+        statuses: Number of samples by `RolloutStatus`, including those without a reward.
+        num_unscored: Number of samples without a reward.
+        num_unparsed: Number of samples without a reward whose answer could not be parsed, which is the policy's own
+            fault.
+        breakdown: Unweighted mean of each reward of the rubric.
+        best_breakdown: Rewards of the rubric for the sample with the greatest reward.
+        completion_tokens: Mean number of completion tokens of a sample, if it is known.
+        errors: Errors to which samples were lost, each with the number of samples, the most frequent first.
+        measures: Measures that the task computes from all groups together, if the evaluation was not interrupted.
     """
 
     samples_per_prompt: int
@@ -152,7 +154,8 @@ class TaskResult:
 
     @property
     def unreached_success(self) -> str | None:
-        """Warning that no sample reached `success`, so that pass@k is 0 whatever the policy can do; None if one did."""
+        """Warning that no sample has reached `success`, so that pass@k is 0 whatever the policy can do; None if a
+        sample has."""
         best = max((reward for group in self.rewards.values() for reward in group), default=None)
         if best is None or best >= self.success:
             return None
@@ -165,12 +168,12 @@ class TaskResult:
 
     @property
     def of_prompts(self) -> dict[str, list[float]]:
-        """`rewards` with those of all seats of a prompt together: they are of the same games."""
+        """Rewards by prompt, with those of all seats of a prompt joined, because they are from the same games."""
         return by_prompt(self.rewards)
 
     @property
     def seats(self) -> list[str]:
-        """Seats that the policy has played, by name; empty if the environment has none."""
+        """Names of the seats that the policy has played; empty if the environment has no seats."""
         return sorted({key.split(":", 2)[2] for key in self.rewards if key.count(":") >= 2})
 
     @property
@@ -182,7 +185,7 @@ class TaskResult:
         return len(self.of_prompts)
 
     def to_json(self) -> dict[str, Any]:
-        """Content of `results.json`."""
+        """Content of `results.json` for the task."""
         counts = {"num_prompts": self.num_prompts, "num_samples": self.num_samples}
         return asdict(self) | counts | {"unreached_success": self.unreached_success}
 
@@ -197,13 +200,14 @@ class TaskResult:
 
 
 def prompt_key(record: Record) -> str:
-    """Key of a sample's prompt: its place among the held-out ones, its digest, and its seat."""
+    """Key of a sample's prompt: its place among the held-out prompts, its digest and, if there are seats, the sample's
+    seat."""
     seat = record.get("seat")
     return f"{record['prompt']}:{record['prompt_digest']}" + ("" if seat is None else f":{seat}")
 
 
 def by_prompt(rewards: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Rewards by `prompt_key` without seats."""
+    """Join rewards by `prompt_key` to rewards by prompt, without seats."""
     joined: dict[str, list[float]] = {}
     for key, group in rewards.items():
         joined.setdefault(":".join(key.split(":", 2)[:2]), []).extend(group)
@@ -217,9 +221,10 @@ def task_result(
     success: float,
     measures: Mapping[str, float] | None = None,
 ) -> TaskResult:
-    """
+    """Compute the results of a task.
+
     Args:
-        records: Transcripts, each with its "prompt" and "prompt_digest".
+        records: Transcripts of samples, each with "prompt" and "prompt_digest".
     """
     records = list(records)
     rewards: dict[str, list[float]] = {}
@@ -248,7 +253,7 @@ def task_result(
 
 
 def is_fault(record: Record) -> bool:
-    """Return whether a sample was lost to a fault, says nothing of the policy, and should be repeated."""
+    """Return whether a sample was lost to a fault, so that it says nothing about the policy and should be repeated."""
     return RolloutStatus(record["status"]).is_fault or record.get("reward_failed") is not None
 
 
@@ -261,13 +266,13 @@ def _is_unparsed(record: Record) -> bool:
 
 
 def _clustered(values: Mapping[int, Mapping[str, Sequence[float]]]) -> dict[int, Estimate]:
-    """Clustered means by k, if any prompt has enough samples."""
+    """Clustered means by k, for each k for which some prompt has enough samples."""
     estimates = {k: clustered_mean(by_prompt(of_groups)) for k, of_groups in values.items()}
     return {k: estimate for k, estimate in estimates.items() if estimate is not None}
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """1, 2, 4 and so on, and `most` itself."""
+    """List 1, 2, 4 and so on up to `most`, and `most` itself."""
     return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
 
 
@@ -285,12 +290,13 @@ def _breakdown(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _values(record: Record) -> dict[str, float]:
-    """Values by the names of rewards, without those that JSON has no number for."""
+    """Values by the names of rewards, without those that are null because JSON cannot represent them."""
     return {name: value for name, value in record["reward_breakdown"].items() if value is not None}
 
 
 def _tokens(record: Record) -> float | None:
-    """Number of completion tokens; that of the endpoint if the tokens are unknown."""
+    """Number of completion tokens: the number that an endpoint has reported, if it has, otherwise the number of known
+    tokens; None if unknown."""
     told = record["metrics"].get("completion_tokens")
     return told if told is not None else record["num_completion_tokens"] or None
 

@@ -1,7 +1,7 @@
-"""Server of a policy, from checked settings to its end.
+"""Server of a policy, from checked settings to its end:
 
-run_server     checks the installed packages, makes a folder for logs, and sets up signals, guard and environment
-_serve         loads the policy, starts generators behind a router, and answers clients until a signal
+run_server     checks the installed packages, creates a folder for logs, and sets up signals, guard and environment
+_serve         loads the policy, starts generators behind a router, and answers clients until a signal arrives
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ API_KEY, ADMIN_KEY = "TITAN_RL_API_KEY", "TITAN_RL_ADMIN_KEY"
 
 
 def take_keys(server: ServerConfig) -> Keys:
-    """Take the server's keys from environment variables, so that no other process finds them. Nothing listens yet.
+    """Take the server's keys from environment variables, and remove these, so that no other process finds the keys.
+    Check that the server's address can be bound.
 
     Raises:
-        ConfigError: they are not usable as keys, or the server's address needs some, or it cannot be bound.
+        ConfigError: The keys are not usable, the server's address requires keys that are missing, or it cannot be
+            bound.
     """
     api, admin = os.environ.pop(API_KEY, None), os.environ.pop(ADMIN_KEY, None)
     keys = Keys(() if api is None else [api], admin)
@@ -60,7 +62,7 @@ def take_keys(server: ServerConfig) -> Keys:
 
 
 MAX_RUNNING = 64
-"""Requests that one engine advances at a time, if its KV cache holds so many and no setting says otherwise."""
+"""Most requests that one engine runs at a time, if its KV cache holds so many and no setting says otherwise."""
 
 STOPPING = "stopping: requests under way end with a 503; once more ends it at once"
 ENDED = "ended at once"
@@ -72,17 +74,17 @@ def run_server(
     verbosity: Verbosity = Verbosity.NORMAL,
     adapters: Mapping[str, PolicySource] | None = None,
 ) -> int:
-    """Serve a policy until a signal.
+    """Serve a policy until a signal arrives.
 
     Args:
-        verbosity: of what is shown until it serves.
-        adapters: Served beside the policy, by the names of their models.
+        verbosity: Verbosity of the messages until the server is ready.
+        adapters: Adapters to serve beside the policy, by the names of their models in requests.
 
     Returns:
-        exit code: 128 + the number of the signal that ended it in order.
+        The exit code: 128 + the number of the signal that ended the server in order.
 
     Raises:
-        TitanRLError: what ended it, or kept it from starting.
+        TitanRLError: The error that ended the server, or kept it from starting.
     """
     modules = ("torch", "monarch", "transformers", "starlette", "uvicorn", "prometheus_client")
     require_modules(*modules, *find_engine(config.generation.engine).modules)
@@ -104,7 +106,7 @@ def run_server(
 
 @contextlib.contextmanager
 def _files() -> Generator[SessionFiles]:
-    """Make a folder for the server's logs, which remains if the server fails."""
+    """Create a folder for the server's logs, which remains if the server fails."""
     folder = Path(tempfile.mkdtemp(prefix="titan_rl-serve-"))
     (logs := folder / "logs").mkdir()
     yield SessionFiles(folder.name, logs)
@@ -201,7 +203,7 @@ async def _serve(
             keys=keys,
             limits=ServerLimits(num_places=server.num_places, request_s=server.request_s),
             wait_until_resumed=router.wait_resumed,
-            control=router if routers is None else None,  # a pause would concern all adapters
+            control=router if routers is None else None,  # a pause would affect all adapters
             trouble=(routers or router).trouble,
             version=lambda: source.version if follower is None else follower.version,
             any_model=server.any_model,
@@ -217,16 +219,17 @@ async def _serve(
                         shown = seen_from_elsewhere(url)
                         name = f"{source.name}{_with_adapters(read)}"
                         say(greeting(name, shown, server.model, chat=renderer is not None, keyed=keys.required))
-                    await asyncio.Event().wait()  # for the end, by a signal or because no generator is left
+                    await asyncio.Event().wait()  # until a signal arrives, or no generator is left
 
 
 def streaming(generation: GenerationConfig) -> GenerationConfig:
-    """Settings of generators that stream each token as it is sampled, unless they say otherwise."""
+    """Copy settings of generators so that each token is streamed as it is sampled, unless the settings say
+    otherwise."""
     return generation.model_copy(update={"stream_interval": generation.stream_interval or 1})
 
 
 def _renderer(config: ServeConfig) -> Renderer | None:
-    """Renderer of the model; None if it has no usable chat template, and no other renderer is set."""
+    """Create the renderer of the model; None if the model has no usable chat template and no other renderer is set."""
     try:
         return make_renderer(config.model)
     except ModelError as error:
@@ -237,14 +240,14 @@ def _renderer(config: ServeConfig) -> Renderer | None:
 
 
 def _with_adapters(adapters: Mapping[str, ReadAdapter]) -> str:
-    """Text such as ", and the adapters sort (version 80), sum (version 40)"; "" without adapters."""
+    """Describe adapters: ", and the adapters sort (version 80), sum (version 40)"; "" without adapters."""
     named = ", ".join(f"{name} (version {adapter.version})" for name, adapter in adapters.items())
     return f", and the adapter{'s' * (len(adapters) > 1)} {named}" if named else ""
 
 
 def greeting(name: str, url: str, model: str, *, chat: bool, keyed: bool) -> str:
-    """Greeting of a server: its policy and address, variables for clients of OpenAI and Anthropic, and a command to
-    try."""
+    """Greeting of a server: its policy and address, environment variables for the clients of OpenAI and Anthropic, and
+    a command to try."""
     path = "chat/completions" if chat else "completions"
     asked = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
     key = f' -H "authorization: Bearer ${API_KEY}"' if keyed else ""

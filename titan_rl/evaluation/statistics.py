@@ -1,4 +1,5 @@
-"""Means with the error that they have, where several samples of one prompt are not independent of each other."""
+"""Means with their standard errors, for samples that are not independent of each other if they are of the same
+prompt."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from statistics import fmean
 from typing import Any
 
 Rewards = Mapping[Any, Sequence[float]]
-"""The rewards of each prompt's samples, by whatever names the prompt. One without samples counts for nothing."""
+"""Rewards of the samples of each prompt, by any key of the prompt. A prompt without samples does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over samples.
+    """Mean over samples, with its standard error.
 
     Attributes:
-        standard_error: None where there are fewer than two prompts, which say nothing of how prompts differ.
+        standard_error: Standard error; None if there are fewer than two prompts, which do not show how prompts differ.
     """
 
     mean: float
@@ -31,18 +32,18 @@ class Estimate:
 
 
 def clustered_mean(rewards: Rewards) -> Estimate | None:
-    """The mean of all samples, with its standard error clustered by prompt.
+    """Compute the mean of all samples, with its standard error clustered by prompt.
 
-    With G prompts, n samples in all, and r_gi the reward of sample i of prompt g:
+    With G prompts, n samples in total, and the reward r_gi of sample i of prompt g:
 
         SE = sqrt(G / (G - 1) * sum_g (sum_i (r_gi - mean))^2) / n
 
-    That is the clustered standard error of Miller, "Adding Error Bars to Evals" (arXiv 2411.00640, section 2.2), with
-    the usual correction for few clusters. With as many samples of each prompt it is the standard error of the prompts'
-    means: more samples of the same prompts do not make it vanish, more prompts do.
+    This is the clustered standard error of Miller, "Adding Error Bars to Evals" (arXiv 2411.00640, section 2.2), with
+    the usual correction for few clusters. If all prompts have equally many samples, it is the standard error of the
+    mean of the prompts' means: more samples of the same prompts do not make it vanish, but more prompts do.
 
     Returns:
-        None where there is no sample.
+        The estimate; None if there are no samples.
 
     >>> str(clustered_mean({"a": [0.0, 0.0], "b": [1.0, 1.0]}))
     '0.500 ± 0.500'
@@ -56,11 +57,11 @@ def clustered_mean(rewards: Rewards) -> Estimate | None:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Difference of the second of two evaluations from the first.
+    """Difference between two evaluations: the second mean minus the first.
 
     Attributes:
-        num_paired: Prompts that both have, on which alone they are compared. 0 where they have none in common: then all
-            prompts of each are compared, as independent of each other.
+        num_paired: Number of prompts that both evaluations have. Only these are compared. If it is 0, all prompts of
+            both are compared, as independent samples.
     """
 
     mean: float
@@ -73,13 +74,13 @@ class Difference:
 
 
 def difference(first: Rewards, second: Rewards) -> Difference | None:
-    """The second mean less the first, over the prompts that both have.
+    """Compute the second mean minus the first, over the prompts that both have.
 
-    Its standard error is that of the clustered mean of the prompts' differences (Miller, section 4.2): what makes a
-    prompt hard or easy for both policies drops out. Without a prompt in common it is sqrt(SE_1^2 + SE_2^2).
+    The standard error is that of the clustered mean of the prompts' differences (Miller, section 4.2), in which the
+    difficulty that a prompt has for both policies cancels. Without a common prompt, it is sqrt(SE_1^2 + SE_2^2).
 
     Returns:
-        None where one of them has no sample.
+        The difference; None if one of the two has no samples.
     """
     common = [key for key, group in first.items() if group and second.get(key)]
     if not common:
@@ -91,14 +92,15 @@ def difference(first: Rewards, second: Rewards) -> Difference | None:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The chance that at least one of `k` samples of a prompt is right, estimated without bias from `num_samples` of
-    which `num_right` are: 1 - C(n - c, k) / C(n, k), by Chen et al. (arXiv 2107.03374).
+    """Estimate, without bias, the probability that at least one of `k` samples of a prompt is right, from n =
+    `num_samples` samples of which c = `num_right` are right: 1 - C(n - c, k) / C(n, k), by Chen et al. (arXiv
+    2107.03374).
 
     >>> pass_at_k(4, 1, 2)
     0.5
 
     Raises:
-        ValueError: there are fewer than `k` samples.
+        ValueError: `num_samples` is less than `k`.
     """
     if k > num_samples:
         raise ValueError(f"pass@{k} needs at least {k} samples of a prompt; there are {num_samples}")
@@ -108,10 +110,10 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def passes_at_k(rewards: Rewards, k: int, success: float) -> dict[Any, list[float]]:
-    """pass@k of those that have at least `k` samples: one value each.
+    """Compute pass@k of each prompt that has at least `k` samples, as a list of one value.
 
     Args:
-        success: The least reward of a sample that is right.
+        success: Least reward of a sample that counts as right.
     """
     return {
         key: [pass_at_k(len(group), sum(reward >= success for reward in group), k)]
@@ -121,7 +123,8 @@ def passes_at_k(rewards: Rewards, k: int, success: float) -> dict[Any, list[floa
 
 
 def averages_at_k(rewards: Rewards, k: int) -> dict[Any, list[float]]:
-    """The mean reward of the first `k` samples of those that have as many: one value each."""
+    """Compute the mean reward of the first `k` samples of each prompt that has at least as many, as a list of one
+    value."""
     return {key: [fmean(group[:k])] for key, group in rewards.items() if len(group) >= k}
 
 
@@ -130,7 +133,7 @@ def _mean(rewards: Rewards) -> float:
 
 
 def _influences(rewards: Rewards) -> dict[Any, float]:
-    """Influence of each prompt's samples on the mean of all; they add up to 0."""
+    """Influence of each prompt's samples on the mean of all samples. The influences add up to 0."""
     count = sum(map(len, rewards.values()))
     if not count:
         return {}

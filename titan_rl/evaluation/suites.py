@@ -1,4 +1,4 @@
-"""Held-out prompts of tasks: choose them, open their tasks, and play them with a policy."""
+"""Held-out prompts of tasks: choosing them, opening their tasks, and playing them with a policy."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ class Suite:
     """Held-out prompts of one task, and how they are played.
 
     Args:
-        name: of the task, or of what a run's validation calls it.
-        prompts: Samples of the task, in their order.
-        runner: Plays and scores a group of rollouts of one prompt.
-        group_ids: how the ids of groups begin. A rollout is sampled by its id, so that the same ids give the same.
-        measure: Figures of all groups together, where the task has some.
+        name: Name of the task, or of the suite in a run's validation.
+        prompts: Samples of the task, in order.
+        runner: Runner that plays and scores a group of rollouts of one prompt.
+        group_ids: Prefix of the ids of groups. A rollout's sampling is seeded by its id, so that equal ids give equal
+            samples.
+        measure: Function that computes figures from all groups together, if the task has one.
     """
 
     name: str
@@ -67,18 +68,19 @@ async def play_suites(
     done: Iterable[Mapping[str, Any]],
     on_prompt: Callable[[RolloutGroup, Sequence[Record]], None],
 ) -> None:
-    """Play every prompt that is not done yet.
+    """Play every prompt that is not yet finished.
 
     Args:
-        version: of the policy, for the lines.
-        in_flight: Rollouts at once, but for one prompt at least.
-        max_lost: Prompts in a row, or all of them, of which no sample says anything of the policy.
-        done: Lines of prompts that an earlier evaluation has finished: `finished_lines`.
-        on_prompt: Called with the group and the lines of each prompt that is done.
+        version: Version of the policy, for the lines.
+        in_flight: Most rollouts at a time. Those of at least one prompt are always in flight.
+        max_lost: Number of consecutive lost prompts at which the evaluation fails. A prompt is lost if none of its
+            samples says anything about the policy. If there are fewer prompts, the evaluation fails when all are lost.
+        done: Lines of prompts that an earlier evaluation has finished; see `finished_lines`.
+        on_prompt: Function to call with the group and the lines of each prompt that is finished.
 
     Raises:
-        RewardError, GenerationError: so many prompts in a row were lost, to a reward or to faults of environment and
-            generation.
+        RewardError, GenerationError: Too many consecutive prompts were lost to failing rewards, or to faults of
+            environment and generation.
     """
     are_done = {_prompt_of(line) for line in done}
     left = (
@@ -108,14 +110,15 @@ async def play_suites(
 
 
 def digest(prompt: Any) -> str:
-    """Equal for equal prompts, in whichever process; empty where a prompt's text does not say what it is."""
+    """Compute a digest that is equal for equal prompts, in any process; "" if the prompt's text contains memory
+    addresses, and so does not identify it."""
     text = json_line(prompt)
     return "" if _ADDRESS.search(text) else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def finished_lines(lines: Iterable[Mapping[str, Any]], suites: Sequence[Suite]) -> list[Mapping[str, Any]]:
-    """The lines of prompts that need not be played again: they are of these suites, and all their samples are there,
-    none of which was lost to a fault."""
+    """Select the lines of prompts that need not be played again: prompts of these suites with all their samples, none
+    of which was lost to a fault."""
     siblings: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
     for line in lines:
         siblings.setdefault(_prompt_of(line), []).append(line)
@@ -123,7 +126,7 @@ def finished_lines(lines: Iterable[Mapping[str, Any]], suites: Sequence[Suite]) 
     for suite in suites:
         for place, prompt in enumerate(suite.prompts):
             of_it = siblings.get((suite.name, place, digest(prompt)), [])
-            played = {line["sibling"] for line in of_it}  # a line for each seat, where a game has several
+            played = {line["sibling"] for line in of_it}  # a game has a line for each seat
             if len(played) == suite.samples_per_prompt and not any(map(is_fault, of_it)):
                 finished += of_it
     return finished
@@ -148,16 +151,17 @@ def _lines(suite: Suite, place: int, group: RolloutGroup, version: int) -> Itera
 
 
 class _LostInARow:
-    """Counts prompts that say nothing of the policy, with none in between that does."""
+    """Counter of consecutive prompts whose samples say nothing about the policy."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._groups: list[RolloutGroup] = []
 
     def count(self, group: RolloutGroup) -> None:
-        """
+        """Count the group of a prompt.
+
         Raises:
-            RewardError, GenerationError: they are as many as may be.
+            RewardError, GenerationError: The limit is reached.
         """
         if group.failure is None and not all(rollout.status.is_fault for rollout in group.rollouts):
             self._groups.clear()
@@ -183,14 +187,15 @@ USUAL_PROMPTS = 64
 async def open_suites(
     config: RunConfig, settings: EvalConfig, policy: OpenedPolicy, folder: Path, console: Console
 ) -> AsyncGenerator[list[Suite]]:
-    """The prompts of each task that is asked for, with the tasks open for the length of the block.
+    """Open the tasks that the settings ask for, for the block, and choose their prompts.
 
     Args:
-        folder: for what the tasks write.
+        folder: Folder for files that the tasks write.
 
     Raises:
-        ConfigError: A task that is asked for is not there, or greedy samples of one prompt would all be the same.
-        DataError: A task's held-out samples cannot be had.
+        ConfigError: A task that the settings ask for does not exist, or the samples of a prompt would all be the same
+            because they are greedy.
+        DataError: A task's held-out samples cannot be created.
     """
     renderer = policy.renderer or NoTokens()
     async with contextlib.AsyncExitStack() as tasks:
@@ -209,10 +214,10 @@ async def open_suites(
 
 
 def chosen_suites(config: RunConfig, settings: EvalConfig) -> list[ResolvedSuite]:
-    """Select the suites that settings ask for.
+    """Select the suites that the settings ask for.
 
     Raises:
-        ConfigError: A task that is asked for is not there.
+        ConfigError: A task that the settings ask for does not exist.
     """
     suites = {suite.name: suite for suite in config.suites or _of_all_tasks(config)}
     if settings.tasks is None:
@@ -223,7 +228,7 @@ def chosen_suites(config: RunConfig, settings: EvalConfig) -> list[ResolvedSuite
 
 
 def _of_all_tasks(config: RunConfig) -> list[ResolvedSuite]:
-    """Suites of a config without validation."""
+    """Suites for a config whose validation is off: one for each task."""
     validation = config.validation.model_copy(update={"num_prompts": USUAL_PROMPTS})
     return config.model_copy(update={"validation": validation}).suites
 
@@ -231,7 +236,7 @@ def _of_all_tasks(config: RunConfig) -> list[ResolvedSuite]:
 def _suite(
     config: RunConfig, settings: EvalConfig, suite: ResolvedSuite, rollouter: Rollouter, renderer: Renderer
 ) -> Suite:
-    """Suite of a run's validation, with the overrides of settings."""
+    """Build the suite of a run's validation, with the overrides of the evaluation's settings."""
     source, task = suite.source, suite.source.task
     count = settings.num_prompts or suite.num_prompts
     temperature = suite.temperature if settings.temperature is None else settings.temperature
@@ -261,10 +266,10 @@ def _rollouter(config: RunConfig, source: TaskSource, policy: OpenedPolicy, rend
 def play_by_chat(
     rollouter: Rollouter, chat: ChatFn, wrap: Callable[[MessageEnv], MessageEnv] = lambda env: env
 ) -> None:
-    """Have a rollouter's environments ask a policy of messages.
+    """Make a rollouter's environments request answers from a policy of messages.
 
     Args:
-        wrap: what the environments of messages are played as.
+        wrap: Function that wraps each environment of messages.
     """
     make_env, limits = rollouter.make_env, rollouter.limits
 
@@ -276,4 +281,4 @@ def play_by_chat(
         return ChatEnv(env, chat, limits)
 
     rollouter.make_env = make_chat_env
-    rollouter.limits = limits.model_copy(update={"env_in_thread": False})  # the environment alone is in one
+    rollouter.limits = limits.model_copy(update={"env_in_thread": False})  # only the environment runs in one

@@ -15,7 +15,8 @@ NONE = "-"
 
 
 def table(evaluations: Sequence[Evaluation]) -> str:
-    """The evaluations in columns, a block a task, and from the second on how each differs from the first.
+    """Format evaluations in columns, with a block for each task. Further columns show how the second and later
+    evaluations differ from the first.
 
     Example:
 
@@ -32,8 +33,8 @@ def table(evaluations: Sequence[Evaluation]) -> str:
 
 
 def as_json(evaluations: Sequence[Evaluation], ratings: Sequence[Ratings] = ()) -> str:
-    """{"evaluations": [...], "differences": [{"task": ..., "policy": ..., "from": ..., "mean": ...}, ...]}, and "elo":
-    [...] if the policies have played each other."""
+    """Format evaluations as JSON: {"evaluations": [...], "differences": [{"task": ..., "policy": ..., "from": ...,
+    "mean": ...}, ...]}, and "elo": [...] if the policies have played each other."""
     first, *others = evaluations
     differences: list[dict[str, object]] = []
     for other in others:

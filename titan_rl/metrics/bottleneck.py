@@ -1,8 +1,8 @@
-"""Bottleneck of a run: the activity that takes most of its steps' time, and advice against it.
+"""Bottleneck of a run: the activity that takes most of the time of its steps, and advice on how to shorten it.
 
 It is computed from `metrics.jsonl` alone. Training, weight sync, validation and checkpoints are stages of the training
 loop, whose times are measured. The wait for a batch is attributed to generation for as long as the engines were busy.
-The rest of it is shared between environments and rewards in proportion to the time that rollouts spent in each.
+The rest of the wait is divided between environments and rewards in proportion to the time that rollouts spent in each.
 Scoring by a teacher counts as a reward.
 """
 
@@ -38,12 +38,12 @@ _STAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """Activity that takes most of the time of steps.
+    """Activity that takes most of the time of a run's steps.
 
     Args:
-        name: A key of `ADVICE`.
-        share: Its share of the steps' time, in [0, 1].
-        sentence: Message for a person, with the advice.
+        name: Name of the activity: a key of `ADVICE`.
+        share: Share of the activity in the steps' time, in [0, 1].
+        sentence: Message for the user, with the advice.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Bottleneck:
 
 
 def bottleneck(records: Iterable[Mapping[str, Any]]) -> Bottleneck | None:
-    """The bottleneck of one step, or of several steps together.
+    """Find the bottleneck of one step, or of several steps together.
 
     Args:
         records: Records of `metrics.jsonl`. Records that belong to no step are ignored.
 
     Returns:
-        None if no record has the times of a step's stages.
+        The bottleneck; None if no record has the times of a step's stages.
 
     Example:
 
@@ -73,7 +73,7 @@ def bottleneck(records: Iterable[Mapping[str, Any]]) -> Bottleneck | None:
 
 
 def bottleneck_of(parts: Mapping[str, float]) -> Bottleneck | None:
-    """The bottleneck by sums of `parts_of`; None if nothing took any time."""
+    """Find the bottleneck from sums of the results of `parts_of`; None if no activity took any time."""
     total = sum(parts.values())
     if not total:
         return None
@@ -83,7 +83,7 @@ def bottleneck_of(parts: Mapping[str, float]) -> Bottleneck | None:
 
 
 def parts_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of one step by activity; empty if the record does not have them."""
+    """Compute the seconds of one step by activity; empty if the record has no times of stages."""
     if "time/train_s" not in record:
         return {}
     parts: defaultdict[str, float] = defaultdict(float)

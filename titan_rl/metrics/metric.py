@@ -1,4 +1,4 @@
-"""Description of one metric, and the groups that metrics are shown in."""
+"""Description of one metric, and the groups in which metrics are shown."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Metric:
 
     Args:
         name: Name in `metrics.jsonl`. A part in angle brackets is variable, such as a task's name: "task/<task>/share".
-        unit: "" for a number without a unit.
-        help: One sentence.
-        normal: Values of a healthy run, where they can be stated.
+        unit: Unit of the values; "" if they have none.
+        help: Meaning of the metric, in one sentence.
+        normal: Values in a healthy run, if they can be stated.
         otherwise: Advice for other values.
     """
 
@@ -44,5 +44,5 @@ class Metric:
 
     @property
     def is_open(self) -> bool:
-        """Whether the name is chosen by a task, a reward or an engine of the user."""
+        """Whether a user's task, reward or engine chooses the last part of the name."""
         return self.name.endswith(("<reward>", "<metric>", "<gauge>", "<gauge>_mean", "<gauge>_max", "<measure>"))

@@ -1,4 +1,4 @@
-"""Table of all metrics, and the lookup of a name of `metrics.jsonl` in it."""
+"""Table of all metrics, and lookup of a name from `metrics.jsonl` in this table."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ VALIDATION_METRICS = (
         VALIDATION,
     ),
 )
-"""There are also `validation/<name>` and `validation/<suite>/<name>` for each `rollout/<name>` and `completion/...`."""
+"""Metrics of validation. There are also `validation/<name>` and `validation/<suite>/<name>` for each `rollout/<name>`
+and `completion/...`."""
 
 TASK_METRICS = (
     Metric("task/<task>/num_groups", "groups", "Groups of one task in the training batch.", TASKS),
@@ -137,11 +138,11 @@ METRICS: tuple[Metric, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Entry of a name in `metrics.jsonl`, with the values of its variable parts.
+    """Entry of the table that matches a name in `metrics.jsonl`, with the values of the variable parts of the name.
 
     Args:
-        metric: The entry. That of a metric of held-out rollouts is derived from the training metric.
-        labels: Values of the parts in angle brackets.
+        metric: Entry of the table. For a metric of held-out rollouts, it is derived from the training metric.
+        labels: Values of the parts in angle brackets, by the names of these parts.
 
     Example: `task/sums/share` matches the entry `task/<task>/share`, with the labels {"task": "sums"}.
     """
@@ -151,7 +152,7 @@ class Match:
 
 
 def find_metric(name: str) -> Metric | None:
-    """The entry of a name in `metrics.jsonl`.
+    """Find the entry for a name in `metrics.jsonl`; None if there is none.
 
     Example: `find_metric("validation/turns_mean").help` is
         "Mean number of turns per rollout. Measured on held-out samples."
@@ -161,7 +162,8 @@ def find_metric(name: str) -> Metric | None:
 
 
 def match_metric(name: str) -> Match | None:
-    """The most specific entry of a name in `metrics.jsonl`, and the values of its variable parts."""
+    """Find the most specific entry for a name in `metrics.jsonl`, with the values of the name's variable parts; None if
+    there is none."""
     match = _entry(name)
     if name.startswith("validation/") and (match is None or match.metric.is_open):
         return _held_out(name) or match
@@ -169,7 +171,7 @@ def match_metric(name: str) -> Match | None:
 
 
 def _held_out(name: str) -> Match | None:
-    """The entry of a metric of held-out rollouts, derived from that of the training rollouts."""
+    """Derive the entry for a metric of held-out rollouts from that of training rollouts; None if there is none."""
     rest = name.removeprefix("validation/")
     suite, _, in_suite = rest.partition("/")
     for inner, prefix, labels in ((rest, "validation", {}), (in_suite, "validation/<suite>", {"suite": suite})):
@@ -212,4 +214,4 @@ _PATTERNS = {
     "age": r"-?\d+",
     "host": "[^/]+",
 }
-"""Names that the library checks have no slash; other names of users may have one."""
+"""Patterns of variable parts. Names that the library checks have no slash; other names of the user may have one."""

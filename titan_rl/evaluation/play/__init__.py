@@ -1,1 +1,1 @@
-"""`titan-rl play`: a person is the policy, or watches one."""
+"""`titan-rl play`: a person acts as the policy, or watches a policy."""

@@ -38,18 +38,18 @@ from titan_rl.run.session import SessionFiles
 from titan_rl.types import GenerateFn, SamplingParams
 
 PATIENCE_S = 1e6
-"""Time limit for a person."""
+"""Time limit for a person, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Selection of the samples that are played.
+    """Selection of the samples to play.
 
     Args:
-        task: its name; None for the first.
+        task: Name of the task; None for the first one.
         first: Place of the first sample.
-        count: Samples.
-        held_out: The samples are those of validation.
+        count: Number of samples.
+        held_out: Whether the samples are those of validation instead of training.
     """
 
     task: str | None = None
@@ -69,16 +69,17 @@ async def play(
     lines: TextIO,
     is_terminal: bool,
 ) -> None:
-    """
+    """Play samples of a task.
+
     Args:
-        policy: that is watched: a folder or a URL, as for `titan-rl eval`. None: a person types.
-        say: Takes what is shown.
-        console: Shows lines about the command.
-        lines: what the person types.
-        is_terminal: The person is to be asked.
+        policy: Policy to watch: a folder or a URL, as for `titan-rl eval`. None if a person plays.
+        say: Function that shows text.
+        console: Console for messages about the command.
+        lines: Input of the person.
+        is_terminal: Whether to show prompts for the input.
 
     Raises:
-        ConfigError: there is no such task, sample or policy.
+        ConfigError: The task, the sample or the policy does not exist.
     """
     source = _source(config, scene.task)
     async with contextlib.AsyncExitStack() as resources:
@@ -108,7 +109,7 @@ async def play(
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A task with who plays it, and where that is shown."""
+    """A task, its player, and the screen on which it is shown."""
 
     rollouter: Rollouter
     generate: GenerateFn
@@ -126,7 +127,7 @@ def _played_by_person(
     *,
     is_terminal: bool,
 ) -> Cast:
-    """In tokens where the model's tokenizer is there, else in messages."""
+    """Have a person play a task: in tokens if the model's tokenizer is there, otherwise in messages."""
     has_model = find_model_folder(config.model.path, [Path()]) is not None
     tokenizer = load_tokenizer(config.model.path) if has_model else None
     renderer = make_renderer(config.model) if has_model else NoTokens()
@@ -162,7 +163,7 @@ def _played_by_policy(config: RunConfig, source: TaskSource, say: Say, policy: O
 async def _watched(
     policy: str, config: RunConfig, settings: EvalConfig, console: Console
 ) -> AsyncGenerator[OpenedPolicy]:
-    """The policy, and what it needs of the machine."""
+    """Open a policy to watch, after checking and preparing what it needs on this machine."""
     with contextlib.ExitStack() as resources:
         if needs_engine([policy]):
             require_engine(config)
@@ -173,8 +174,8 @@ async def _watched(
 
 
 def _show(rollouter: Rollouter, screen: Screen, player: Person | None) -> None:
-    """Have each environment of tokens, and each seat of a game, show what happens in it. Of agents, which play by
-    themselves, a person is shown what they ask."""
+    """Make each environment of tokens, and each seat of a game, show its turns. Agents play by themselves, so a person
+    is shown only their requests."""
     make_env = rollouter.make_env
 
     def make_shown_env(sample: Any) -> Any:

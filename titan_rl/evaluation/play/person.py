@@ -1,4 +1,4 @@
-"""A person as the policy."""
+"""A person who acts as the policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUOTES = '"""'
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool that was typed."""
+    """Tool call that a person has typed."""
 
     name: str
     arguments: Any
@@ -40,19 +40,19 @@ class ToolCall:
 
 
 class Person:
-    """Types what a policy would write.
+    """Person who types what a policy would generate.
 
-    `generate` is a `GenerateFn`: what is typed goes the way of a model's completion, becomes tokens, and is parsed. Its
-    logprobs are 0: a person is sure. `chat` is a `ChatFn`, for a task whose model is not there yet.
+    `generate` is a `GenerateFn`: the typed text is treated like a model's completion, that is, converted to tokens and
+    parsed. Its logprobs are 0. `chat` is a `ChatFn`, for a task whose model does not exist yet.
 
     Args:
-        encode: The tokens of a text.
-        console: Shows lines about the commands.
-        is_terminal: Ask for what is to be typed.
+        encode: Function that returns the tokens of a text.
+        console: Console for messages about the input.
+        is_terminal: Whether to show prompts for the input.
 
     Attributes:
-        tools: Gives those of the environment that is played.
-        has_quit: The person wants no more; what is played ends as aborted.
+        tools: Function that returns the tools of the environment that is being played.
+        has_quit: Whether the person has quit. The rollout being played then ends as aborted.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Person:
         return ChatReply({"role": "assistant", "content": typed})
 
     async def _type(self, question: str, prompt_token_ids: Sequence[int] | None) -> str | ToolCall | None:
-        """A reply or a call of a tool, whatever commands come before; None at the end."""
+        """Read input until it is a reply or a tool call, and carry out commands before it; None at the end."""
         while True:
             text = await self._read(question)
             command, _, rest = (text or "").partition(" ")
@@ -160,7 +160,7 @@ class Person:
             return None
 
     def _call(self, call: ToolCall) -> list[int] | None:
-        """Tokens of a tool call, as the renderer writes them for a model."""
+        """Tokens of a tool call as the renderer writes them for a model; None if it cannot."""
         tools, question = self.tools(), {"role": "user", "content": "1"}
         answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call.message]}
         offered = None if tools is None else list(tools)

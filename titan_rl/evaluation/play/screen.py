@@ -1,4 +1,4 @@
-"""Text output of `titan-rl play`, and environments that print their turns to it."""
+"""Text output of `titan-rl play`, and environments that show their turns on it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ Say = Callable[[str], object]
 
 
 class Screen:
-    """
+    """Text output of what happens in an environment.
+
     Args:
-        say: Takes the text, a line or more at a time.
-        decode: The text of tokens, special ones included; None where no tokenizer is known.
+        say: Function that shows text of one line or more.
+        decode: Function that returns the text of tokens, including special ones; None if there is no tokenizer.
     """
 
     def __init__(self, say: Say, decode: Callable[[Sequence[int]], str] | None = None) -> None:
         self.say = say
         self._decode = decode
-        self.has_shown = False  # what the next request of the policy is about
+        self.has_shown = False  # whether messages of the policy's next request were shown
 
     def messages(self, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -60,11 +61,11 @@ class Screen:
             self.say(f"    reward {name} = {reward:g}")
 
     def prompt(self, token_ids: Sequence[int]) -> None:
-        """Show the prompt of a policy that was shown no messages."""
+        """Show the tokens of a prompt. This is for a request of which no messages were shown."""
         self.say(f"[prompt, {len(token_ids)} tokens] {self.text(token_ids)}")
 
     def tokens(self, prompt_token_ids: Sequence[int], completion: Completion | None) -> None:
-        """Each token with its text."""
+        """Show each token of a prompt and of a completion with its text."""
         self.say(f"    prompt: {self._pieces(prompt_token_ids)}")
         if completion is not None:
             self.say(f"    reply: {self._pieces(completion.token_ids)}")
@@ -87,7 +88,7 @@ class Screen:
 
 
 def shown_message(message: Message) -> str:
-    """Example: `[assistant] Let me see.` and below it `    calls look {"at": 1}`."""
+    """Format a message: `[assistant] Let me see.` and below it `    calls look {"at": 1}`."""
     content: Any = message.get("content")
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content, default=str)
     lines = [f"[{message.get('role', '?')}] {text}".rstrip()]
@@ -102,10 +103,10 @@ def shown_message(message: Message) -> str:
 
 
 def shown_end(rollout: Rollout, told: Failure | None = None) -> str:
-    """Summary of how a rollout ended and of its reward.
+    """Format the end of a rollout and its reward.
 
     Args:
-        told: The group's failure, which is shown once for all of its rollouts and not again with each.
+        told: Failure of the group, which is shown once for all of its rollouts and therefore left out here.
     """
     reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:.4g}"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in rollout.reward_breakdown.items())
@@ -118,7 +119,7 @@ def shown_end(rollout: Rollout, told: Failure | None = None) -> str:
 
 
 class ShownTokenEnv:
-    """A `TokenEnv`, turn by turn."""
+    """`TokenEnv` that shows each of its turns."""
 
     def __init__(self, env: TokenEnv, screen: Screen) -> None:
         self._env = env
@@ -147,7 +148,8 @@ class ShownTokenEnv:
 
 
 class ShownGame:
-    """A `SeatedEnv`, seat by seat. One seat is asked at a time, since one person may play several."""
+    """`SeatedEnv` that shows the turns of its seats. One seat is asked at a time, because one person may play several
+    seats."""
 
     def __init__(self, env: SeatedEnv, screen: Screen) -> None:
         self._env = env
@@ -168,7 +170,7 @@ class ShownGame:
 
 
 class _ShownSeat:
-    """A `TokenSeat` that shows its conversation before each answer, and the answer."""
+    """`TokenSeat` that shows its conversation before each answer, and the answer."""
 
     def __init__(self, seat: TokenSeat, screen: Screen, turn: asyncio.Lock) -> None:
         self._seat = seat
@@ -186,7 +188,7 @@ class _ShownSeat:
 
     async def generate(self, prompt_token_ids: Sequence[int]) -> Completion:
         async with self._turn:
-            self._screen.has_shown = False  # what was shown is another seat's
+            self._screen.has_shown = False  # the messages that were shown are those of another seat
             self.show()
             return await self._seat.generate(prompt_token_ids)
 
@@ -206,7 +208,7 @@ class _ShownSeat:
         self._screen.rewards({f"{name} of {self.name}": value})
 
     def show(self) -> None:
-        """Show what was said since the last time."""
+        """Show the messages since the last call."""
         if self._unshown:
             self._screen.say(f"--- seat {self.name}")
             self._screen.messages(self._unshown)
@@ -214,7 +216,7 @@ class _ShownSeat:
 
 
 class ShownMessageEnv:
-    """A `MessageEnv`, turn by turn."""
+    """`MessageEnv` that shows each of its turns."""
 
     def __init__(self, env: MessageEnv, screen: Screen) -> None:
         require_methods(env)

@@ -1,1 +1,2 @@
-"""Policies that are asked and not trained: which one somebody names, and starting what answers for it."""
+"""Policies that answer requests but are not trained: finding the policy that a user names, and starting its
+generators."""

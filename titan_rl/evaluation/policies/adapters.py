@@ -1,4 +1,4 @@
-"""Adapters of a server: several policies on the same engines, each answering under its own name."""
+"""Adapters of a server: several policies on the same engines, each of which answers under its own name."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def source_of_adapters(run: Path) -> tuple[PolicySource, dict[str, str]]:
-    """The model of a run of several adapters, and the folders of those that have a checkpoint, by name.
+    """Find the model of a run with several adapters, and the folders of the adapters that have a checkpoint, by name.
 
     Raises:
-        ConfigError: none has one yet.
+        ConfigError: No adapter has a checkpoint yet.
     """
     folders = {name: str(folder) for name, folder in adapters_of_run(run).items() if newest_checkpoint(folder)}
     if not folders:
@@ -42,8 +42,8 @@ def find_adapters(config: ServeConfig, source: PolicySource) -> dict[str, Policy
     """Find `server.adapters`, and check that the model can be served with them.
 
     Raises:
-        ConfigError: A folder has no adapter, it is of another model, or settings exclude adapters.
-        ModelError: A folder in PEFT's format is damaged, or of another model.
+        ConfigError: A folder has no adapter, an adapter is of another model, or other settings exclude adapters.
+        ModelError: A folder in PEFT's format is damaged, or is of another model.
     """
     adapters, server, generation = config.server.adapters, config.server, config.generation
     if not adapters:
@@ -87,11 +87,12 @@ def _find(where: str, folder: Path, config: ServeConfig) -> PolicySource:
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """Adapter of a server that has been read.
+    """Adapter of a server whose checkpoint has been read.
 
     Attributes:
-        folder: in PEFT's format.
-        version: Optimizer steps that it was trained; 1 for a folder in PEFT's format, which does not tell.
+        folder: Folder in PEFT's format.
+        version: Number of optimizer steps of its training; 1 for an adapter that was given in PEFT's format, which does
+            not record it.
     """
 
     folder: Path
@@ -102,7 +103,7 @@ class ReadAdapter:
 async def read_adapters(
     sources: Mapping[str, PolicySource], model: ModelConfig, directory: Path, log: Path
 ) -> dict[str, ReadAdapter]:
-    """Write the checkpoints among the adapters as folders in PEFT's format, one after the other.
+    """Write those adapters that are checkpoints as folders in PEFT's format, one after the other.
 
     Raises:
         CheckpointError: A checkpoint cannot be read, or has no adapter.
@@ -121,10 +122,10 @@ async def read_adapters(
 
 
 class ServedAdapters:
-    """Adapters that answer under their names; a `Versions`.
+    """`Versions` of a server whose versions are adapters, which answer under their names.
 
     Args:
-        routers: of each adapter, and of the model itself with the name "".
+        routers: Routers of the adapters, and of the model itself, whose name is "".
     """
 
     def __init__(self, adapters: Mapping[str, ReadAdapter], routers: AdapterRouters) -> None:
@@ -134,8 +135,11 @@ class ServedAdapters:
     async def load(self, transports: Mapping[str, StateDictTransport], model: ModelConfig) -> None:
         """Publish all adapters, and load them into the generators.
 
+        Args:
+            transports: Transport of each adapter, by name.
+
         Raises:
-            StateDictError: Not every generator could load and verify one.
+            StateDictError: A generator could not load and verify an adapter.
         """
         for name, adapter in self._adapters.items():
             publish = partial(publish_adapter, transports[name], adapter.folder, model.dtype, adapter.version)
@@ -149,16 +153,17 @@ class ServedAdapters:
         return list(self._adapters)
 
     def version_of(self, name: str) -> int | None:
-        """Version of an adapter."""
+        """Return the version of an adapter; None if there is no adapter of this name."""
         return self._adapters[name].version if name in self._adapters else None
 
     def stream_of(self, name: str | None) -> RequestFn | None:
-        """Generation of an adapter, or None if there is none of this name."""
+        """Return the streaming generation of an adapter; None if there is no adapter of this name."""
         return self._routers.by_adapter[name].stream if name and name in self._adapters else None
 
 
 def publish_adapter(transport: StateDictTransport, folder: Path, dtype: str, version: int) -> Manifest:
-    """Publish the matrices of a folder in PEFT's format with their checksums, as the trainer publishes its versions."""
+    """Publish the matrices of a folder in PEFT's format, with their checksums, as the trainer publishes its
+    versions."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""A served policy that follows the newer versions of its run."""
+"""Server of a run's policy that loads newer versions as they appear."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ from titan_rl.weights.types import Manifest, PublishedWeights, StateDictTranspor
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 3600.0
-"""Longest wait before a checkpoint that could not be served is tried again."""
+"""Longest wait before a checkpoint that could not be served is tried again, in seconds."""
 
 
 class Publisher(Protocol):
-    """Makes a checkpoint available to generators."""
+    """Publisher of checkpoints for generators."""
 
     async def publish(self, source: PolicySource) -> None:
-        """
+        """Make a checkpoint available to generators.
+
         Raises:
-            TitanRLError: it cannot be read, or there is no room for it. Nothing of it is available then.
+            TitanRLError: The checkpoint cannot be read, or there is no room for it. No part of it is available then.
         """
         ...
 
     def keep_only(self, version: int) -> None:
-        """Give back what older versions take: no generator pulls them any more."""
+        """Release the memory of other versions, which no generator will pull any more."""
         ...
 
 
 @dataclass(slots=True)
 class CheckpointPublisher:
-    """Publishes checkpoints as the trainer publishes its versions, with the checksums by which generators read back
-    what they have loaded.
+    """Publisher that publishes checkpoints as the trainer publishes its versions, with checksums, so that generators
+    can verify what they have loaded.
 
     Args:
-        model: The settings of the run's model.
-        transport: to the generators. Whoever gives it closes it.
-        published: where the generators find manifests.
-        log: what reading a checkpoint writes.
+        model: Settings of the run's model.
+        transport: Transport to the generators. The caller closes it.
+        published: Manifests of published versions, in which the generators find them.
+        log: File for the output of the process that reads a checkpoint.
     """
 
     model: ModelConfig
@@ -61,12 +62,12 @@ class CheckpointPublisher:
     _available: tuple[int, ...] = ()
 
     async def publish(self, source: PolicySource) -> None:
-        """Read a checkpoint in a process of its own, which verifies every byte, and publish its weights."""
+        """Read a checkpoint in a separate process, which verifies every byte, and publish its weights."""
         assert source.checkpoint is not None
         folder = Path(tempfile.mkdtemp(prefix="policy-"))
         try:
             model = await export(self.model, source.checkpoint, folder / "policy", self.log)
-            self.transport.release(source.version)  # of an attempt that failed behind it
+            self.transport.release(source.version)  # left by an attempt that failed after publishing
             manifest = await in_thread(publish_folder, self.transport, Path(model.path), model.dtype, source.version)
         finally:
             await in_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -74,7 +75,7 @@ class CheckpointPublisher:
         self.published.announce(manifest)
 
     def keep_only(self, version: int) -> None:
-        """Release older versions; see `Publisher`."""
+        """Release other versions; see `Publisher`."""
         for older in self._available:
             if older != version:
                 self.transport.release(older)
@@ -82,10 +83,10 @@ class CheckpointPublisher:
 
 
 def publish_folder(transport: StateDictTransport, folder: Path, dtype: DType, version: int) -> Manifest:
-    """Publish the weights of a Hugging Face folder with their checksums, as the trainer publishes its versions.
+    """Publish the weights of a Hugging Face folder, with their checksums, as the trainer publishes its versions.
 
     Raises:
-        StateDictError: there is no room for them.
+        StateDictError: There is no room for the weights.
         ModelError: A file is missing or damaged.
     """
     import torch
@@ -97,27 +98,28 @@ def publish_folder(transport: StateDictTransport, folder: Path, dtype: DType, ve
     named: list[tuple[str, torch.Tensor]] = []
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            names = file.keys()  # it is no mapping
+            names = file.keys()  # the file is not a mapping
             named += [(name, file.get_tensor(name).to(getattr(torch, dtype))) for name in names]
     return with_checksums(transport.publish(version, named), named)
 
 
 class RunFollower:
-    """Brings the generators of a server to each newer checkpoint of a run, while requests go on.
+    """Follower of a run that loads newer checkpoints into the generators of a server while requests continue.
 
-    Checkpoints that appear while one is loaded are passed over for the newest, and so is one that the run deletes. One
-    that cannot be served is reported, and what was served is served on; it is tried again after `every_s`, then twice
-    as long, and so on, and the next one at once.
+    If several checkpoints appear while one is being loaded, only the newest of them is loaded next. A checkpoint that
+    the run has deleted is skipped. If a checkpoint cannot be served, this is reported, and the previous one is served
+    further. It is tried again after `every_s`, then after twice that time, and so on; a newer checkpoint is tried at
+    once.
 
     Attributes:
-        version: that the generators are at.
+        version: Current version of the generators.
 
     Args:
-        run: The run's folder, in which somebody may be training or not.
-        name: of the run, for people.
-        version: that the generators begin with.
-        every_s: between looks at the folder.
-        console: Shows the user what is served, and what cannot be.
+        run: Folder of the run, which may or may not be training.
+        name: Name of the run in messages.
+        version: Version with which the generators begin.
+        every_s: Seconds between checks of the folder.
+        console: Console for messages about checkpoints that are served or cannot be served.
     """
 
     def __init__(
@@ -139,18 +141,18 @@ class RunFollower:
         self._every_s = every_s
         self._console = console
         self._published = version
-        self._failed = version  # of the newest that could not be served
-        self._wait_s = 0.0  # before that one is tried again
+        self._failed = version  # version of the newest checkpoint that could not be served
+        self._wait_s = 0.0  # seconds until that checkpoint is tried again
         self._again_at = 0.0
 
     async def follow(self) -> None:
-        """Look for newer checkpoints until cancelled."""
+        """Look for newer checkpoints until this is cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
             await self.look()
 
     async def look(self) -> None:
-        """Serve the newest checkpoint, if it is newer than what is served."""
+        """Serve the newest checkpoint, if it is newer than the served one."""
         clock = asyncio.get_running_loop().time
         try:
             source = await in_thread(newest_checkpoint, self._run)

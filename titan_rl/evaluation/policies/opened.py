@@ -1,4 +1,4 @@
-"""A policy that answers: generators that are started for it, or an endpoint."""
+"""Policies that answer requests, with generators that are started for them or by an endpoint."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ from titan_rl.types import Completion, GenerateFn, SamplingParams
 from titan_rl.weights.types import PublishedWeights, StateDictTransport
 
 MAX_RUNNING = 64
-"""Requests that one engine advances at a time, if its KV cache holds so many and no setting says otherwise."""
+"""Most requests that one engine runs at a time, if its KV cache holds so many and no setting says otherwise."""
 
 ASK_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedPolicy:
-    """A policy that answers.
+    """Policy that answers requests.
 
     Args:
-        name: for people: "step 80 of runs/latest".
-        version: The steps that a run has trained it.
-        generate: Answers in tokens; of a policy of messages it refuses.
-        renderer: of its tokens; None of a policy of messages.
-        chat: Answers in messages; None of a policy of tokens.
-        finish_session: is told when a rollout has ended.
+        name: Name in messages, such as "step 80 of runs/latest".
+        version: Number of steps for which a run has trained the policy.
+        generate: Generation in tokens. For a policy of messages, it refuses all requests.
+        renderer: Renderer of the policy's tokens; None for a policy of messages.
+        chat: Generation in messages; None for a policy of tokens.
+        finish_session: Function to call with the session id when a rollout has ended.
     """
 
     name: str
@@ -73,14 +73,15 @@ def is_url(given: str) -> bool:
 
 
 def needs_engine(given: Sequence[str]) -> bool:
-    """Return whether one of these policies is weights, which an engine has to load."""
+    """Return whether one of these policies consists of weights, which an engine has to load."""
     return not all(map(is_url, given))
 
 
 def require_engine(config: RunConfig) -> None:
-    """
+    """Check that the packages that generators need are installed.
+
     Raises:
-        MissingExtraError: what generators need is not installed.
+        MissingExtraError: A package is not installed.
     """
     require_modules("torch", "monarch", "transformers", *find_engine(config.generation.engine).modules)
 
@@ -93,17 +94,17 @@ async def open_policy(
     files: SessionFiles,
     console: Console,
 ) -> AsyncGenerator[OpenedPolicy]:
-    """The policy that a folder or a URL names, for the length of the block; see `OpenedPolicies.open`."""
+    """Open the policy that a folder or a URL names, for the block; see `OpenedPolicies.open`."""
     async with OpenedPolicies(config, settings, files, console) as policies:
         yield await policies.open(given)
 
 
 class OpenedPolicies:
-    """Opens one policy after the other, as an async context manager. Policies of one architecture use the same
-    generators, into which the weights of the next one are loaded.
+    """Async context manager that opens one policy after the other. Policies of one architecture use the same
+    generators, into which the weights of each next policy are loaded.
 
     Args:
-        console: Shows what is started, and a warning if other machines can reach it.
+        console: Console for messages about processes that are started, and a warning if other machines can reach them.
     """
 
     def __init__(self, config: RunConfig, settings: EvalConfig, files: SessionFiles, console: Console) -> None:
@@ -111,11 +112,11 @@ class OpenedPolicies:
         self._settings = settings
         self._files = files
         self.console = console
-        self._resources = contextlib.AsyncExitStack()  # of the newest policy
-        self._generators: Generators | None = None  # that these include
-        self._folder = tempfile.TemporaryDirectory(prefix="policies-")  # of exported checkpoints
+        self._resources = contextlib.AsyncExitStack()  # resources of the newest policy
+        self._generators: Generators | None = None  # generators among these resources
+        self._folder = tempfile.TemporaryDirectory(prefix="policies-")  # for exported checkpoints
         self._num_read = 0
-        self._models: dict[str, ModelConfig] = {}  # of the policies opened so far, by their names
+        self._models: dict[str, ModelConfig] = {}  # models of the policies opened so far, by name
 
     async def __aenter__(self) -> OpenedPolicies:
         return self
@@ -123,15 +124,15 @@ class OpenedPolicies:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        with self._folder:  # which generators that are replaced read again
+        with self._folder:  # it must outlive the generators, whose replacements read from it
             return bool(await self._resources.__aexit__(kind, error, traceback))
 
     async def open(self, given: str) -> OpenedPolicy:
-        """The policy that a folder or a URL names, until the next one is opened.
+        """Open the policy that a folder or a URL names. It is available until the next one is opened.
 
         Raises:
-            ConfigError: there is no such policy.
-            CheckpointError: its checkpoint cannot be read.
+            ConfigError: The policy does not exist.
+            CheckpointError: The policy's checkpoint cannot be read.
             ActorDiedError: No generator could be started.
         """
         if is_url(given):
@@ -154,8 +155,8 @@ class OpenedPolicies:
         )
 
     def together(self) -> dict[str, GenerateFn]:
-        """Generation of all policies that were opened, by name, which may be used at the same time: the generators of
-        the last one load the weights of each in turn.
+        """Return the generation of all policies that were opened, by name. All may be used at the same time: the
+        generators of the last policy load the weights of each policy in turn.
 
         Raises:
             ConfigError: The policies are endpoints, or have several architectures.
@@ -177,7 +178,8 @@ class OpenedPolicies:
         return policies
 
     async def _generators_for(self, source: PolicySource, model: ModelConfig) -> Generators:
-        """Generators with the weights of a model: those of the policy before, if they fit."""
+        """Return generators with the weights of a model: those of the previous policy if the architecture is the same,
+        otherwise new ones."""
         if self._generators is not None and self._generators.architecture == architecture_of(model):
             self.console.message(f"loading {source.name} into the generators of the policy before")
             try:
@@ -191,7 +193,7 @@ class OpenedPolicies:
         return self._generators
 
     async def _close(self) -> None:
-        """End what serves the policy before."""
+        """Close the resources of the previous policy."""
         self._generators = None
         await self._resources.aclose()
 
@@ -200,9 +202,10 @@ class OpenedPolicies:
 async def open_endpoint(
     url: str, config: RunConfig, settings: EvalConfig, transport: httpx.AsyncBaseTransport | None = None
 ) -> AsyncGenerator[OpenedPolicy]:
-    """
+    """Open the policy of an endpoint.
+
     Args:
-        transport: of httpx, in the place of the network.
+        transport: Transport of httpx that replaces the network, for tests.
     """
     key = os.environ.get(settings.key_env)
     connections: dict[str, Any] = {"api_key": key, "max_connections": settings.in_flight, "transport": transport}
@@ -219,7 +222,7 @@ async def open_endpoint(
 async def speaks_no_tokens(
     prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
 ) -> Completion:
-    """The `generate` of a policy of messages."""
+    """Refuse a request for tokens: this is the `generate` of a policy of messages."""
     raise RequestError("this policy answers with messages, but tokens were requested")
 
 
@@ -240,17 +243,18 @@ async def _only_model(url: str, key: str | None, transport: httpx.AsyncBaseTrans
 
 
 def architecture_of(model: ModelConfig) -> object:
-    """Value that is equal for models whose weights one engine can load after each other."""
+    """Compute a value that is equal for models whose weights one engine can load one after the other."""
     parts = model_identity(Path(model.path))
     return parts["config"], parts["tokenizer"], model.dtype, model.max_context
 
 
 @dataclass(slots=True)
 class Generators:
-    """Running generators of a policy, and the transport of other weights to them.
+    """Running generators of a policy, and the transport by which they load other weights.
 
     Attributes:
-        num_loaded: Number of policies loaded after the one that they started with; the version of the weights.
+        num_loaded: Number of policies loaded after the one with which the generators started. It is also the version of
+            the weights.
     """
 
     router: GeneratorRouter
@@ -263,12 +267,12 @@ class Generators:
         """Load the weights of a model folder.
 
         Raises:
-            StateDictError: they cannot be read, or not every generator could load and verify them.
+            StateDictError: The weights cannot be read, or a generator could not load and verify them.
         """
         self.num_loaded += 1
         version = self.num_loaded
         manifest = await in_thread(publish_folder, self.transport, Path(model.path), model.dtype, version)
-        self.published.announce(manifest)  # a generator that is replaced pulls it, too
+        self.published.announce(manifest)  # the replacement of a generator also pulls it
         report = await self.router.pull_state_dict(version)
         self.transport.release(version - 1)
         if report.failed:
@@ -279,7 +283,7 @@ class Generators:
 async def start_generators_for(
     source: PolicySource, model: ModelConfig, config: RunConfig, files: SessionFiles, console: Console
 ) -> AsyncGenerator[Generators]:
-    """Start generators with the weights of a model folder, which they have read when this is entered."""
+    """Start generators with the weights of a model folder. They have read the folder once the block is entered."""
     async with contextlib.AsyncExitStack() as resources:
         opening = open_hosts(
             config, files.logs, "titan_rl.cluster.generator_processes", verbosity=Verbosity.QUIET, console=console
@@ -312,7 +316,8 @@ async def start_generators_for(
 
 
 def _model_of(source: PolicySource, config: RunConfig) -> ModelConfig:
-    """A run's own, with the context of the config; else that of the config, with the weights of the folder."""
+    """Model settings of a policy: for a run, the run's own, with the context of the config; otherwise those of the
+    config, with the weights of the policy's folder."""
     if source.toml is not None:
         model = load_serve_config(source.toml, (), policy=source.folder).model
         return model.model_copy(update={"max_context": config.model.max_context})

@@ -1,4 +1,5 @@
-"""Policy sources: resolve a run, a checkpoint, a model or a TOML file to a policy, and export its weights."""
+"""Policy sources: resolution of a run, a checkpoint, a model or a TOML file to a policy, and export of the policy's
+weights."""
 
 from __future__ import annotations
 
@@ -27,15 +28,16 @@ from titan_rl.training.state.checkpoint import latest, step_of
 
 @dataclass(frozen=True, slots=True)
 class PolicySource:
-    """
+    """Source of a policy: its settings and its weights.
+
     Attributes:
-        name: what it is, for people: "step 80 of runs/latest".
-        toml: its settings, if it has any.
-        folder: of the model; None where the settings name it.
-        checkpoint: of a run, whose weights take the place of the model's own; or an adapter in PEFT's format, which is
-            merged into them.
-        version: of the policy: the steps that a run has trained it.
-        run: The folder of the run whose newest policy it is, which may get newer ones; links followed.
+        name: Name in messages, such as "step 80 of runs/latest".
+        toml: File of the policy's settings, if it has any.
+        folder: Folder of the model; None if the settings name it.
+        checkpoint: Checkpoint of a run, whose weights replace the model's own, or adapter in PEFT's format, which is
+            merged into the model's weights.
+        version: Number of steps for which a run has trained the policy.
+        run: Folder of the run, without links, if the policy is the run's newest one, so that newer ones may follow.
     """
 
     name: str
@@ -47,11 +49,11 @@ class PolicySource:
 
 
 def find_policy(given: str) -> PolicySource:
-    """Find the newest policy of a run's folder, that of one of its checkpoints, a Hugging Face folder, an adapter in
-    PEFT's format, or the policy that a TOML file names.
+    """Find the newest policy of a run's folder, the policy of a checkpoint, of a Hugging Face folder or of an adapter
+    in PEFT's format, or the policy that a TOML file names.
 
     Raises:
-        ConfigError: it is none of them. Says what is wrong with it.
+        ConfigError: The path is none of these. The message says what is wrong with it.
     """
     path = Path(given)
     if path.is_file():
@@ -80,10 +82,11 @@ def find_policy(given: str) -> PolicySource:
 
 
 def single_policy(run: Path) -> Path:
-    """Folder of the only policy of a run: the run's own, or that of its only adapter once that has begun.
+    """Find the folder of the only policy of a run: the run's own folder, or that of its only adapter once its training
+    has begun.
 
     Raises:
-        ConfigError: it trains several adapters. Lists their folders.
+        ConfigError: The run trains several adapters. The message lists their folders.
     """
     adapters = adapters_of_run(run)
     if len(adapters) == 1 and (only := next(iter(adapters.values()))).is_dir():
@@ -111,7 +114,7 @@ def _newest_of_run(run: Path) -> PolicySource:
 
 
 def newest_checkpoint(run: Path) -> PolicySource | None:
-    """The policy of a run's newest checkpoint; None where it has none."""
+    """Find the policy of a run's newest checkpoint; None if the run has no checkpoint."""
     checkpoint = latest(run / "checkpoints")
     if checkpoint is None:
         return None
@@ -120,7 +123,7 @@ def newest_checkpoint(run: Path) -> PolicySource | None:
 
 
 def _of_checkpoint(checkpoint: Path) -> PolicySource:
-    """It needs the settings of its run, which lie two folders above it."""
+    """Find the policy of a checkpoint. Its settings are those of its run, two folders above it."""
     run = checkpoint.resolve().parents[1]
     if not (run / "config.toml").is_file():
         raise ConfigError(
@@ -131,7 +134,7 @@ def _of_checkpoint(checkpoint: Path) -> PolicySource:
 
 
 def _of_adapter(adapter: Path) -> PolicySource:
-    """Its base is the model that its settings name."""
+    """Find the policy of an adapter in PEFT's format. Its base is the model that the adapter's settings name."""
     given = read_adapter_config(adapter, str(adapter)).get("base_model_name_or_path")
     if not isinstance(given, str) or not (base := Path(given).expanduser()).is_dir():
         raise ConfigError(
@@ -145,12 +148,12 @@ def _of_adapter(adapter: Path) -> PolicySource:
 async def export(
     model: ModelConfig, checkpoint: Path, directory: Path, log: Path, *, as_adapter: bool = False
 ) -> ModelConfig:
-    """Write the model with the weights of a checkpoint, or with an adapter in PEFT's format merged into it.
+    """Export a model with the weights of a checkpoint, or with an adapter in PEFT's format merged into its weights.
 
-    A process of its own does this, which needs no GPU and is killed when this is cancelled.
+    A separate process does this. It needs no GPU, and is killed when this is cancelled.
 
     Raises:
-        CheckpointError: it cannot be had, and why.
+        CheckpointError: The checkpoint cannot be read, or the folder cannot be written. The message has the reason.
     """
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -161,7 +164,7 @@ async def export(
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            start_new_session=True,  # Ctrl-C is for the server, which kills it
+            start_new_session=True,  # Ctrl-C is for the server, which kills this process
         )
     try:
         code = await process.wait()
@@ -175,8 +178,8 @@ async def export(
 
 
 def with_copies(hosts: HostsConfig) -> HostsConfig:
-    """Settings of hosts that copy files to hosts that lack them: an exported policy lies in a temporary folder of this
-    machine."""
+    """Copy settings of hosts so that files are copied to hosts that lack them. This is needed for an exported policy,
+    which is in a temporary folder of this machine."""
     return hosts.model_copy(update={"sync": True})
 
 
@@ -187,17 +190,17 @@ def _last_line(log: Path) -> str:
 async def export_policy(
     given: str, out: Path, dtype: DType | None, console: Console, *, as_adapter: bool = False
 ) -> str:
-    """Write the newest checkpoint of a run, or the one that is named, as a Hugging Face folder, and verify it.
+    """Export the newest checkpoint of a run, or a given checkpoint, as a Hugging Face folder, and verify the folder.
 
     Args:
-        dtype: of the weights; by default that of the run.
-        as_adapter: Write only the adapter, in PEFT's format.
+        dtype: Dtype of the weights; by default, that of the run.
+        as_adapter: Whether to write only the adapter, in PEFT's format.
 
     Returns:
-        what it is, for people: "step 80 of runs/latest".
+        The policy's name for messages, such as "step 80 of runs/latest".
 
     Raises:
-        ConfigError: there is no such checkpoint, or something is at `out`.
+        ConfigError: The checkpoint does not exist, or `out` already exists.
         CheckpointError: The checkpoint is damaged, or the folder cannot be written.
     """
     require_modules("torch", "torchtitan", "transformers")
@@ -209,7 +212,7 @@ async def export_policy(
     if dtype is not None:
         model = model.model_copy(update={"dtype": dtype})
     console.message(f"reading {source.name}")
-    logs = Path(tempfile.mkdtemp(prefix="titan_rl-export-"))  # it stays where this fails
+    logs = Path(tempfile.mkdtemp(prefix="titan_rl-export-"))  # it remains if this fails
     await export(model, source.checkpoint, out, logs / "export.log", as_adapter=as_adapter)
     if as_adapter:
         shutil.rmtree(logs, ignore_errors=True)

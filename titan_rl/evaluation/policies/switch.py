@@ -1,10 +1,10 @@
-"""One engine for many versions of a policy: requests of a version wait until its weights are loaded.
+"""One engine for many versions of a policy: requests for a version wait until its weights are loaded.
 
-    FIFO by version: a request of the loaded version runs at once, unless another version waits. Once nothing runs, the
-    version that has waited longest is loaded, and all of its requests begin.
+    FIFO by version: a request for the loaded version runs at once, unless another version waits. Once no request runs,
+    the version that has waited longest is loaded, and all requests for it begin.
 
-So no version starves, and a version is loaded once for all of its requests that wait. Memory: the engine's, whatever
-the number of versions, and that of one version more while it is loaded.
+So no version starves, and a version is loaded once for all waiting requests. Whatever the number of versions, only the
+memory of the engine is needed, and that of one more version while it is being loaded.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from titan_rl.types import Completion
 
 
 class Loader(Protocol):
-    """Loads weights into the generators."""
+    """Loader of weights into the generators."""
 
     async def load(self, model: ModelConfig) -> None:
         """Load the weights of a model's folder.
 
         Raises:
-            StateDictError: they cannot be read or loaded. The generators may have any weights then.
+            StateDictError: The weights cannot be read or loaded. The generators may then have any weights.
         """
         ...
 
 
 class VersionSwitch:
-    """Sends each request to an engine that has the weights of its version; see the module.
+    """Switch that runs each request when the engine has the weights of its version; see the module's docstring.
 
     Args:
-        stream: Of the engine.
-        base: Model that the engine starts with; its version has no name.
+        stream: Streaming generation of the engine.
+        base: Model with which the engine starts. Its version has no name.
         versions: Folder with a Hugging Face folder for each other version.
     """
 
@@ -50,7 +50,7 @@ class VersionSwitch:
         self._versions = versions
         self._loaded: str | None = ""  # "" is the base; None after a failure
         self._running = 0
-        self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # by version, the one that waits longest first
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # by version, the longest-waiting first
         self._loading: asyncio.Task[None] | None = None
 
     def names(self) -> Sequence[str]:
@@ -58,11 +58,11 @@ class VersionSwitch:
         return sorted(path.parent.name for path in self._versions.glob("*/config.json"))
 
     def version_of(self, name: str) -> int | None:
-        """None: a folder has no number."""
+        """Return None, because folders have no version numbers."""
         return None
 
     def stream_of(self, name: str | None) -> RequestFn | None:
-        """Streaming generation of a version, or None if there is none of this name."""
+        """Return the streaming generation of a version; None if there is no version of this name."""
         if name is None:
             return _Version(self, "")
         known = "/" not in name and name not in ("", ".", "..") and (self._versions / name / "config.json").is_file()
@@ -72,14 +72,14 @@ class VersionSwitch:
         """Generate with the weights of a version.
 
         Raises:
-            GenerationError: they cannot be loaded.
+            GenerationError: The weights cannot be loaded.
         """
         if self._loaded != name or self._waiting or self._loading is not None:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(name, []).append(turn)
             self._go_on()
             try:
-                await turn  # counts as running from then on
+                await turn  # counts as running from here on
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled() and turn.exception() is None:
                     self._ended()
@@ -101,7 +101,7 @@ class VersionSwitch:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Load the version that has waited longest, if nothing runs."""
+        """Load the version that has waited longest, if no request runs."""
         if self._running == 0 and self._waiting and self._loading is None:
             self._loading = asyncio.create_task(self._load(next(iter(self._waiting))), name="load a version")
 
@@ -129,7 +129,7 @@ class VersionSwitch:
 
 
 class _Version:
-    """`RequestFn` of one version."""
+    """`RequestFn` for one version."""
 
     def __init__(self, switch: VersionSwitch, name: str) -> None:
         self._switch = switch

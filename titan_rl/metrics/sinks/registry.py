@@ -1,6 +1,6 @@
-"""Metric sinks by name: Weights & Biases, TensorBoard, trackio, Prometheus, or the user's as "module:function".
+"""Metric sinks by name: Weights & Biases, TensorBoard, trackio, Prometheus, or yours as "module:function".
 
-Importing this module imports none of these packages: each sink imports its own when it is made.
+Importing this module imports none of these packages: each sink imports its own package when it is created.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from titan_rl.metrics.sinks.types import MetricSink, SinkSpec
 from titan_rl.metrics.table import match_metric
 
 CLOSE_TIMEOUT_S = 5.0
-FLUSH_S = 10  # between writes of TensorBoard events
+FLUSH_S = 10  # seconds between writes of TensorBoard events
 
 
 class WandbSink:
-    """Weights & Biases run whose files lie in the run's folder. A resumed run continues the same W&B run.
+    """Weights & Biases run whose files are in the run's folder. A resumed run continues the same W&B run.
 
     Raises:
         MissingExtraError: Wandb is not installed.
@@ -107,7 +107,7 @@ class TrackioSink:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One gauge of Prometheus: `task/sums/share` is `titan_rl_task_share{task="sums"}`."""
+    """Value of a Prometheus gauge. `task/sums/share` becomes `titan_rl_task_share{task="sums"}`."""
 
     family: str
     help: str
@@ -116,14 +116,15 @@ class Sample:
 
 
 class PrometheusSink:
-    """Endpoint `/metrics` with the newest value of each metric.
+    """Endpoint `/metrics` for Prometheus, with the newest value of each metric.
 
     Metrics are gauges. Their labels are `run` and the variable parts of the metric's name: task, suite, seat, reward,
-    reason. titan_rl_step and titan_rl_record_timestamp_seconds are added, the latter for an alarm when records stop.
+    reason. titan_rl_step and titan_rl_record_timestamp_seconds are added; the latter can trigger an alarm when records
+    stop.
 
     Raises:
         MissingExtraError: Prometheus-client is not installed.
-        OSError: The port is taken, or the address is none of this machine.
+        OSError: The port is taken, or the address is not one of this machine.
     """
 
     def __init__(self, spec: SinkSpec) -> None:
@@ -154,7 +155,7 @@ class PrometheusSink:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of a scrape. Called by the registry."""
+        """Yield the metric families of a scrape. The registry of Prometheus calls this."""
         families: defaultdict[str, list[Sample]] = defaultdict(list)
         for one in self._latest.values():
             families[one.family].append(one)
@@ -167,7 +168,7 @@ class PrometheusSink:
 
 
 def sample(name: str, value: float) -> Sample:
-    """A metric under a name and labels that Prometheus allows.
+    """Convert a metric to a name and labels that Prometheus allows.
 
     Example: `sample("scheduling/dropped/too_old", 2.0)` is
     `Sample("titan_rl_scheduling_dropped", ..., {"reason": "too_old"}, 2.0)`.
@@ -184,11 +185,11 @@ def sample(name: str, value: float) -> Sample:
 class SinkKind:
     """Constructor and requirements of a sink.
 
-    A plain function from `SinkSpec` to `MetricSink` becomes a kind without requirements.
+    `find_sink` wraps a plain function from `SinkSpec` to `MetricSink` in a kind without requirements.
     """
 
-    make: Callable[[SinkSpec], MetricSink]  # may take long: it is called in a thread
-    title: str  # for messages
+    make: Callable[[SinkSpec], MetricSink]  # called in a thread, because it may take long
+    title: str  # name for messages
     modules: tuple[str, ...] = ()  # required modules
     extra: str = ""  # extra of titan_rl that installs them
 
@@ -203,7 +204,7 @@ class SinkKind:
 
 
 BY_NAME = {
-    # The extra "cpu" brings both, as dependencies of torchtitan.
+    # The extra "cpu" installs both, as dependencies of torchtitan.
     "wandb": SinkKind(WandbSink, "Weights & Biases", ("wandb",), "cpu"),
     "tensorboard": SinkKind(TensorBoardSink, "TensorBoard", ("tensorboard",), "cpu"),
     "trackio": SinkKind(TrackioSink, "trackio", ("trackio",), "trackio"),
@@ -213,10 +214,10 @@ BY_NAME = {
 
 
 def find_sink(name: str) -> SinkKind:
-    """The kind of sink that `logging.sinks` names.
+    """Look up the kind of sink that `logging.sinks` names.
 
     Raises:
-        ConfigError: there is no sink of that name.
+        ConfigError: No sink has that name.
     """
     found: Any = find_function("logging.sinks", name, BY_NAME)
     return found if isinstance(found, SinkKind) else SinkKind(_checked(name, found), name)

@@ -11,11 +11,11 @@ from pydantic_core import PydanticCustomError
 from titan_rl.core.settings import FunctionName, Section, TakesEffect
 
 NAMES = ("wandb", "tensorboard", "trackio", "prometheus")
-"""Sinks of the library, see `titan_rl.metrics.sinks.registry`."""
+"""Names of the library's sinks; see `titan_rl.metrics.sinks.registry`."""
 
 
 def _options(names: Sequence[str]) -> AfterValidator:
-    """Check of a table that is passed on to a sink's `init`: it has no other names than these."""
+    """Validator of a table that is passed on to a sink's `init`: it may only have these names."""
 
     def check(options: Mapping[str, Any]) -> Mapping[str, Any]:
         if unknown := next((name for name in options if name not in names), None):

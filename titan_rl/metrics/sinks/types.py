@@ -1,4 +1,4 @@
-"""Interface of metric sinks: `MetricSink`, and the `SinkSpec` that one is opened with."""
+"""Interface of metric sinks: `MetricSink`, and the `SinkSpec` with which a sink is opened."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from titan_rl.metrics.sinks.settings import LoggingConfig
 
 @runtime_checkable
 class MetricSink(Protocol):
-    """Receives the metrics of steps, in order. Its exceptions are reported, and end nothing."""
+    """Receiver of the metrics of steps, in order. Its exceptions are reported, and do not end the run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step.
 
         Args:
-            step: Number of the step. A step may have several records, for instance one of its validation.
-            metrics: Values by the names of docs/metrics.md.
+            step: Number of the step. A step may have several records, for instance one with the metrics of its
+                validation.
+            metrics: Values by name; docs/metrics.md lists the names.
         """
         ...
 
@@ -29,14 +30,14 @@ class MetricSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SinkSpec:
-    """Arguments that a sink is opened with.
+    """Arguments with which a sink is opened.
 
     Args:
         run: Name of the run's folder.
-        folder: The run's folder, with its `config.toml`. A sink may write below it.
-        settings: The table `[logging]`.
-        step: Step from which the run resumes: later steps that the sink has are run again. 0 for a new run.
-        console: Shows lines to the user.
+        folder: Folder of the run, with its `config.toml`. A sink may write below it.
+        settings: Settings of the table `[logging]`.
+        step: Step from which the run resumes; 0 for a new run. Later steps that the sink already has are run again.
+        console: Console for messages to the user.
     """
 
     run: str
@@ -46,10 +47,10 @@ class SinkSpec:
     console: Console = LOG
 
     def tell(self, text: str) -> None:
-        """Show the user one line, for instance the URL of the metrics; also if the command is quiet."""
+        """Show the user one line, such as the URL of the metrics, even if the command is quiet."""
         self.console.warning(text)
 
     @property
     def config(self) -> Path:
-        """Path of the run's settings as TOML. The file need not exist."""
+        """Path of the run's settings as TOML. The file may not exist."""
         return self.folder / "config.toml"
