@@ -393,7 +393,7 @@ def run_experiments(
         begun_by: Command to name if the run fails before it has saved anything.
 
     Returns:
-        exit code: Exit code: 0, or 128 + the number of the signal that stopped the run.
+        exit code: 0, or 128 + the number of the signal that stopped the run.
         summary: Summary of the run; None if it was stopped.
 
     Raises:

@@ -1,1 +1,1 @@
-"""From scored groups to an optimizer step, and to the state that a checkpoint keeps."""
+"""Training: optimizer steps on scored groups, and the state that a checkpoint keeps."""

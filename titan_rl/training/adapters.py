@@ -22,7 +22,7 @@ class AdapterTrainers:
         seed, num_threads: Arguments of each trainer; see `TrainerCore`.
 
     Raises:
-        ModelError, ConfigError: See `TrainerCore`.
+        ModelError, ConfigError: A trainer cannot be created; see `TrainerCore`.
 
     Example:
 

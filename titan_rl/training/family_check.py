@@ -135,7 +135,7 @@ def tiny_policy(folder: Path, implementation: Implementation = "auto") -> Policy
 
 @contextmanager
 def exact_products() -> Generator[None]:
-    """In the block, make GPUs multiply float32 matrices in full precision, even if the program allows TF32."""
+    """Make GPUs multiply float32 matrices in full precision during the block, even if the program allows TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -32,7 +32,7 @@ class LossTokens:
     num_sequences: int
 
     def log_ratios(self) -> torch.Tensor:
-        """log(pi_theta / pi_prox), clamped.  # [N]"""
+        """Clamped log-ratios log(pi_theta / pi_prox).  # [N]"""
         return (self.logprobs_N - self.proximal_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def mean_by_sequence(self, values_N: torch.Tensor) -> torch.Tensor:

@@ -271,7 +271,7 @@ def whole_parameters(hf: Mapping[str, Any], implementation: Any) -> int:
 
 
 def _split(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """config.json of the model that one tensor-parallel rank computes.
+    """Derive the config.json of the model that one tensor-parallel rank computes.
 
     Raises:
         ModelError: A dimension is not divisible by the number of ranks.
@@ -292,8 +292,8 @@ def _split(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _divided(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """config.json of a model with as many experts as one expert-parallel rank has, but at least as many as a token
-    uses."""
+    """Derive the config.json of a model with as many experts as one expert-parallel rank has, but at least as many as a
+    token uses."""
     made = dict(hf)
     top_k = next((hf[name] for name in TOP_KS if hf.get(name)), 1)
     for name in EXPERT_COUNTS:
@@ -340,7 +340,7 @@ def _gathered(numbers: Numbers, head: int, layer: int, compute: int) -> list[tup
     - The output layer: its weights, and those of the last layer, which FSDP gathers ahead of time.
     - The sum of the output layer's gradient over the ranks: in the dtype of the computation, and in float32.
     - A layer: its weights and those of the next one, and its gradient in both dtypes. A tied embedding stays gathered,
-    with its gradient.
+      with its gradient.
     """
     outer, inner = numbers.embedding, numbers.layer
     tied = 2 * outer * compute if numbers.is_tied else 0

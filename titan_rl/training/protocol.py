@@ -42,7 +42,7 @@ def agreed_version(versions: Sequence[int], when: str) -> int:
 
     Args:
         versions: Version of each rank.
-        when: When the versions were read, for the error message.
+        when: Time at which the versions were read, for the error message, such as "after a step".
 
     Raises:
         TrainingError: The versions differ.

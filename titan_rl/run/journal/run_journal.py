@@ -199,7 +199,7 @@ class RunJournal:
             tokens: Tokens so far of requests in flight, as aborted completions, by request id.
 
         Returns:
-            the data position of the checkpoint.
+            The data position of the checkpoint.
 
         Raises:
             CheckpointError: The disk failed, or has accepted nothing for a long time.

@@ -40,7 +40,8 @@ class GenerationStatus:
         Returns:
             generation/requests_in_flight_max; generation/moved_requests, if requests may move; engine/<name>_mean,
             engine/<name>_max and engine/<count>, if the engines report gauges (see `GaugeSummary.metrics`);
-            engine/idle_share of all engines' time, if they report idle time; those of `HostHistory.take_metrics`.
+            engine/idle_share, the idle share of all engines' time, if they report idle time; and the metrics of
+            `HostHistory.take_metrics`.
         """
         replicas = [replica for replica in self._router.replicas if replica.version == version]
         gauges = GaugeSummary.metrics(replica.gauges for replica in replicas if replica.gauges is not None)

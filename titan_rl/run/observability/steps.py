@@ -32,18 +32,19 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
          "rollout/zero_variance_groups": 0.5, "rollout/status/completed": 1.0, "rollout/turns_mean": 1.0}
 
     Returns:
-        rollout/num_groups, rollout/num_rollouts.
-        rollout/reward_mean, reward_std (population), reward_min, reward_max: of all scored rollouts. Rollouts with a
-        fault that is not the policy's (`RolloutStatus.is_fault`) do not count, whatever their reward.
+        rollout/num_groups, rollout/num_rollouts: numbers of groups and rollouts.
+        rollout/reward_mean, reward_std (population), reward_min, reward_max: rewards of all scored rollouts. Rollouts
+        with a fault that is not the policy's (`RolloutStatus.is_fault`) do not count, whatever their reward.
         rollout/reward/<name>: mean of one reward of the breakdown over the rollouts that have it.
         rollout/zero_variance_groups: share of the scored groups whose rewards, or those of each seat, are all equal, so
         that nothing is learned from them. Absent in groups of one rollout.
-        rollout/seat/<seat>/reward_mean: mean reward of one seat, in environments with several.
+        rollout/seat/<seat>/reward_mean: mean reward of one seat, in environments with several seats.
         rollout/status/<status>: share of rollouts with this status.
-        rollout/completion_tokens_mean, completion_tokens_max: per rollout, over all turns.
-        rollout/turns_mean; rollout/branches_per_rollout: mean number of samples that a rollout's turns make, which is 1
-        as long as each prompt extends the previous prompt and its completion.
-        rollout/constrained_fraction: share of the completion tokens that were sampled under a constraint;
+        rollout/completion_tokens_mean, completion_tokens_max: completion tokens per rollout, over all turns.
+        rollout/turns_mean: mean number of turns.
+        rollout/branches_per_rollout: mean number of samples of a rollout, which is 1 as long as each prompt extends the
+        previous prompt and its completion.
+        rollout/constrained_fraction: share of the completion tokens that were sampled under a constraint.
         rollout/constraint_weight_mean: mean over rollouts with such tokens of the probability that the policy gives to
         the allowed tokens. Both are absent if no token was constrained.
         rollout/metrics/<name>: mean of a metric of the rollouts.

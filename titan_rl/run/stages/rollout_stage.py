@@ -208,7 +208,7 @@ class RolloutStage:
             mode: Value of `scheduling.on_batch_ready`. With "continue", rollouts are not paused.
 
         Yields:
-            whether generation is paused.
+            Whether generation is paused.
         """
         if mode == "continue":
             yield False

@@ -1,1 +1,1 @@
-"""From rollouts to rows: training samples, and their packing for the ranks. Imports no torch."""
+"""Training data: samples from rollouts, and their packing into rows for the ranks. Imports no torch."""

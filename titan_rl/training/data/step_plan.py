@@ -94,7 +94,7 @@ def pair_cost(hf: Mapping[str, Any]) -> float:
     and P parameters in the matrices.
 
     Args:
-        hf: config.json of the model. For a mixture of experts, only the experts of one token count.
+        hf: Content of the model's config.json. For a mixture of experts, only the experts of one token count.
 
     Raises:
         KeyError: A dimension is missing.

@@ -151,7 +151,7 @@ def choose_implementation(
     """Resolve `model.implementation`.
 
     Args:
-        hf: config.json of the model.
+        hf: Content of the model's config.json.
         has_adapter: Whether an adapter is trained. transformers' implementation supports that only for the families in
             `ADAPTED`.
 

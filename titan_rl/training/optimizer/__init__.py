@@ -1,1 +1,1 @@
-"""From gradients to new weights."""
+"""Optimizers, which compute new weights from gradients."""
