@@ -24,7 +24,7 @@ from titan_rl.training.choices import Level
 from titan_rl.weights.transports.registry import BY_NAME as TRANSPORTS
 
 MOST_GUESSED = 128
-"""Tokens that vLLM checks at a time, at most: MAX_SPEC_LEN of its rejection sampler."""
+"""Most tokens that vLLM checks at a time: MAX_SPEC_LEN of its rejection sampler."""
 
 WITH_MODEL = ("draft_model", "eagle", "eagle3")
 
@@ -87,7 +87,7 @@ class SpeculativeConfig(Section):
 
 
 STREAM_INTERVAL = 32
-"""`generation.stream_interval` of a run that does not say."""
+"""Default of `generation.stream_interval` in a run."""
 
 
 class GenerationConfig(Section):

@@ -144,7 +144,7 @@ class EvaluationRun:
         self._folder = None if folder is None else EvaluationFolder(folder)
         self._progress = progress
         self._lines: list[Mapping[str, Any]] = []
-        self._groups: dict[str, list[RolloutGroup]] = {}  # of tasks that measure them, by the prefix of their ids
+        self._groups: dict[str, list[RolloutGroup]] = {}  # groups of tasks with measures, by id prefix
         self._suites: list[Suite] = []
         self._is_complete = False
         self._began = time.monotonic()

@@ -174,9 +174,9 @@ class TokenStats:
     loss_M: torch.Tensor  # each token's part of the sum
     log_ratio_M: torch.Tensor  # log(policy / behaviour)
     clipped_M: torch.Tensor  # bool
-    weight_M: torch.Tensor  # of the off-policy correction
+    weight_M: torch.Tensor  # weight of the off-policy correction
     masked_M: torch.Tensor  # bool, by the off-policy correction
-    kl_M: torch.Tensor  # to the reference model
+    kl_M: torch.Tensor  # KL estimate to the reference model
     taught_M: torch.Tensor  # divergence from the teacher; NaN where there is none
     entropy_M: torch.Tensor
     version_M: torch.Tensor

@@ -43,7 +43,7 @@ from titan_rl.training.losses import BY_NAME as LOSSES
 from titan_rl.training.optimizer.registry import BY_NAME as OPTIMIZERS
 
 MADE_BY_SFT = "sft.json"
-"""File in each model folder that `titan-rl sft` writes. It does not replace folders without it."""
+"""File that `titan-rl sft` writes to each of its model folders. It replaces only folders with this file."""
 
 Offloaded = Literal["optimizer", "parameters", "activations", "reference"]
 
@@ -82,10 +82,10 @@ HEAD_LR = 1e-2
 """Default learning rate of a critic that is a linear function of the policy's hidden states."""
 
 LR = 3e-4
-"""Default learning rate of training all weights."""
+"""Default learning rate if all weights are trained."""
 
 ADAPTER_LR_FACTOR = 10
-"""Ratio of the best learning rates of LoRA and of training all weights, which depends on neither rank nor model
+"""Ratio of the best learning rate of LoRA to that of training all weights. It depends on neither rank nor model
 (Schulman et al., "LoRA Without Regret")."""
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -272,8 +272,8 @@ class TrainingConfig(Section):
         return made
 
     def own_settings(self) -> dict[str, Any]:
-        """Settings with other values than their defaults and those that the algorithm sets. They make an equal config,
-        also beside another algorithm."""
+        """Return the settings that have neither their defaults nor the values that the algorithm sets. With these
+        settings, an equal config can be built, even with another algorithm."""
         usual = {name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()}
         usual |= _preset({"algorithm": self.algorithm}) | {"algorithm": "grpo"}
         dumped = self.model_dump(exclude_defaults=False)
@@ -408,10 +408,11 @@ class TrainingConfig(Section):
 
 
 def _preset(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that the algorithm of a table sets. Those of a loss or a KL term are left out beside another one.
+    """Return the settings that the algorithm of a table sets. Its clip is left out if the table gives another loss, and
+    its `kl` or `distill` if the table turns that term off.
 
     Raises:
-        ValueError: the algorithm cannot be imported, or one of its functions cannot.
+        ValueError: The algorithm or one of its functions cannot be imported.
     """
     name = given.get("algorithm", "grpo")
     if not isinstance(name, str) or not (name in ALGORITHMS or all(name.partition(":"))):

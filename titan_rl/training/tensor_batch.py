@@ -28,9 +28,9 @@ class Minibatch:
     """This rank's micro-batches of one optimizer step."""
 
     batches: list[TensorBatch]
-    rollout_ids: list[str]  # of this rank's samples, including those without a token to train on
-    num_samples: int  # of all ranks
-    num_dropped: int  # samples of all ranks that are longer than a row
+    rollout_ids: list[str]  # rollouts of this rank's samples, including those without a token to train on
+    num_samples: int  # number of samples of all ranks
+    num_dropped: int  # number of samples of all ranks that are longer than a row
     num_padding: int
     num_positions: int
 
@@ -99,7 +99,7 @@ class TensorBatch:
     versions_N: torch.Tensor  # int64
     oldest_versions_N: torch.Tensor  # int64, oldest version of any token of the same sample
     sequences_N: torch.Tensor  # int64, index of the sample in this micro-batch
-    rollout_ids: tuple[str, ...]  # of the samples, in the order of their indices
+    rollout_ids: tuple[str, ...]  # rollout of each sample, in the order of the indices
     teacher: TeacherTokens | None  # None if no sample has any scores
     episodes: EpisodeTokens | None  # None unless all samples have rewards
     experts_BLRK: torch.Tensor | None  # int64, of R routers; FREE where they choose. None if no sample has any
@@ -215,7 +215,7 @@ def make_tensor_batch(
 class _TrainedTokens:
     """The trained tokens of one sample, and their values for the loss.  # [num_trained] each"""
 
-    positions: NDArray[Any]  # in the flattened rows
+    positions: NDArray[Any]  # positions in the flattened rows
     behaviour_logprobs: NDArray[Any]
     advantages: NDArray[Any]
     temperatures: NDArray[Any]

@@ -83,7 +83,7 @@ class RunState:
     run: str = ""  # random id, drawn when the run began
     tasks: Mapping[str, Any] = field(default_factory=dict[str, Any])  # state of the task mix, see `TaskMix.state`
     advantages: Mapping[str, Any] = field(default_factory=dict[str, Any])  # see `SampleMaker.state`
-    model: Mapping[str, str] = field(default_factory=dict[str, str])  # at the start of the run, see `model_identity`
+    model: Mapping[str, str] = field(default_factory=dict[str, str])  # identity at the start, see `model_identity`
 
     @property
     def position(self) -> DataPosition:

@@ -33,7 +33,7 @@ of room."""
 
 _RESERVE = f"{LEFT_FREE / 1e6:.1f} MB for journal, metrics and logs"
 
-_AVERAGES = {"adamw": 2, "adam": 2, "muon": 2, "sgd": 1}  # of each parameter
+_AVERAGES = {"adamw": 2, "adam": 2, "muon": 2, "sgd": 1}  # averages that the optimizer keeps of each parameter
 
 
 def checkpoint_bytes(config: RunConfig) -> int:

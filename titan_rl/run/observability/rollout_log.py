@@ -42,7 +42,7 @@ class GroupRecords:
         self._mix = mix
         self._journal = journal
         self._transcripts = transcripts
-        self._dropped: defaultdict[int, DroppedGroups] = defaultdict(DroppedGroups)  # by step
+        self._dropped: defaultdict[int, DroppedGroups] = defaultdict(DroppedGroups)  # by the batch's step
 
     def finished(self, index: int, group: RolloutGroup) -> None:
         self._mix.finished(index, rewards_of(group))

@@ -71,8 +71,8 @@ class TokenShare:
     """
 
     ranks: ContextRanks
-    chunks: tuple[range, range]  # of this rank, including padding
-    tokens_P: torch.Tensor  # this rank's, without padding
+    chunks: tuple[range, range]  # tokens of this rank's two chunks, including padding
+    tokens_P: torch.Tensor  # this rank's tokens; padding repeats token 0
     order_T: torch.Tensor  # tokens of all ranks in gathered order, including padding
     place_T: torch.Tensor  # position of each token in gathered order
 
@@ -310,7 +310,7 @@ class DocumentLayout:
                 )
             if torch.is_autocast_enabled(
                 q.device.type
-            ):  # so that the mask is made once in that dtype, not in each layer
+            ):  # so that the mask is built once in this dtype, not in each layer
                 q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
             mask = bucket.mask_of(variant, q.device)
             added = None if mask is None else mask.added(q.dtype, variant.window)

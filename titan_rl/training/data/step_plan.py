@@ -35,8 +35,8 @@ class MinibatchPlan:
     """One optimizer step as one rank sees it. All ranks have equally many micro-batches."""
 
     micro_batches: list[MicroBatch]
-    num_samples: int  # of all ranks
-    num_dropped: int  # samples of all ranks that are longer than a row
+    num_samples: int  # number of samples of all ranks
+    num_dropped: int  # number of samples of all ranks that are longer than a row
 
 
 StepPlan = list[MinibatchPlan]
