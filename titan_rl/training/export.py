@@ -127,7 +127,7 @@ def _trained_in(checkpoint: Path) -> DType:
 
 
 def _base_dtype(source: Path, trained_in: DType = "float32") -> DType:
-    """Smallest dtype that represents the weights of a folder exactly as a run trained with them.
+    """Smallest dtype that represents exactly the weights of a folder with which a run has trained.
 
     Args:
         trained_in: `model.dtype` of the run.

@@ -414,9 +414,9 @@ class HostWeights:
     """Keeps the weights of a model that is not trained in the host's memory, and frees their memory on the device.
 
     Args:
-        by_layer: Whether to move the weights to the device one layer at a time. With several ranks this is False: each
-            rank moves its whole part for the duration of a pass, because FSDP gathers layers from it in streams of its
-            own.
+        by_layer: Whether to move the weights to the device one layer at a time. It must be False with several ranks:
+            each rank then moves its whole part for the duration of a pass, because FSDP gathers layers from it in
+            streams of its own.
     """
 
     def __init__(self, decoder: DecoderModel, *, by_layer: bool) -> None:

@@ -13,8 +13,8 @@ Sources: Agarwal et al., 2024, arXiv:2306.13649 (GKD: divergences on the student
 arXiv:2306.08543, eq. 2 (reverse KL by the policy gradient); Lu and Thinking Machines Lab, 2025, "On-Policy
 Distillation" (the estimate on the sampled token as its advantage).
 
-Another advantage adds rewards to it: algorithm = "grpo" with distill_coef = 0.5, or this one with advantage =
-"standardized".
+To learn from rewards as well, combine distillation with another advantage: algorithm = "grpo" with distill_coef = 0.5,
+or this algorithm with advantage = "standardized".
 """
 
 from __future__ import annotations

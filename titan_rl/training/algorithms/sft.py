@@ -2,8 +2,8 @@
 
     loss = -log pi_theta(t)
 
-`titan-rl sft` learns demonstrations with it. On rollouts of which only the best are kept it is rejection sampling
-fine-tuning (RAFT: Dong et al., 2023, arXiv:2304.06767).
+`titan-rl sft` learns demonstrations with it. On rollouts from which filters keep only the best, it is rejection
+sampling fine-tuning (RAFT: Dong et al., 2023, arXiv:2304.06767).
 """
 
 from __future__ import annotations

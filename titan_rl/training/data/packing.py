@@ -1,9 +1,9 @@
 """Packing of samples into rows: families of samples that share a prefix, and rows of families.
 
-The siblings of a group share their prompt. As a `Family`, one prefix followed by a suffix for each of them, the prompt
-goes through the model once instead of `group_size` times. The last token before the first trained one stays with each
-suffix, because its output predicts another token in each. Invariant: a token is in the prefix only if every sample of
-the family begins with it, none trains it, and it predicts no trained token.
+The siblings of a group share their prompt. A `Family` is one prefix followed by a suffix for each sibling, so that the
+prompt goes through the model once instead of `group_size` times. The last token before the first trained one stays with
+each suffix, because its output predicts another token in each. Invariant: a token is in the prefix only if every sample
+of the family begins with it, none trains it, and it predicts no trained token.
 
 Rows are packed by best-fit decreasing (Johnson, 1973): the longest first, each into the fullest row that still has
 room. Rows are then levelled: the families are packed again into the same number of rows with the smallest capacity that
@@ -12,8 +12,8 @@ rows are split until each rank has its own: between families or, if a row is one
 prefix is then computed in both rows.
 
 Invariants of every packing: each sample is in one row or dropped, together with its family unless that had to be split;
-no row exceeds the capacity; a family is dropped only if it is longer than a row; if one rank has two rows or more, they
-fill over half of the capacity on average; the number of rows is a multiple of the number of ranks, unless there are
+no row exceeds the capacity; a family is dropped only if it is longer than a row; with a single rank and two rows or
+more, the mean row is over half the capacity; the number of rows is a multiple of the number of ranks, unless there are
 fewer samples than ranks.
 
 It imports no torch: the controller plans, ranks compute. `step_plan.py` shares out the rows.

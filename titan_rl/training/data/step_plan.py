@@ -249,7 +249,7 @@ class _Deal:
         return found
 
     def _to_ranks(self, steps: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
-        """Give the most costly rows of each step to the rank with the least cost so far."""
+        """Give the most costly rows of each micro-batch to the rank with the least cost so far."""
         dealt: list[list[MicroBatch]] = [[] for _ in range(self._ranks)]
         so_far = [0.0] * self._ranks
         for step in steps:
