@@ -202,8 +202,8 @@ def _experts_of(stored: StoredExperts) -> ExpertRows:
 
 
 class StartRecord(msgspec.Struct, tag="start", frozen=True):
-    """Begin of a checkpoint of `version`. It does not contain the events between this record and the next one of its
-    kind."""
+    """First record of a segment, for the checkpoint of `version`. The checkpoint does not contain the events that
+    follow, up to the next such record."""
 
     version: int
     next_index: int

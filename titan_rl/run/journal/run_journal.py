@@ -68,7 +68,7 @@ class RunJournal:
             the checkpoint.
 
     Args:
-        position: Position of the checkpoint to continue from. Defaults to the begin of the run.
+        position: Position of the checkpoint to continue from. Defaults to the beginning of the run.
         found: Result of `read_segments` for this position, if the folder was read before.
         segment_bytes: Size at which a segment is continued in another file, in bytes.
 

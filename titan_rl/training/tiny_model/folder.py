@@ -115,7 +115,7 @@ def _write(file: Path, values: dict[str, Any]) -> None:
 
 
 HEAD_DIM = 32  # smallest head of vLLM's CPU kernels
-PAIR = 2 * HEAD_DIM  # widths are multiples of this, so that each two heads share keys and values
+PAIR = 2 * HEAD_DIM  # widths are multiples of this, so that pairs of heads share keys and values
 WIDEST = 2048
 
 
