@@ -27,7 +27,7 @@ pytestmark = on_more_hosts
 SOON_S = 60.0  # engines take their time to end on a busy machine; hosts.wait_s is an hour
 SETTINGS: dict[str, Any] = {
     "scheduling__max_staleness": 0,
-    "validation__num_prompts": 0,
+    "validation__num_prompts": 1,
     "hosts__generate": 1,
     "rollout__num_workers": 0,
     "checkpoint__interval": 2,
