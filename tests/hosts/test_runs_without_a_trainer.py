@@ -82,4 +82,4 @@ def test_a_stop_waits_for_no_host(
         assert time.monotonic() - asked < SOON_S
         saved = max(path.name for path in (run.folder / "checkpoints").iterdir())
         last = run.output.splitlines()[-1]
-        assert f"go on from step {int(saved.removeprefix('step-'))}" in last or "with step" in last, run.output
+        assert f"continue from step {int(saved.removeprefix('step-'))}" in last or "with step" in last, run.output
