@@ -81,7 +81,7 @@ class SimulatedWorker:
         self.traffic = traffic
         self.context = context_of("workers")
         self.run_group = WorkerEndpoint(self, self._run_group)
-        self.tell_shard = WorkerEndpoint(self, self._tell_shard)
+        self.send_to_shard = WorkerEndpoint(self, self._tell_shard)
         self.num_tokens = 0  # generated so far
         self._router = router
         self._length_of = length_of

@@ -28,7 +28,7 @@ def commands() -> list[str]:
     capture = pytest.MonkeyPatch()
     printed: list[str] = []
     with capture.context() as patch:
-        patch.setattr("titan_rl.cli.options.say", printed.append)
+        patch.setattr("titan_rl.cli.options.print_result", printed.append)
         with pytest.raises(SystemExit):
             main(["--help"])
     return re.findall(r"^    (\w+)(?: |$)", "".join(printed).partition("COMMAND\n")[2], re.MULTILINE)

@@ -22,16 +22,16 @@ from titan_rl.core.errors import RewardError
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.terminal.standard_streams import say, tell, tell_on_stderr
+from titan_rl.run.terminal.standard_streams import print_result, print_stderr, write_stderr_unbuffered
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\rover\u202egnp\u2066"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def test_every_way_to_a_terminal_escapes_what_is_no_text(capfd: pytest.CaptureFixture[str]):
-    say(f"{HOSTILE}\n")
-    tell(HOSTILE)
-    tell_on_stderr(HOSTILE)
+    print_result(f"{HOSTILE}\n")
+    print_stderr(HOSTILE)
+    write_stderr_unbuffered(HOSTILE)
     with Progress(0, sys.stderr) as progress:
         progress.message(HOSTILE)
         progress.warning(HOSTILE)

@@ -42,7 +42,7 @@ class LeavingHosts:
         self.may_end = asyncio.Event()
         self.told: list[str] = []
 
-    def tell(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         logging.getLogger("hosts").warning("%s", text)
         self.told.append(text)
 

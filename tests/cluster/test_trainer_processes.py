@@ -34,7 +34,7 @@ class Processes:
 
     def __init__(self, told: list[str]) -> None:
         self.asked: list[str] = []
-        self.hosts = SimpleNamespace(tell=told.append)
+        self.hosts = SimpleNamespace(notify=told.append)
 
     async def spawn(
         self, process: ProcessId, actor_class: object, *arguments: Any, places: Sequence[ProcessPlace]

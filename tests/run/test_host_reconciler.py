@@ -33,7 +33,7 @@ class Hosts:
         self.join_s = 0.0
         self.told: list[str] = []
 
-    def tell(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         logging.getLogger("hosts").warning("%s", text)
         self.told.append(text)
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 from titan_rl.cli.options import Parser
-from titan_rl.run.terminal.standard_streams import say
+from titan_rl.run.terminal.standard_streams import print_result
 from titan_rl.training.algorithms import BY_NAME, Algorithm, find_algorithm
 
 WIDTH = 100  # columns
@@ -30,7 +30,7 @@ def set_up(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     names = [arguments.name] if arguments.name else list(BY_NAME)
-    say("\n".join(line for name in names for line in lines(name, find_algorithm(name))))
+    print_result("\n".join(line for name in names for line in lines(name, find_algorithm(name))))
     return 0
 
 

@@ -7,7 +7,7 @@ import argparse
 import shtab
 
 from titan_rl.cli.options import Parser
-from titan_rl.run.terminal.standard_streams import say
+from titan_rl.run.terminal.standard_streams import print_result
 
 
 def set_up(parser: Parser) -> None:
@@ -20,5 +20,5 @@ def set_up(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from titan_rl.cli.main import command_line  # imported late, because it imports all commands, including this one
 
-    say(shtab.complete(command_line(), arguments.shell))
+    print_result(shtab.complete(command_line(), arguments.shell))
     return 0

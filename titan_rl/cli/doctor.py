@@ -13,7 +13,7 @@ from titan_rl.cli import EXIT_FAILED
 from titan_rl.cli.options import Parser
 from titan_rl.run.machine.checkup import Finding, check_up
 from titan_rl.run.machine.model_check import CheckedModel, ModelOutcome, check_model, read_model
-from titan_rl.run.terminal.standard_streams import say, tell, tell_next
+from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
 from titan_rl.run.terminal.waiting import WAITING
 
 
@@ -41,10 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
     missing = 0
     for finding in check_up():
         missing += finding.state == "missing"
-        say(_as_json(finding) if arguments.json else _as_text(finding))
-    tell(f"titan-rl: {f'{missing} of these prevent a run from starting' if missing else 'a run can start here'}")
+        print_result(_as_json(finding) if arguments.json else _as_text(finding))
+    print_stderr(
+        f"titan-rl: {f'{missing} of these prevent a run from starting' if missing else 'a run can start here'}"
+    )
     if not missing:
-        tell_next("init", "NAME")
+        print_next_command("init", "NAME")
     return EXIT_FAILED if missing else 0
 
 
@@ -52,12 +54,12 @@ def _check(folder: Path, *, as_json: bool) -> int:
     """Check a model folder, and report whether the model can be trained."""
     model = read_model(folder)
     if model.implementation is None:
-        tell(f"titan-rl: no, {model.reason}; docs/reference/models.md lists the families that can")
+        print_stderr(f"titan-rl: no, {model.reason}; docs/reference/models.md lists the families that can")
         return EXIT_FAILED
     wrong: list[ModelOutcome] = []
     with WAITING.shown(f"checking a tiny {model.model_type}"):
         for outcome in check_model(model):
-            say(_outcome_as_json(outcome) if as_json else _outcome_as_text(outcome))
+            print_result(_outcome_as_json(outcome) if as_json else _outcome_as_text(outcome))
             if not outcome.is_right:
                 wrong.append(outcome)
     return _verdict(model, wrong)
@@ -68,15 +70,17 @@ def _verdict(model: CheckedModel, wrong: list[ModelOutcome]) -> int:
     differs = ", ".join(map(_complaint, wrong))
     of_trainer = [outcome for outcome in wrong if outcome.part == "trainer"]
     if not wrong:
-        tell(f"titan-rl: yes, a run can train {family}")
-        tell_next("train", "CONFIG", "--model.path", str(model.folder))
+        print_stderr(f"titan-rl: yes, a run can train {family}")
+        print_next_command("train", "CONFIG", "--model.path", str(model.folder))
     elif of_trainer:
-        tell(f"titan-rl: no, a run cannot train {family}: {differs}")
+        print_stderr(f"titan-rl: no, a run cannot train {family}: {differs}")
         if any(outcome.comparison is not None for outcome in of_trainer):
-            tell_next("doctor")  # reports packages whose versions are not the tested ones
+            print_next_command("doctor")  # reports packages whose versions are not the tested ones
     else:
-        tell(f"titan-rl: no, a run cannot sample {family}: {differs}; fine-tuning on demonstrations needs no engine")
-        tell_next("sft", "CONFIG", "--model.path", str(model.folder))
+        print_stderr(
+            f"titan-rl: no, a run cannot sample {family}: {differs}; fine-tuning on demonstrations needs no engine"
+        )
+        print_next_command("sft", "CONFIG", "--model.path", str(model.folder))
     return EXIT_FAILED if wrong else 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
-from titan_rl.cli.runs import tell_imports
+from titan_rl.cli.runs import print_imports
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError
@@ -19,7 +19,7 @@ from titan_rl.evaluation.results import Evaluation, evaluation_folders, read_eva
 from titan_rl.evaluation.table import as_json, table
 from titan_rl.run.directory import run_name
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.terminal.standard_streams import say, tell, tell_next
+from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
 
 CONFIG = "config.toml"
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     configs, policies = split(arguments.given)
     settings = make_eval_config(arguments.options)
     if configs and configs[0] not in arguments.given:
-        tell_imports(Path(configs[0]))  # the settings in a run's folder
+        print_imports(Path(configs[0]))  # the settings in a run's folder
     config = load_config(configs, arguments.overrides, check_files=False)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out = Path(arguments.out or Path(config.run_dir) / "evaluations" / f"{stamp}-{run_name(config)}")
@@ -86,8 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
             _show(evaluations, arguments, ratings)
     done = "results and transcripts are in" if code == 0 else "stopped; the same command continues with --out"
     if code == 0:
-        tell_next("view", str(out))
-    tell(f"titan-rl: {done} {out}")
+        print_next_command("view", str(out))
+    print_stderr(f"titan-rl: {done} {out}")
     return code
 
 
@@ -112,6 +112,6 @@ def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _show(evaluations: Sequence[Evaluation], arguments: argparse.Namespace, ratings: Sequence[Ratings] = ()) -> None:
     if arguments.json:
-        say(f"{as_json(evaluations, ratings)}\n")
+        print_result(f"{as_json(evaluations, ratings)}\n")
     else:
-        say("\n\n".join([table(evaluations), *map(str, ratings)]) + "\n")
+        print_result("\n\n".join([table(evaluations), *map(str, ratings)]) + "\n")

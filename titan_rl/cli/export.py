@@ -9,7 +9,7 @@ from pathlib import Path
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.evaluation.policies.source import export_policy
 from titan_rl.run.observability.progress import status
-from titan_rl.run.terminal.standard_streams import StderrConsole, say, tell, tell_next
+from titan_rl.run.terminal.standard_streams import StderrConsole, print_next_command, print_result, print_stderr
 
 
 def set_up(parser: Parser) -> None:
@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         exporting = export_policy(arguments.policy, out, arguments.dtype, StderrConsole(), as_adapter=arguments.adapter)
         name = asyncio.run(exporting)
     what = f"the adapter of {name}" if arguments.adapter else name
-    tell(f"titan-rl: {what} is written and verified")
-    say(f"{out}\n")
+    print_stderr(f"titan-rl: {what} is written and verified")
+    print_result(f"{out}\n")
     if not arguments.adapter:
-        tell_next("serve", str(out))
+        print_next_command("serve", str(out))
     return 0

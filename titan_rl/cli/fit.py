@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.core.errors import ConfigError, MissingExtraError
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 from titan_rl.run.terminal.waiting import WAITING
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
         saving = [] if fit.fits else savings(config, fit)
         change, changed = ([], fit) if fit.fits else smallest_change(config, fit)
     if arguments.json:
-        say(json.dumps(_as_json(fit, saving, change, changed)) + "\n")
+        print_result(json.dumps(_as_json(fit, saving, change, changed)) + "\n")
     else:
-        say("\n".join(_lines(fit)) + "\n")
+        print_result("\n".join(_lines(fit)) + "\n")
         for line in _advice(fit, saving, change, changed):
-            say(line + "\n")
+            print_result(line + "\n")
         fullest = fit.fullest
         told = f"{fullest.total / GIB:.1f} GiB of {fit.limit / GIB:.1f} on {_name(fullest)}"
-        tell(f"titan-rl: {'fits' if fit.fits else 'does not fit'}: {told}")
+        print_stderr(f"titan-rl: {'fits' if fit.fits else 'does not fit'}: {told}")
     return 0 if fit.fits else 1
 
 

@@ -7,7 +7,7 @@ import argparse
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.runs import find_run
 from titan_rl.cluster.hosts.requests import HostFiles, describe
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 
 WAIT_S = 600.0  # a drain waits for the requests of the host
 STOPPED = "stopped waiting; the run carries out the request, and `titan-rl hosts RUN list` shows its progress"
@@ -34,15 +34,15 @@ def set_up(parser: Parser) -> None:
 def _list(arguments: argparse.Namespace) -> int:
     files = HostFiles(find_run(arguments.of, "titan-rl hosts"))
     waits = "the run's processes still start; this waits until they are up, or until Ctrl-C"
-    states = files.states(WAIT_S, lambda: tell(f"titan-rl: {waits}"))
+    states = files.states(WAIT_S, lambda: print_stderr(f"titan-rl: {waits}"))
     if not files.goes_on:
-        tell("titan-rl: the run has ended; these were its hosts when it ended")
-    say(describe(states))
+        print_stderr("titan-rl: the run has ended; these were its hosts when it ended")
+    print_result(describe(states))
     return 0
 
 
 def _ask(arguments: argparse.Namespace) -> int:
     files = HostFiles(find_run(arguments.of, "titan-rl hosts"))
     waits = f"the run is asked to {arguments.do} {arguments.what}; this waits until {arguments.until}"
-    files.ask(arguments.do, arguments.what, WAIT_S, asked=lambda: tell(f"titan-rl: {waits}"))
+    files.ask(arguments.do, arguments.what, WAIT_S, asked=lambda: print_stderr(f"titan-rl: {waits}"))
     return _list(arguments)

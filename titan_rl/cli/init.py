@@ -18,7 +18,7 @@ import jinja2
 
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.core.errors import ConfigError
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 from titan_rl.training.choices import Level
 
 Template = Literal["single", "multi-turn", "tools"]
@@ -78,16 +78,16 @@ def run(arguments: argparse.Namespace) -> int:
     model = None if arguments.model is None else Path(arguments.model)
     starter = Starter(Path(arguments.name), arguments.template, model, arguments.level, arguments.size)
     for path in write_starter(starter):
-        say(f"{path}\n")
+        print_result(f"{path}\n")
     folder = shlex.quote(str(starter.folder))
     first = "sft config.toml" if model is None else "train config.toml --dry-run"
-    tell(f"titan-rl: next:  cd {folder} && titan-rl {first}")
+    print_stderr(f"titan-rl: next:  cd {folder} && titan-rl {first}")
     return 0
 
 
 def _copy(example: str, folder: Path) -> int:
     for path in copy_example(example, folder):
-        say(f"{path}\n")
+        print_result(f"{path}\n")
     settings = shlex.quote(str(folder / "cpu.toml"))
     if (folder / "base").is_dir():
         first = f"titan-rl train {settings}"
@@ -95,7 +95,7 @@ def _copy(example: str, folder: Path) -> int:
         first = f"python -m {folder.name}.base_model --out {shlex.quote(str(folder / 'base'))}"
     else:
         first = f"titan-rl sft {settings}"
-    tell(f"titan-rl: next:  {first}")
+    print_stderr(f"titan-rl: next:  {first}")
     return 0
 
 

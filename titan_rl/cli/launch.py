@@ -12,7 +12,7 @@ from titan_rl.config.experimental import experimental_warning
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.run.directory import run_name
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 
 
 def set_up(parser: Parser) -> None:
@@ -42,9 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
         config = load_config(paths, arguments.overrides)
     elif not PurePath(config.model.path).is_absolute():
         there = PurePath(provider.folder_there(hosts), config.model.path)
-        tell(f"titan-rl: model.path = {config.model.path!r} is {there} where the run is; make sure that it exists")
+        print_stderr(
+            f"titan-rl: model.path = {config.model.path!r} is {there} where the run is; make sure that it exists"
+        )
     if warning := experimental_warning(config, config.statedict.transport.replace("auto", "tcp")):
-        tell(f"titan-rl: warning: {warning}")
+        print_stderr(f"titan-rl: warning: {warning}")
     submission = Submission(
         settings=hosts,
         name=run_name(config, paths, arguments.overrides),
@@ -57,11 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise _takes_no_jobs(hosts.provider)
     text = provider.render(submission)
     if arguments.dry_run:
-        say(text)
+        print_result(text)
         return 0
     if provider.submit is None:
         raise _takes_no_jobs(hosts.provider)
-    tell(f"titan-rl: {provider.submit(submission, text)}")
+    print_stderr(f"titan-rl: {provider.submit(submission, text)}")
     return 0
 
 

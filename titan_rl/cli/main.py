@@ -58,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run_command(sys.argv[1:] if argv is None else argv, stopped)
         except (KeyboardInterrupt, _Terminated) as stop:
-            from titan_rl.run.terminal.standard_streams import tell
+            from titan_rl.run.terminal.standard_streams import print_stderr
 
-            tell(f"titan-rl: {stopped[-1]}")
+            print_stderr(f"titan-rl: {stopped[-1]}")
             return EXIT_INTERRUPTED if isinstance(stop, KeyboardInterrupt) else EXIT_TERMINATED
 
 
@@ -71,7 +71,7 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
         stopped: List that receives the command's own message for being stopped, if it has one.
     """
     from titan_rl.core.errors import ConfigError, ModelError, TitanRLError
-    from titan_rl.run.terminal.standard_streams import OutputError, replace_closed_streams, tell
+    from titan_rl.run.terminal.standard_streams import OutputError, print_stderr, replace_closed_streams
     from titan_rl.run.terminal.waiting import WAITING
 
     replace_closed_streams()
@@ -84,13 +84,13 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
     except OutputError as error:
         if isinstance(error.reason, BrokenPipeError):  # for example by `| head`
             return EXIT_UNREAD
-        tell(f"titan-rl: {error}")
+        print_stderr(f"titan-rl: {error}")
         return EXIT_FAILED
     except (ConfigError, ModelError) as error:
-        _say_error(error)
+        _print_error(error)
         return EXIT_USAGE
     except TitanRLError as error:
-        _say_error(error)
+        _print_error(error)
         return EXIT_FAILED
 
 
@@ -117,20 +117,20 @@ def command_line(command: str | None = None) -> Parser:
     return parser
 
 
-def _say_error(error: BaseException) -> None:
+def _print_error(error: BaseException) -> None:
     """Print an error with its causes and notes, without a traceback."""
     from titan_rl.core.calls.user_code import reason, summary
-    from titan_rl.run.terminal.standard_streams import tell
+    from titan_rl.run.terminal.standard_streams import print_stderr
 
-    tell(f"titan-rl: {reason(error)}")
+    print_stderr(f"titan-rl: {reason(error)}")
     said = str(error)
     for cause in causes(error):
         if str(cause) and str(cause) in said:  # a message often quotes its cause
             continue
-        tell(f"  caused by {summary(cause)}")
+        print_stderr(f"  caused by {summary(cause)}")
         said += str(cause)
     for note in getattr(error, "__notes__", ()):
-        tell(f"  {note}")
+        print_stderr(f"  {note}")
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_rl.cli import EXIT_USAGE
 from titan_rl.core.console import Verbosity
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 
 if TYPE_CHECKING:
     from titan_rl.config.reference import SettingEntry
@@ -91,10 +91,10 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def print_help(self, file: object = None) -> None:
-        say(self.format_help())
+        print_result(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        tell(f"{self.format_usage()}{self.prog}: error: {message}")
+        print_stderr(f"{self.format_usage()}{self.prog}: error: {message}")
         self.exit(EXIT_USAGE)
 
 
@@ -143,7 +143,7 @@ class Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
         from importlib.metadata import version
 
-        say(f"titan-rl {version('titan-rl')}\n")
+        print_result(f"titan-rl {version('titan-rl')}\n")
         parser.exit()
 
 

@@ -14,7 +14,7 @@ from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.play.command import Scene, play
-from titan_rl.run.terminal.standard_streams import StderrConsole, say, tell, tell_next
+from titan_rl.run.terminal.standard_streams import StderrConsole, print_next_command, print_result, print_stderr
 
 
 def set_up(parser: Parser) -> None:
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def show(text: str) -> None:
         is_question = is_terminal and text.endswith("> ")
-        say(text if is_question else f"{text}\n")
+        print_result(text if is_question else f"{text}\n")
 
     asyncio.run(
         play(
@@ -63,14 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
             scene,
             settings,
             arguments.policy,
-            say=show,
+            write_line=show,
             console=StderrConsole(),
             lines=typed,
             is_terminal=is_terminal,
         )
     )
-    tell("titan-rl: played")
-    tell_next("play", *arguments.config, *_options_of_next(arguments))
+    print_stderr("titan-rl: played")
+    print_next_command("play", *arguments.config, *_options_of_next(arguments))
     return 0
 
 

@@ -12,7 +12,7 @@ from titan_rl.config.load import load_config, load_sft_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.run.directory import ADAPTERS, adapters_of_run, check_files
-from titan_rl.run.terminal.standard_streams import tell
+from titan_rl.run.terminal.standard_streams import print_stderr
 
 CONFIG = "config.toml"
 USUAL = Path("runs/latest")
@@ -55,7 +55,7 @@ def load_resumed(run: Path, overrides: Sequence[tuple[str, str]], *, is_sft: boo
     """
     load = load_sft_config if is_sft else load_config
     check_files(run)
-    tell_imports(run / CONFIG)
+    print_imports(run / CONFIG)
     config = load(run / CONFIG, overrides)
     allowed = [(key, value) for key, value in overrides if is_resumable(key)]
     if len(allowed) < len(overrides):
@@ -63,7 +63,7 @@ def load_resumed(run: Path, overrides: Sequence[tuple[str, str]], *, is_sft: boo
     return config
 
 
-def tell_imports(config: Path) -> None:
+def print_imports(config: Path) -> None:
     """Print the modules that the settings of a run import, and their folders, before they are imported.
 
     Args:
@@ -72,7 +72,7 @@ def tell_imports(config: Path) -> None:
     found = recorded_modules(config)
     if found:
         what = ", ".join(f"{name} from {folder}" for name, folder in found.items())
-        tell(f"titan-rl: {config} imports {what}")
+        print_stderr(f"titan-rl: {config} imports {what}")
 
 
 def _is_run(folder: Path) -> bool:

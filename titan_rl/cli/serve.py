@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 
 from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
-from titan_rl.cli.runs import tell_imports
+from titan_rl.cli.runs import print_imports
 from titan_rl.config.serve import dump_serve_config, load_serve_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.policies.adapters import find_adapters, source_of_adapters
 from titan_rl.evaluation.policies.source import find_policy
 from titan_rl.run.directory import adapters_of_run
-from titan_rl.run.terminal.standard_streams import say, tell, tell_next
+from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
 
 FOLLOW_S = 5.0
 """Interval between checks for a newer checkpoint with `--follow`, in seconds."""
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         source = find_policy(arguments.policy)
     if source.toml is not None and source.toml != Path(arguments.policy):
-        tell_imports(source.toml)  # the settings in a run's folder
+        print_imports(source.toml)  # the settings in a run's folder
     config = load_serve_config(source.toml, arguments.overrides, policy=source.folder)
     if several and not config.server.adapters:
         server = config.server.model_copy(update={"adapters": several})
@@ -82,10 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
         from titan_rl.evaluation.serve import take_keys
 
         take_keys(config.server)
-        say(f"# {source.name}\n\n{dump_serve_config(config)}")
-        tell("titan-rl: ready: the policy can be served")
+        print_result(f"# {source.name}\n\n{dump_serve_config(config)}")
+        print_stderr("titan-rl: ready: the policy can be served")
         follow = ["--follow"] if arguments.follow else []
-        tell_next("serve", arguments.policy, *follow, *(f"--{name}={value}" for name, value in arguments.overrides))
+        print_next_command(
+            "serve", arguments.policy, *follow, *(f"--{name}={value}" for name, value in arguments.overrides)
+        )
         return 0
     # Imported after the settings have been checked, because this imports everything that the processes need.
     from titan_rl.evaluation.serve import run_server

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from titan_rl.cli.options import Parser
 from titan_rl.config.reference import RUN, SettingEntry, TableEntry, tables
-from titan_rl.run.terminal.standard_streams import say
+from titan_rl.run.terminal.standard_streams import print_result
 
 WIDEST = 100  # columns
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen: str | None = arguments.table
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
     shown = [table for table in tables() if chosen is None or f"{table.name}.".startswith(f"{chosen}.")]
-    say("\n".join(line for table in shown for line in _lines(table, width)))
+    print_result("\n".join(line for table in shown for line in _lines(table, width)))
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import ConfigError
-from titan_rl.run.terminal.standard_streams import say, tell, tell_next
+from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
 from titan_rl.run.terminal.waiting import WAITING
 
 
@@ -58,14 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
         check_own_machine(config.hosts)
         with tempfile.TemporaryDirectory() as folder:
             ready, told = check(config, Path(folder), resume)
-        say(dump_config(ready, with_defaults=verbosity is Verbosity.VERBOSE))
-        tell(f"titan-rl: {told}")
-        tell("titan-rl: ready: the settings are valid, and the model can be trained")
+        print_result(dump_config(ready, with_defaults=verbosity is Verbosity.VERBOSE))
+        print_stderr(f"titan-rl: {told}")
+        print_stderr("titan-rl: ready: the settings are valid, and the model can be trained")
         settings = [f"--{name}={value}" for name, value in arguments.overrides]
-        tell_next("sft", *(["--resume", str(resume)] if resume is not None else arguments.config), *settings)
+        print_next_command("sft", *(["--resume", str(resume)] if resume is not None else arguments.config), *settings)
         return 0
     begun_by = shlex.join(["titan-rl", *sys.argv[1:]])
     code = run_sft(config, resume, begun_by=begun_by, verbosity=verbosity)
     if code == 0 and verbosity is not Verbosity.QUIET:
-        tell_next("train", *(arguments.config or ["CONFIG.toml"]))
+        print_next_command("train", *(arguments.config or ["CONFIG.toml"]))
     return code

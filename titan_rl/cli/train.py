@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import ConfigError, GenerationError, MissingExtraError
-from titan_rl.run.terminal.standard_streams import StderrConsole, say, tell, tell_next
+from titan_rl.run.terminal.standard_streams import StderrConsole, print_next_command, print_result, print_stderr
 from titan_rl.run.terminal.waiting import WAITING
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         show_summary(end.summary)
         if verbosity is not Verbosity.QUIET:
             policies = [str(each.run_dir) for each in end.summary.adapters.values()]
-            tell_next("eval", *(policies[:1] or [str(end.summary.run_dir)]))
+            print_next_command("eval", *(policies[:1] or [str(end.summary.run_dir)]))
     return end.code
 
 
@@ -88,11 +88,11 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     else:
         config = load_resumed(resume, arguments.overrides)
     for warning in throttles(config):
-        tell(f"titan-rl: warning: {warning}")
+        print_stderr(f"titan-rl: warning: {warning}")
     check_own_machine(config.hosts)
     check_needs(config)
     if experimental := warn_of_experimental(config):
-        tell(f"titan-rl: warning: {experimental}")
+        print_stderr(f"titan-rl: warning: {experimental}")
     return config, resume
 
 
@@ -115,24 +115,24 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
         from titan_rl.run.session import check_resumption
 
         for loss in check_resumption(config, resume):
-            tell(f"titan-rl: {loss}")
-    say(dump_config(config, with_defaults=verbosity_of(arguments) is Verbosity.VERBOSE))
-    tell(f"titan-rl: {describe_transport(config)}")
-    tell(f"titan-rl: {describe_implementation(config)}")
+            print_stderr(f"titan-rl: {loss}")
+    print_result(dump_config(config, with_defaults=verbosity_of(arguments) is Verbosity.VERBOSE))
+    print_stderr(f"titan-rl: {describe_transport(config)}")
+    print_stderr(f"titan-rl: {describe_implementation(config)}")
     if not (config.hosts.elsewhere or visible_gpus()):
-        tell(f"titan-rl: {describe_trainer_threads(config.training.num_ranks, usable_cores())}")
+        print_stderr(f"titan-rl: {describe_trainer_threads(config.training.num_ranks, usable_cores())}")
     for line in describe_chat(config):
-        tell(f"titan-rl: {line}")
+        print_stderr(f"titan-rl: {line}")
     _check_teachers(config)
     code = _rehearse(config)
     if code:
-        tell("titan-rl: not ready: a run would fail; see the errors above")
+        print_stderr("titan-rl: not ready: a run would fail; see the errors above")
         return code
     with WAITING.shown("building the policy without memory"):
         check_policy(config)
-    tell("titan-rl: ready: the settings are valid, and the run can start")
+    print_stderr("titan-rl: ready: the settings are valid, and the run can start")
     begins = arguments.config if resume is None else ["--resume", str(resume)]
-    tell_next("train", *begins, *(f"--{name}={value}" for name, value in arguments.overrides))
+    print_next_command("train", *begins, *(f"--{name}={value}" for name, value in arguments.overrides))
     return code
 
 
@@ -160,7 +160,7 @@ def _check_teachers(config: RunConfig) -> None:
     try:
         check = TokenCheck.of_policy(config.model.path)
     except MissingExtraError as error:
-        tell(f"titan-rl: the teacher's tokenizer was not checked: {error}")
+        print_stderr(f"titan-rl: the teacher's tokenizer was not checked: {error}")
         return
     for name in names:
         if Path(name).is_dir():
@@ -172,7 +172,7 @@ def _check_teachers(config: RunConfig) -> None:
         try:
             asyncio.run(check_tokens(name, served, model_name, check, limit_s=DRY_ASK_S))
         except GenerationError as error:
-            tell(f"titan-rl: not checked, and a run would not start: {error}")
+            print_stderr(f"titan-rl: not checked, and a run would not start: {error}")
 
 
 def _rehearse(config: RunConfig) -> int:
@@ -187,14 +187,14 @@ def _rehearse(config: RunConfig) -> int:
     try:
         rehearsals = rehearse(config, StderrConsole())
     except MissingExtraError as error:
-        tell(f"titan-rl: no group was run: {error}")
+        print_stderr(f"titan-rl: no group was run: {error}")
         return 0
     for rehearsal in rehearsals:
         for line in describe(rehearsal, config.model.max_context):
-            tell(line)
+            print_stderr(line)
     losses = problems_of_losses(config)
     for problem in losses:
-        tell(f"error: {problem}")
+        print_stderr(f"error: {problem}")
     for name in {source.name for source in config.tasks} - {rehearsal.task for rehearsal in rehearsals}:
-        tell(f"{name}: not run: the programs of agents are not started in a dry run")
+        print_stderr(f"{name}: not run: the programs of agents are not started in a dry run")
     return 1 if losses or any(rehearsal.problems for rehearsal in rehearsals) else 0

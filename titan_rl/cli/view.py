@@ -14,7 +14,7 @@ from pathlib import Path
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.run.machine.environment import file_modes
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 from titan_rl.viewer.report import write_report
 from titan_rl.viewer.runs import Runs
 from titan_rl.viewer.timeline import chrome_trace
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.closing(Runs([Path(name) for name in arguments.runs or [USUAL]])) as runs:
         if arguments.json:
             for one in runs.describe():
-                say(json.dumps(one) + "\n")
+                print_result(json.dumps(one) + "\n")
             return 0
         if arguments.report is not None:
             with file_modes(share=False):
@@ -75,12 +75,12 @@ def _write_trace(folders: Sequence[Path], out: Path) -> None:
             file.writelines(chrome_trace(folder))
     except OSError as error:
         raise ConfigError(f"--trace {out}: {error.strerror}; name a file in a folder that you may write to") from None
-    say(f"{out}\n")
+    print_result(f"{out}\n")
 
 
 def _write_report(runs: Runs, out: Path) -> None:
     try:
-        say(f"{write_report([*runs.folders().values()], out)}\n")
+        print_result(f"{write_report([*runs.folders().values()], out)}\n")
     except OSError as error:
         raise ConfigError(f"--report {out}: {error.strerror}; name a file in a folder that you may write to") from None
 
@@ -98,8 +98,8 @@ def _serve(runs: Runs, port: int | None, *, opens: bool) -> int:
 
         def ready() -> None:
             num_runs = len(runs.folders())
-            say(f"{num_runs} run{'' if num_runs == 1 else 's'} at {url}\n")
-            tell("titan-rl: Ctrl-C ends this page")
+            print_result(f"{num_runs} run{'' if num_runs == 1 else 's'} at {url}\n")
+            print_stderr("titan-rl: Ctrl-C ends this page")
             if opens:
                 webbrowser.open(url)
 

@@ -11,7 +11,7 @@ import socket
 from titan_rl.cli.options import Parser
 from titan_rl.config.hosts import ONE_ADDRESS, WORKER_DRAIN_S, WORKER_PORT, is_broadcast, join_address, split_address
 from titan_rl.core.errors import ConfigError, MissingExtraError
-from titan_rl.run.terminal.standard_streams import StderrConsole, tell
+from titan_rl.run.terminal.standard_streams import StderrConsole, print_stderr
 
 
 def set_up(parser: Parser) -> None:
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         run_worker(address, StderrConsole(), arguments.drain_s)
     except KeyboardInterrupt:
-        tell("titan-rl: stopped at once, with the work of runs on this host; SIGTERM lets them move it first")
+        print_stderr("titan-rl: stopped at once, with the work of runs on this host; SIGTERM lets them move it first")
         return 128 + signal.SIGINT
     return 128 + signal.SIGTERM
 

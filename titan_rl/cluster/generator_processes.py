@@ -106,7 +106,7 @@ class StartLosses:
                 f"with {least}"
             )
         for host, why in self._reasons.items():
-            self._hosts.tell(f"the run starts without host {host}: {why}")
+            self._hosts.notify(f"the run starts without host {host}: {why}")
 
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class GeneratorProcesses(SupervisedProcesses):
         )
         super().__init__(files, hosts, start_limit_s(model, generation))
         self._published = published
-        self._tell = hosts.tell
+        self._notify = hosts.notify
         self._respawns = Respawns(self._respawn_limits())
         self._ended: asyncio.Queue[RemoteProcess] = asyncio.Queue()
         self.opened: list[ActorReplica] = []
@@ -233,7 +233,7 @@ class GeneratorProcesses(SupervisedProcesses):
         if isinstance(error, EngineDeadError | EngineStalledError):
             replica.remote.end(reason(error))
         else:
-            self._tell(f"{replica.name} is out of service{whose} until it has the current weights: {reason(error)}")
+            self._notify(f"{replica.name} is out of service{whose} until it has the current weights: {reason(error)}")
 
     async def watch(self, router: ReplicaRouter) -> None:
         """Replace processes that die, until cancelled. Meanwhile the router continues the requests of a dead generator
@@ -267,13 +267,13 @@ class GeneratorProcesses(SupervisedProcesses):
             await asyncio.wait([clearing], timeout=LOOK_S)
         if not self._place(process):
             self._lost.add(process)
-            self._tell(f"{process} is gone: {gone.reason}; no host that is left has room for it")
+            self._notify(f"{process} is gone: {gone.reason}; no host that is left has room for it")
             return
         if self._host_of(process) != host:
-            self._tell(f"{process} is gone: {gone.reason}; starting another on {self._host_of(process)}")
+            self._notify(f"{process} is gone: {gone.reason}; starting another on {self._host_of(process)}")
         with contextlib.suppress(TitanRLError):  # the new process ended in turn, and its end is queued
             if await self._restart(process, router):
-                self._tell(f"{process} is there again after {clock() - began:.0f} s")
+                self._notify(f"{process} is there again after {clock() - began:.0f} s")
 
     def _count_death(self, remote: RemoteProcess, router: ReplicaRouter) -> None:
         """Count the death of a process. If there are more deaths than allowed and all have the same adapter as their
@@ -288,13 +288,13 @@ class GeneratorProcesses(SupervisedProcesses):
             routers.note_death(next((each.at_work for each in self.opened if each.remote is remote), frozenset()))
         replaced, count = self._respawns.take(role)
         if replaced:
-            self._tell(f"{remote.name} died: {remote.reason}; starting another{count}")
+            self._notify(f"{remote.name} died: {remote.reason}; starting another{count}")
             return
         adapter = routers and routers.stop_cause(f"{remote.name} died: {remote.reason}; its log is {log}")
         if adapter is None:
             raise ActorDiedError(f"{remote.name} died: {remote.reason}{count}; its log is {log}")
         self._respawns.reset(role)
-        self._tell(f"{remote.name} died: {remote.reason}; starting another, without the adapter {adapter}")
+        self._notify(f"{remote.name} died: {remote.reason}; starting another, without the adapter {adapter}")
 
     def _forget(self, remote: RemoteProcess, router: ReplicaRouter) -> None:
         if router.has_replica(remote.name):  # else it died while starting
@@ -336,7 +336,7 @@ class GeneratorProcesses(SupervisedProcesses):
         try:
             return await self._restart(process, router)
         except TitanRLError as error:
-            self._tell(f"{process} does not start on host {host}: {reason(error)}")
+            self._notify(f"{process} does not start on host {host}: {reason(error)}")
             return False
         finally:
             self._joining.discard(process)

@@ -167,7 +167,7 @@ class RolloutWorkerActor(ProcessActor):
         self._watchdog.__enter__()  # after the imports, which block the loop
 
     @concurrent_endpoint
-    async def tell_shard(self, number: int, message: ToShard) -> tuple[Ended, Counter[str]]:
+    async def send_to_shard(self, number: int, message: ToShard) -> tuple[Ended, Counter[str]]:
         """Have the shard carry out a message of the router; see `RouterShard.receive_message`.
 
         Returns:
@@ -287,4 +287,4 @@ class _ControllerConsole(Console):
         self.warning(text)
 
     def warning(self, text: str) -> None:
-        self._in_actor(self._service.say.broadcast, f"{self._worker}: {text}")
+        self._in_actor(self._service.show_warning.broadcast, f"{self._worker}: {text}")

@@ -202,7 +202,7 @@ class WorkerLink:
         return await keeps_up(self._room)
 
     async def call(self, number: int, message: ToShard) -> Ended:
-        ended, self.states = await self._remote.call(self._actor.tell_shard, number, message)
+        ended, self.states = await self._remote.call(self._actor.send_to_shard, number, message)
         return ended
 
     def end(self, reason: str) -> None:
@@ -254,7 +254,7 @@ class GroupService(AnsweringActor):
             link.receive_soon(report)
 
     @concurrent_endpoint
-    async def say(self, text: str) -> None:
+    async def show_warning(self, text: str) -> None:
         """Show a line of a worker's output."""
         for console in _consoles:
             console.warning(text)
@@ -368,7 +368,7 @@ class WorkerPool:
         told: set[tuple[int, str | None]] = set()
         alone = sample_alone(sample)
 
-        def tell(rollout: Rollout) -> None:
+        def notify(rollout: Rollout) -> None:
             which = rollout.sibling, rollout.seat
             if on_finished is not None and which not in told:
                 told.add(which)
@@ -378,7 +378,7 @@ class WorkerPool:
 
         deaths = 0
         while True:
-            running = RemoteGroup(group_id, generate, tell)
+            running = RemoteGroup(group_id, generate, notify)
             remote = await self._place(running)
             actor = self._workers[remote]
             self._load[remote] += group_size
@@ -387,7 +387,7 @@ class WorkerPool:
                     order = running.order(task, sample, group_id, group_size, sampling)
                     group = await self._run(remote, actor, order)
                 for rollout in group.rollouts:
-                    tell(rollout)
+                    notify(rollout)
                 rollouts = [replace(rollout, sample=alone) for rollout in group.rollouts]
                 return replace(group, sample=alone, rollouts=rollouts)
             except ActorDiedError as error:

@@ -157,7 +157,7 @@ class RunProcesses(GeneratorProcesses):
             except ActorDiedError as error:
                 if not hosts - {*self.hosts.names} or not hosts & {*self.hosts.names}:
                     raise
-                self._tell(f"the trainer starts without a host that is lost: {error}")
+                self._notify(f"the trainer starts without a host that is lost: {error}")
             else:
                 return
 

@@ -239,7 +239,7 @@ class TrainerProcesses:
         self._settings = settings
         self._places = places
         self._wait_s = wait_s
-        self._tell = processes.hosts.tell
+        self._notify = processes.hosts.notify
         self.before_leaving: Callable[[], Awaitable[object]] = _nothing
         self.waits_for = ""
 
@@ -300,7 +300,7 @@ class TrainerProcesses:
                     raise NoHostError(f"the trainer has waited {limit_s:g} s for hosts: {error}") from None
                 if not told:
                     lacks = f"hosts, {limit_s:g} s at most: {error}"
-                    self._tell(f"the trainer waits for {lacks}")
+                    self._notify(f"the trainer waits for {lacks}")
                     self.waits_for = lacks if holds_up else ""
                     told = True
             await asyncio.sleep(LOOK_S)

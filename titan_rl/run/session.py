@@ -44,7 +44,7 @@ from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import Sinks, open_sinks
 from titan_rl.run.observability.watchers import background_tasks
 from titan_rl.run.status import noted, reported
-from titan_rl.run.terminal.standard_streams import tell_on_stderr
+from titan_rl.run.terminal.standard_streams import write_stderr_unbuffered
 from titan_rl.training.protocol import Trainer
 from titan_rl.training.state.checkpoint import latest, step_of
 from titan_rl.weights.shard_files import clean_dead_shards
@@ -190,7 +190,7 @@ class RunSession(Generic[S]):
                     failure.add_note(self.messages.failed())
                     raise failure from None
             if code:
-                tell_on_stderr(self.messages.stopped())
+                write_stderr_unbuffered(self.messages.stopped())
             return code
 
     def _begin(self) -> Resumption:

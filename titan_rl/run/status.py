@@ -13,7 +13,7 @@ from pathlib import Path
 
 from titan_rl.core.calls.user_code import reason, summary
 from titan_rl.core.run_files import LOCK, RunStatus, read_status, seen_from
-from titan_rl.run.terminal.standard_streams import tell_on_stderr
+from titan_rl.run.terminal.standard_streams import write_stderr_unbuffered
 from titan_rl.viewer.report import write_report
 
 logger = logging.getLogger(__name__)
@@ -48,9 +48,13 @@ def reported(folder: Path, out: Path) -> Generator[None]:
             write_report([folder], out, patience_s=REPORT_S)
         except Exception as error:
             logger.warning("writing report.html failed", exc_info=error)
-            tell_on_stderr(f"writing report.html failed, and the run is as it was without it: {summary(error)}")
+            write_stderr_unbuffered(
+                f"writing report.html failed, and the run is as it was without it: {summary(error)}"
+            )
         except BaseException:
-            tell_on_stderr(f"the run has ended; its report was not written: titan-rl view {folder} --report {out}")
+            write_stderr_unbuffered(
+                f"the run has ended; its report was not written: titan-rl view {folder} --report {out}"
+            )
 
 
 @contextlib.contextmanager

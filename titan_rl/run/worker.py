@@ -11,9 +11,9 @@ import threading
 
 from titan_rl.cluster.hosts.folders import (
     FOLDER,
+    announce_leaving,
     clean_up_after_dead_runs,
     make_worker_folder,
-    say_leaving,
     scratch_root,
 )
 from titan_rl.cluster.hosts.worker_server import WorkerServer
@@ -118,7 +118,7 @@ def run_worker(listen: str, console: Console, drain_s: float) -> None:
                     "at once"
                 )
                 terminated.clear()
-                say_leaving(folder.path, "its worker got SIGTERM")
+                announce_leaving(folder.path, "its worker got SIGTERM")
                 _wait(terminated, reaper, drain_s, point)
 
 

@@ -73,7 +73,7 @@ class ElasticHosts(HostListener):
         self._hosts = processes.hosts
         self.lifecycles: HostLifecycles = self._hosts.lifecycles
         self._all_leave = all_leave
-        self.tell = self._hosts.tell
+        self.notify = self._hosts.notify
         self._drains: set[asyncio.Task[None]] = set()
         self.lifecycles.subscribe(self)
         for record in self.lifecycles.present:
@@ -105,14 +105,14 @@ class ElasticHosts(HostListener):
             raise ConfigError(f"the host at {address} is already in the run")
         await self._hosts.attach([address])
         name = record.name
-        self.tell(f"host {name} at {address} joins, and its processes start")
+        self.notify(f"host {name} at {address} joins, and its processes start")
         try:
             started = await self._processes.join(name)
         finally:
             if record.state is HostState.STARTING:
                 self.lifecycles.move(record, HostState.UP)
         brings = f" with {', '.join(started)}" if started else ", and nothing is started there"
-        self.tell(f"host {name} at {address} has joined{brings}")
+        self.notify(f"host {name} at {address} has joined{brings}")
 
     async def is_new(self, address: str) -> bool:
         """Whether the worker at this address has been restarted since the host was drained.
@@ -148,7 +148,7 @@ class ElasticHosts(HostListener):
         finally:
             if record.state is HostState.DRAINING:
                 self.lifecycles.move(record, HostState.UP)
-        self.tell(f"host {name} is drained: {why}")
+        self.notify(f"host {name} is drained: {why}")
 
     def close(self) -> None:
         """Cancel the drains of hosts that are about to shut down, because the run ends."""
@@ -157,12 +157,12 @@ class ElasticHosts(HostListener):
 
     def host_changed(self, record: HostRecord, before: HostState) -> None:
         if record.state is HostState.LOST and before is not HostState.JOINING:
-            self.tell(f"host {record.name} is lost: {record.reason}")
+            self.notify(f"host {record.name} is lost: {record.reason}")
 
     def host_leaving(self, record: HostRecord) -> None:
         if self._all_leave is not None and all(one.leaving for one in self.lifecycles.present):
             self.close()
-            self.tell(f"all hosts of the run were asked to leave ({record.leaving}), so the run ends")
+            self.notify(f"all hosts of the run were asked to leave ({record.leaving}), so the run ends")
             self._all_leave()
             return
         task = asyncio.ensure_future(self._drain(record.name, record.leaving))
@@ -173,7 +173,7 @@ class ElasticHosts(HostListener):
         try:
             await self.drain(name, why)
         except Exception as error:  # nobody awaits this task
-            self.tell(f"host {name} is about to shut down ({why}), and cannot be drained: {reason(error)}")
+            self.notify(f"host {name} is about to shut down ({why}), and cannot be drained: {reason(error)}")
 
 
 class ProvidedHosts:
@@ -261,7 +261,7 @@ class HostReconciler:
             self._lists.append(_List(AddressFile(addresses_file), "its address is no longer in the file of addresses"))
         if provided is not None:
             self._lists.append(_List(provided, "its provider has it no more"))
-        self._tell = hosts.tell
+        self._notify = hosts.notify
         self._answers: dict[str, str] = {}
         self._written: HostStates | None = None
         self._cannot_write = False
@@ -341,7 +341,7 @@ class HostReconciler:
         except Exception as error:  # including errors of that machine, whose disk may be full
             if record.complaint != (why := reason(error)):
                 record.complaint = why
-                self._tell(f"the host at {record.address} is not taken in: {why}")
+                self._notify(f"the host at {record.address} is not taken in: {why}")
         else:
             record.complaint = ""
 
@@ -349,7 +349,7 @@ class HostReconciler:
         try:
             await self._hosts.drain(name, why)
         except Exception as error:
-            self._tell(f"host {name} cannot be drained: {reason(error)}")
+            self._notify(f"host {name} cannot be drained: {reason(error)}")
 
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -367,7 +367,7 @@ class HostReconciler:
             self._files.write(states)
         except OSError as error:
             if not self._cannot_write:
-                self._tell(f"the list of hosts cannot be written at the moment, and the run continues: {error}")
+                self._notify(f"the list of hosts cannot be written at the moment, and the run continues: {error}")
             self._cannot_write = True
         else:
             self._written, self._cannot_write = states, False

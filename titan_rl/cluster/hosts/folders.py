@@ -66,7 +66,7 @@ FOLDER = "TITAN_RL_WORKER"
 _LEAVING = "leaving"
 
 
-def say_leaving(folder: Path, reason: str) -> None:
+def announce_leaving(folder: Path, reason: str) -> None:
     """Announce that the host is about to shut down. Called by the worker."""
     fresh = folder / f".{_LEAVING}"
     fresh.write_text(reason)

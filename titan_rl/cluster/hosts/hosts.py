@@ -250,14 +250,14 @@ class Hosts:
         state = HostState.UP if begins else HostState.STARTING
         prepared = await all_there(lambda host_joining: self._prepare(host_joining, state))
         for worker, reason in lost.items():
-            self.tell(f"the run starts without the host at {worker}: {reason}; it may join later")
+            self.notify(f"the run starts without the host at {worker}: {reason}; it may join later")
         return [host_joining.host for host_joining in prepared]
 
     def _compare_clocks(self, host_joining: JoiningHost) -> None:
         name, clocks = host_joining.host.name, host_joining.clocks
         logger.info("the clock of host %s is %s", name, clocks)
         if clocks.matters:
-            self.tell(
+            self.notify(
                 f"the clock of host {name} is {clocks}: timestamps in its logs are off by this, and nothing else; "
                 "synchronize it with NTP"
             )
@@ -305,7 +305,7 @@ class Hosts:
         if (record := self.lifecycles.named(name)) is not None:
             self.lifecycles.announce_leaving(record, reason)
 
-    def tell(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Log a warning, and show it to the user."""
         logger.warning("%s", text)
         self.console.warning(text)

@@ -102,18 +102,18 @@ class LoopWatchdog:
             ticks += 1  # not seconds: a process that was stopped has not been blocked
             if ticks >= max(_TICKS, 2 * told_at):
                 told_at = ticks
-                self._say_what_blocks(ticks * tick)
+                self._report_blocker(ticks * tick)
         took = time.monotonic() - began
         if told_at:
             self._blocker = None
-            self._say(f"the event loop continues after {took:.0f} s")
+            self._report(f"the event loop continues after {took:.0f} s")
         elif took >= self._blocked_after_s:  # this thread could not run either
-            self._say(
+            self._report(
                 f"the event loop has stood still for {took:.0f} s, and so have all threads: the process was stopped, "
                 "or a call held Python's lock, as a slow regular expression does"
             )
 
-    def _say_what_blocks(self, seconds: float) -> None:
+    def _report_blocker(self, seconds: float) -> None:
         frame = sys._current_frames().get(self._thread_id)  # pyright: ignore[reportPrivateUsage]
         if frame is None:
             return
@@ -121,12 +121,12 @@ class LoopWatchdog:
         callback = _callback(frame)
         self._blocker = innermost(callback) or f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
         logger.warning("the event loop is blocked at:\n%s", "".join(traceback.format_list(stack)))
-        self._say(
+        self._report(
             f"the event loop has stood still for {seconds:.0f} s: {self._blocker} blocks it, and nothing else runs. "
             f"{_advice(callback)}"
         )
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         logger.warning("%s", text)
         if self._console is not None:
             try:

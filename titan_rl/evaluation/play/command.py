@@ -18,7 +18,7 @@ from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.play.person import HELP, Person
-from titan_rl.evaluation.play.screen import Say, Screen, ShownGame, ShownMessageEnv, ShownTokenEnv
+from titan_rl.evaluation.play.screen import Screen, ShownGame, ShownMessageEnv, ShownTokenEnv, WriteLine
 from titan_rl.evaluation.policies.opened import (
     OpenedPolicy,
     needs_engine,
@@ -64,7 +64,7 @@ async def play(
     settings: EvalConfig,
     policy: str | None,
     *,
-    say: Say,
+    write_line: WriteLine,
     console: Console,
     lines: TextIO,
     is_terminal: bool,
@@ -84,17 +84,17 @@ async def play(
     source = _source(config, scene.task)
     async with contextlib.AsyncExitStack() as resources:
         if policy is None:
-            game = _played_by_person(config, source, say, console, lines, is_terminal=is_terminal)
+            game = _played_by_person(config, source, write_line, console, lines, is_terminal=is_terminal)
         else:
             watched = await resources.enter_async_context(_watched(policy, config, settings, console))
-            game = _played_by_policy(config, source, say, watched)
+            game = _played_by_policy(config, source, write_line, watched)
         resources.enter_context(LoopWatchdog(console))
         folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-"))
         run = RunContext(config.model.path, game.renderer, config.model.max_context, Path(folder), console)
         await resources.enter_async_context(opened(source.task, run))
         resources.push_async_callback(game.rollouter.rubric.close)
         for place in range(scene.first, scene.first + scene.count):
-            say(f"--- {'held-out' if scene.held_out else 'training'} sample {place} of {source.name}")
+            write_line(f"--- {'held-out' if scene.held_out else 'training'} sample {place} of {source.name}")
             group = await game.rollouter.run_group(
                 game.generate,
                 _sample(config, source, place, held_out=scene.held_out),
@@ -121,7 +121,7 @@ class Cast:
 def _played_by_person(
     config: RunConfig,
     source: TaskSource,
-    say: Say,
+    write_line: WriteLine,
     console: Console,
     lines: TextIO,
     *,
@@ -131,7 +131,7 @@ def _played_by_person(
     has_model = find_model_folder(config.model.path, [Path()]) is not None
     tokenizer = load_tokenizer(config.model.path) if has_model else None
     renderer = make_renderer(config.model) if has_model else NoTokens()
-    screen = Screen(say, None if tokenizer is None else tokenizer.decode)
+    screen = Screen(write_line, None if tokenizer is None else tokenizer.decode)
     rollouter = _patient(make_rollouter(config, source, renderer))
 
     def encode(text: str) -> Sequence[int]:
@@ -148,8 +148,8 @@ def _played_by_person(
     return Cast(rollouter, speaks_no_tokens, renderer, screen, player)
 
 
-def _played_by_policy(config: RunConfig, source: TaskSource, say: Say, policy: OpenedPolicy) -> Cast:
-    screen, renderer = Screen(say), policy.renderer or NoTokens()
+def _played_by_policy(config: RunConfig, source: TaskSource, write_line: WriteLine, policy: OpenedPolicy) -> Cast:
+    screen, renderer = Screen(write_line), policy.renderer or NoTokens()
     rollouter = make_rollouter(config, source, renderer)
     rollouter.finish_session = policy.finish_session
     if policy.chat is None:

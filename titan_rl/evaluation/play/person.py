@@ -192,6 +192,6 @@ class Person:
 
     async def _line(self, prompt: str) -> str | None:
         if self._is_terminal:
-            self._screen.say(prompt)
+            self._screen.write_line(prompt)
         line = await in_thread(self._lines.readline)
         return printable(line).rstrip("\r\n") if line else None

@@ -26,7 +26,7 @@ from titan_rl.rollout.group.transcript import error_text
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
 from titan_rl.types import Completion
 
-Say = Callable[[str], object]
+WriteLine = Callable[[str], object]
 
 
 class Screen:
@@ -37,14 +37,14 @@ class Screen:
         decode: Function that returns the text of tokens, including special ones; None if there is no tokenizer.
     """
 
-    def __init__(self, say: Say, decode: Callable[[Sequence[int]], str] | None = None) -> None:
-        self.say = say
+    def __init__(self, write_line: WriteLine, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        self.write_line = write_line
         self._decode = decode
         self.has_shown = False  # whether messages of the policy's next request were shown
 
     def messages(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            self.say(shown_message(message))
+            self.write_line(shown_message(message))
         self.has_shown = self.has_shown or bool(messages)
 
     def tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
@@ -54,21 +54,21 @@ class Screen:
                 f"{name}: {kind.get('type', 'any')}"
                 for name, kind in function.get("parameters", {}).get("properties", {}).items()
             )
-            self.say(f"[tool] {function.get('name')}({arguments})  {function.get('description', '')}".rstrip())
+            self.write_line(f"[tool] {function.get('name')}({arguments})  {function.get('description', '')}".rstrip())
 
     def rewards(self, rewards: Mapping[str, float]) -> None:
         for name, reward in rewards.items():
-            self.say(f"    reward {name} = {reward:g}")
+            self.write_line(f"    reward {name} = {reward:g}")
 
     def prompt(self, token_ids: Sequence[int]) -> None:
         """Show the tokens of a prompt. This is for a request of which no messages were shown."""
-        self.say(f"[prompt, {len(token_ids)} tokens] {self.text(token_ids)}")
+        self.write_line(f"[prompt, {len(token_ids)} tokens] {self.text(token_ids)}")
 
     def tokens(self, prompt_token_ids: Sequence[int], completion: Completion | None) -> None:
         """Show each token of a prompt and of a completion with its text."""
-        self.say(f"    prompt: {self._pieces(prompt_token_ids)}")
+        self.write_line(f"    prompt: {self._pieces(prompt_token_ids)}")
         if completion is not None:
-            self.say(f"    reply: {self._pieces(completion.token_ids)}")
+            self.write_line(f"    reply: {self._pieces(completion.token_ids)}")
 
     def text(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids)) if self._decode is None else repr(self._decode(list(token_ids)))
@@ -80,11 +80,11 @@ class Screen:
 
     def group(self, group: RolloutGroup) -> None:
         for rollout in group.rollouts:
-            self.say(shown_end(rollout, group.failure))
+            self.write_line(shown_end(rollout, group.failure))
             if rollout.status is RolloutStatus.ERROR_PARSE and rollout.turns:
-                self.say(f"    what could not be parsed: {self.text(rollout.turns[-1].completion.token_ids)}")
+                self.write_line(f"    what could not be parsed: {self.text(rollout.turns[-1].completion.token_ids)}")
         if group.failure is not None:
-            self.say(f"the rubric failed: {group.failure}")
+            self.write_line(f"the rubric failed: {group.failure}")
 
 
 def shown_message(message: Message) -> str:
@@ -210,7 +210,7 @@ class _ShownSeat:
     def show(self) -> None:
         """Show the messages since the last call."""
         if self._unshown:
-            self._screen.say(f"--- seat {self.name}")
+            self._screen.write_line(f"--- seat {self.name}")
             self._screen.messages(self._unshown)
         self._unshown = []
 

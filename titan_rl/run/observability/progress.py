@@ -19,7 +19,7 @@ from rich.text import Text
 
 from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.console import Console, Verbosity
-from titan_rl.run.terminal.standard_streams import StderrConsole, tell_on_stderr
+from titan_rl.run.terminal.standard_streams import StderrConsole, write_stderr_unbuffered
 from titan_rl.run.terminal.view import ForgivingConsole, LiveLines, RunLook, View, format_seconds, layout
 from titan_rl.run.terminal.waiting import SHOWN_AFTER_S
 
@@ -268,7 +268,7 @@ class Progress(StderrConsole):
     def end_with(self, text: str) -> None:
         """End the live display and print a line on standard error. A signal handler may call this."""
         self._end_live()
-        tell_on_stderr(text)
+        write_stderr_unbuffered(text)
 
     def working(self, text: str, note: Callable[[], str] | None = None) -> Operation:
         """Track an operation that may take long, during a block. If it takes long, its name and duration are shown in

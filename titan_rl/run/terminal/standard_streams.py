@@ -25,7 +25,7 @@ class OutputError(Exception):
         self.reason = reason
 
 
-def say(text: str) -> None:
+def print_result(text: str) -> None:
     """Write the result of a command to standard output, completely and without control characters.
 
     Raises:
@@ -40,7 +40,7 @@ def say(text: str) -> None:
         raise OutputError(error) from None
 
 
-def tell(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Write a line about the command to standard error, without control characters. A failure is ignored."""
     WAITING.erase()
     try:
@@ -49,7 +49,7 @@ def tell(text: str) -> None:
         silence(sys.stderr)
 
 
-def tell_on_stderr(text: str) -> None:
+def write_stderr_unbuffered(text: str) -> None:
     """Write a line to standard error, bypassing Python's buffers, whose locks may be held by the interrupted code."""
     with contextlib.suppress(OSError):  # the reader may be gone
         os.write(2, f"titan-rl: {terminal_text(text)}\n".encode())
@@ -59,19 +59,19 @@ class StderrConsole(Console):
     """Console that writes lines to standard error."""
 
     def message(self, text: str) -> None:
-        tell(f"titan-rl: {text}")
+        print_stderr(f"titan-rl: {text}")
 
     def warning(self, text: str) -> None:
-        tell(f"titan-rl: {text}")
+        print_stderr(f"titan-rl: {text}")
 
     def end_with(self, text: str) -> None:
         """Write a line from a signal handler, as one of the last."""
-        tell_on_stderr(text)
+        write_stderr_unbuffered(text)
 
 
-def tell_next(*words: str) -> None:
+def print_next_command(*words: str) -> None:
     """Name the command to run next, as the last line of a command that succeeded."""
-    tell(f"titan-rl: next: {shlex.join(['titan-rl', *words])}")
+    print_stderr(f"titan-rl: next: {shlex.join(['titan-rl', *words])}")
 
 
 def replace_closed_streams() -> None:
