@@ -56,7 +56,7 @@ async def test_an_agent_of_openai_agents_calls_its_tools(request: pytest.Fixture
     answers = {"look": 'I look.<tool_call>\n{"name": "look", "arguments": {"at": "clear"}}\n</tool_call>'}
     async with talking(qwen3(TOKENIZER), answers=answers, any_model=True) as stage, serve(stage.app) as url:
         told = await told_by(python, str(PROGRAMS / "openai_agents.py"), url=url)
-        assert stage.app.exchanges.num_places_taken == 0
+        assert stage.app.exchanges.num_completions_running == 0
     assert "a clear sky" in told["whole"]
     assert told["stream"] == told["whole"]
     assert told["requests"] == 2

@@ -144,9 +144,9 @@ async def test_a_body_in_drops_is_not_waited_for() -> None:
 async def test_a_client_that_shuts_its_half_has_gone(stream: bool) -> None:
     async with connected(block_at_step=2) as (stage, connection):
         await connection.send(request(400, stream=stream))
-        await until(lambda: stage.app.exchanges.num_places_taken == 1)
+        await until(lambda: stage.app.exchanges.num_completions_running == 1)
         connection.socket.shutdown(socket.SHUT_WR)
-        await until(lambda: stage.app.exchanges.num_places_taken == 0)
+        await until(lambda: stage.app.exchanges.num_completions_running == 0)
         stage.engines.engines[0].release.set()
         await until(lambda: not any(replica.num_requests for replica in stage.router.replicas))
         assert stage.engines.engines[0].num_steps < 400
@@ -164,8 +164,8 @@ async def test_a_client_that_never_reads_has_gone() -> None:
             }
         ).encode()
         await connection.send(with_head(asked))
-        await until(lambda: stage.app.exchanges.num_places_taken > 0)
-        await until(lambda: stage.app.exchanges.num_places_taken == 0)
+        await until(lambda: stage.app.exchanges.num_completions_running > 0)
+        await until(lambda: stage.app.exchanges.num_completions_running == 0)
 
 
 class Written:

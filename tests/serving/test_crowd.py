@@ -58,7 +58,7 @@ async def test_streams_are_right_under_pulls_and_pauses() -> None:
     ):
         streams = asyncio.gather(*(streamed(client, url, [number, 1]) for number in range(CLIENTS)))
         version = 0
-        while stage.app.exchanges.num_places_taken == 0:  # noqa: ASYNC110  nothing tells of it
+        while stage.app.exchanges.num_completions_running == 0:  # noqa: ASYNC110  nothing tells of it
             await asyncio.sleep(0)
         while not streams.done():
             version += 1
@@ -71,7 +71,7 @@ async def test_streams_are_right_under_pulls_and_pauses() -> None:
             )
             assert token_ids == own.token_ids
         assert version > 2
-        assert stage.app.exchanges.num_places_taken == 0
+        assert stage.app.exchanges.num_completions_running == 0
 
 
 @pytest.mark.skipif(not DEEP, reason="a thousand clients take half a minute")
@@ -127,7 +127,7 @@ def test_no_request_makes_the_server_fail(asked: list[tuple[str, dict[str, Any]]
                 assert answer.status_code in (200, 400, 404), answer.text
                 if answer.status_code != 200:
                     assert isinstance(answer.json()["error"]["message"], str)
-            assert stage.app.exchanges.num_places_taken == 0
+            assert stage.app.exchanges.num_completions_running == 0
             assert not any(replica.num_requests for replica in stage.router.replicas)
 
     asyncio.run(all_of_them())

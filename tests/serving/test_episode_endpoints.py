@@ -194,7 +194,7 @@ async def test_its_end_cancels_what_is_in_flight() -> None:
             await until(lambda: episode.num_in_flight == 1)
             episode.end(RolloutStatus.TRUNCATED_TIME)
             assert (await asking).status_code == 410
-        assert it.app.exchanges.num_places_taken == 0
+        assert it.app.exchanges.num_completions_running == 0
 
 
 async def test_an_episode_may_have_a_policy_and_a_sampling_of_its_own() -> None:

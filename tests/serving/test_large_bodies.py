@@ -76,7 +76,7 @@ async def test_others_are_answered_while_a_long_text_is_tokenized(
     async with talking(stuck, tokenizer=stuck) as stage, client_of(stage.app) as client, asyncio.timeout(HANG_S):
         asked = asyncio.create_task(client.post(path, json=body))
         await asyncio.to_thread(stuck.began.wait, 20)
-        assert stage.app.exchanges.num_places_taken == 1
+        assert stage.app.exchanges.num_completions_running == 1
         sky = {"messages": [{"role": "user", "content": "sky"}]}
         short = asyncio.create_task(client.post("/v1/chat/completions", json=sky))
         assert (await client.get("/health")).status_code == 200
@@ -86,7 +86,7 @@ async def test_others_are_answered_while_a_long_text_is_tokenized(
         stuck.go_on.set()
         assert (await asked).status_code == 400  # it is longer than the context
         assert (await short).json()["choices"][0]["message"]["content"] == "blue"
-        assert stage.app.exchanges.num_places_taken == 0
+        assert stage.app.exchanges.num_completions_running == 0
 
 
 async def test_time_is_up_for_a_text_that_is_still_tokenized() -> None:
@@ -95,7 +95,7 @@ async def test_time_is_up_for_a_text_that_is_still_tokenized() -> None:
     async with talking(stuck, tokenizer=stuck, limits=limits) as stage, client_of(stage.app) as client:
         answer = await client.post("/v1/completions", json={"prompt": LONG})
         stuck.go_on.set()
-    assert (answer.status_code, stage.app.exchanges.num_places_taken) == (504, 0)
+    assert (answer.status_code, stage.app.exchanges.num_completions_running) == (504, 0)
 
 
 @pytest.mark.parametrize(

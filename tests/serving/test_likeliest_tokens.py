@@ -80,7 +80,7 @@ async def test_where_there_are_none_it_is_a_400_that_names_the_field(stream: boo
             body = {"prompt": "x", "max_tokens": 3, "logprobs": 2, "stream": stream}
             told = await client.post("/v1/completions", json=body)
             assert (told.status_code, told.json()["error"]["param"]) == (400, "top_logprobs")
-        await until(lambda: app.exchanges.num_places_taken == 0)
+        await until(lambda: app.exchanges.num_completions_running == 0)
 
 
 def _without(stage: Served) -> Any:

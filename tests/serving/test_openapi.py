@@ -94,7 +94,7 @@ def test_every_request_has_an_answer_that_is_described(stage: tuple[str, Served]
     answered()
     generating = [operation.path for operation in operations if operation.method == "post"]
     assert not DEEP or all((path, 200) in seen for path in generating), seen
-    wait_until(lambda: served.app.exchanges.num_places_taken == 0)
+    wait_until(lambda: served.app.exchanges.num_completions_running == 0)
     wait_until(lambda: not any(replica.num_requests for replica in served.router.replicas))
 
 

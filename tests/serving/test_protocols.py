@@ -116,7 +116,7 @@ async def test_a_client_that_goes_away_frees_its_place(protocol: Protocol) -> No
         asked = asyncio.create_task(streamed(client, protocol, "hi"))
         await until(lambda: any(engine.started.is_set() for engine in stage.engines.engines))
         asked.cancel()
-        await until(lambda: stage.app.exchanges.num_places_taken == 0)
+        await until(lambda: stage.app.exchanges.num_completions_running == 0)
         for engine in stage.engines.engines:
             engine.release.set()
         await until(lambda: not any(replica.num_requests for replica in stage.router.replicas))

@@ -106,5 +106,5 @@ def test_a_stop_that_shows_at_the_very_end_is_what_ended_it() -> None:
         reader = ReplyReader(form("template", stops=["\ufffd"]))
         if told_as_it_comes:
             assert reader.take(TokenChunk("r", broken, cut.logprobs, cut.version_spans))[1] is None
-        reply = reader.end(cut)[1] if told_as_it_comes else reader.whole(cut)
+        reply = reader.end(cut)[1] if told_as_it_comes else reader.read(cut)
         assert (reply.content, reply.stop, reply.finish_reason) == ("a", "\ufffd", FinishReason.STOP)

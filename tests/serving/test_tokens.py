@@ -222,12 +222,12 @@ async def test_the_places_are_limited_and_given_back() -> None:
     async with served(engine={"block_at_step": 2}, count=1, limits=limits) as stage, client_of(stage.app) as client:
         (engine,) = stage.engines.engines
         asked = [asyncio.create_task(client.post(PATH, json=body())) for _ in range(2)]
-        await until(lambda: stage.app.exchanges.num_places_taken == 2)
+        await until(lambda: stage.app.exchanges.num_completions_running == 2)
         answer = await client.post(PATH, json=body())
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         engine.release.set()
         assert [(await one).status_code for one in asked] == [200, 200]
-        assert stage.app.exchanges.num_places_taken == 0
+        assert stage.app.exchanges.num_completions_running == 0
         assert (await client.post(PATH, json=body())).status_code == 200
 
 
@@ -237,7 +237,7 @@ async def test_a_request_that_takes_too_long_is_a_504(stream: bool) -> None:
     async with served(engine={"block_at_step": 1}, count=1, limits=limits) as stage, client_of(stage.app) as client:
         answer = await client.post(PATH, json=body(stream=stream))
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
-        assert stage.app.exchanges.num_places_taken == 0
+        assert stage.app.exchanges.num_completions_running == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -247,10 +247,10 @@ async def test_a_client_that_goes_away_frees_its_place(stream: bool) -> None:
         async with httpx.AsyncClient() as client:
             asked = asyncio.create_task(client.post(url + PATH, json=body(400, stream=stream)))
             await asyncio.to_thread(engine.started.wait, 20)
-            assert stage.app.exchanges.num_places_taken == 1
+            assert stage.app.exchanges.num_completions_running == 1
             asked.cancel()
             await asyncio.wait([asked])
-        await until(lambda: stage.app.exchanges.num_places_taken == 0)
+        await until(lambda: stage.app.exchanges.num_completions_running == 0)
         engine.release.set()
         await until(lambda: not any(replica.num_requests for replica in stage.router.replicas))
         assert engine.num_steps < 400
@@ -260,7 +260,7 @@ async def test_a_server_that_ends_answers_what_is_under_way() -> None:
     async with served(engine={"block_at_step": 1}, count=1) as stage, httpx.AsyncClient() as client:
         async with serve(stage.app) as url:
             asked = asyncio.create_task(client.post(url + PATH, json=body()))
-            await until(lambda: stage.app.exchanges.num_places_taken == 1)
+            await until(lambda: stage.app.exchanges.num_completions_running == 1)
         assert (await asked).status_code == 503
         with pytest.raises(httpx.ConnectError):
             await client.get(url + "/health")
@@ -307,7 +307,7 @@ async def test_a_full_server_is_waited_for_as_long_as_there_is_time() -> None:
         transport = httpx.ASGITransport(stage.app)
         async with HttpGenerateFn("http://policy", transport=transport) as ask:
             first = asyncio.create_task(ask([1], request_id="first", sampling=SamplingParams(2)))
-            await until(lambda: stage.app.exchanges.num_places_taken == 1)
+            await until(lambda: stage.app.exchanges.num_completions_running == 1)
             async with HttpGenerateFn("http://policy", transport=transport, timeout_s=0.05) as hurried:
                 with pytest.raises(GenerationError, match="429: the server has 0 free places"):
                     await hurried([1], request_id="hurried", sampling=SamplingParams(2))
@@ -344,7 +344,7 @@ async def test_a_cancelled_call_frees_the_server_s_place() -> None:
             await asyncio.to_thread(engine.started.wait, 20)
             asked.cancel()
             await asyncio.wait([asked])
-            await until(lambda: stage.app.exchanges.num_places_taken == 0)
+            await until(lambda: stage.app.exchanges.num_completions_running == 0)
         engine.release.set()
         await until(lambda: not any(replica.num_requests for replica in stage.router.replicas))
         assert engine.num_steps < 400

@@ -249,10 +249,10 @@ def greeting(name: str, url: str, model: str, *, chat: bool, keyed: bool) -> str
     """Greeting of a server: its policy and address, environment variables for the clients of OpenAI and Anthropic, and
     a command to try."""
     path = "chat/completions" if chat else "completions"
-    asked = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
+    prompt = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
     key = f' -H "authorization: Bearer ${API_KEY}"' if keyed else ""
     own = f'"${API_KEY}"' if keyed else "none"
-    body = json.dumps({"model": model, **asked, "max_tokens": 32})
+    body = json.dumps({"model": model, **prompt, "max_tokens": 32})
     return (
         f"serving {name}\n"
         f"    export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={own}\n"

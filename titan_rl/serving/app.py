@@ -94,8 +94,10 @@ def make_app(
     limits = limits or ServerLimits()
     keys = keys or Keys()
     exchanges = Exchanges(limits, ServerMetrics())
-    whole = unbroken(stream, wait_until_resumed=wait_until_resumed)
-    policy = ServedPolicy(model, whole, max_context, exchanges.metrics, any_model=any_model, versions=versions)
+    unbroken_stream = unbroken(stream, wait_until_resumed=wait_until_resumed)
+    policy = ServedPolicy(
+        model, unbroken_stream, max_context, exchanges.metrics, any_model=any_model, versions=versions
+    )
     parts = _Parts(policy, exchanges, tokenizer, renderer, stop_token_ids)
     if episodes is not None and parts.renderer is not None:
         episodes.renderer = parts.renderer

@@ -85,25 +85,25 @@ class Asking:
                 raise
             raise GenerationError(f"{self.endpoint} did not answer within {self._timeout_s:g} s") from error
         if response.status_code != 200:
-            said = f"{self.endpoint} answered {response.status_code}: {_message(response)}"
-            raise RequestError(said) if response.status_code in REFUSED else GenerationError(said)
+            message = f"{self.endpoint} answered {response.status_code}: {_message(response)}"
+            raise RequestError(message) if response.status_code in REFUSED else GenerationError(message)
         return response
 
     async def _until_not_busy(
         self, body: Mapping[str, Any], headers: Mapping[str, str], ends_at: float
     ) -> httpx.Response:
         clock = asyncio.get_running_loop().time
-        asked = 1
+        num_attempts = 1
         response = await self._post(body, headers)
         while True:
             pause_s = _full_for(response)
             if pause_s is not None and clock() + pause_s >= ends_at:
                 return response  # its message explains more than a time limit after a pause that is too long
             if pause_s is None:
-                if response.status_code not in self._busy or asked == self._attempts:
+                if response.status_code not in self._busy or num_attempts == self._attempts:
                     return response
-                pause_s = _growing_pause(asked)
-                asked += 1
+                pause_s = _growing_pause(num_attempts)
+                num_attempts += 1
             await asyncio.sleep(pause_s)
             response = await self._post(body, headers)
 
@@ -229,8 +229,8 @@ class HttpGenerateFn:
                 f"request {request_id!r} has a constraint, and what it leaves out does not come over HTTP"
             )
         if sampling.return_routed_experts or sampling.top_logprobs:
-            asked = "routed experts" if sampling.return_routed_experts else "top logprobs"
-            raise RequestError(f"request {request_id!r} asks for {asked}, which do not come over HTTP")
+            output = "routed experts" if sampling.return_routed_experts else "top logprobs"
+            raise RequestError(f"request {request_id!r} asks for {output}, which do not come over HTTP")
         body = {
             "request_id": request_id,
             "model": self._model,
@@ -264,10 +264,10 @@ class HttpGenerateFn:
             request_id, token_ids, logprobs, FinishReason(choice["finish_reason"]), spans, metrics=metrics
         )
 
-    def _spans(self, told: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
+    def _spans(self, version_spans: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
         spans: list[VersionSpan] = []
         at = 0
-        for span in told:
+        for span in version_spans:
             start, end = span["start"], span["end"]
             if not (is_int(start) and is_int(end) and at == start <= end):
                 raise ValueError(f"weight_versions continues at token {at} with {start!r} to {end!r}")
@@ -275,9 +275,9 @@ class HttpGenerateFn:
             at = end
         return tuple(spans)
 
-    def _version_of(self, told: Any) -> int:
+    def _version_of(self, version: Any) -> int:
         """Parse the version in a server's answer. vLLM names weights that were never updated "default"."""
-        return int(told) if str(told).isdecimal() else self._version
+        return int(version) if str(version).isdecimal() else self._version
 
 
 def _token_id(value: Any) -> int:
@@ -319,17 +319,19 @@ def _wire_sampling(sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def prompt_scores_of(told: Any, prompt: Sequence[int], top_k: int) -> PromptScores:
+def prompt_scores_of(prompt_logprobs: Any, prompt: Sequence[int], top_k: int) -> PromptScores:
     """Parse the scores of a prompt in vLLM's form: for each token the logprobs by token id; None for the first token.
 
     Raises:
         ValueError: The scores are of other tokens, or fewer than `top_k` at a position.
     """
-    if not isinstance(told, list) or len(cast("list[Any]", told)) != len(prompt):
-        raise ValueError(f"prompt_logprobs are {str(told)[:60]}; each of {len(prompt)} tokens needs an entry")
+    if not isinstance(prompt_logprobs, list) or len(cast("list[Any]", prompt_logprobs)) != len(prompt):
+        raise ValueError(
+            f"prompt_logprobs are {str(prompt_logprobs)[:60]}; each of {len(prompt)} tokens needs an entry"
+        )
     logprobs: list[float] = []
     top: list[tuple[int, float]] = []
-    for token, entry in zip(prompt[1:], cast("list[Any]", told)[1:], strict=True):
+    for token, entry in zip(prompt[1:], cast("list[Any]", prompt_logprobs)[1:], strict=True):
         if not isinstance(entry, dict):
             raise ValueError(f"prompt_logprobs have {entry!r} at one place; it must be logprobs by token id")
         by_token = {int(each): _prompt_logprob(shown["logprob"]) for each, shown in entry.items()}
@@ -445,12 +447,12 @@ class HttpChatFn:
         try:
             return await self._asking.post(self._request(messages, tools, sampling), headers)
         except RequestError as error:
-            said = str(error)
-            if self._max_tokens == "max_tokens" and "max_completion_tokens" in said:
+            message = str(error)
+            if self._max_tokens == "max_tokens" and "max_completion_tokens" in message:
                 self._max_tokens = "max_completion_tokens"
                 return await self._post(messages, tools, sampling, headers)
-            if any(sign in said.lower() for sign in _TOO_LONG):
-                raise PromptTooLongError(said) from error
+            if any(sign in message.lower() for sign in _TOO_LONG):
+                raise PromptTooLongError(message) from error
             raise
 
     def _request(
@@ -478,7 +480,7 @@ def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for message in messages:
         sent = {name: value for name, value in message.items() if name not in ("reasoning_content", "tool_calls")}
         if calls := message.get("tool_calls"):
-            sent["tool_calls"] = [_wire_call(call, f"call_{len(wired)}_{place}") for place, call in enumerate(calls)]
+            sent["tool_calls"] = [_wire_call(call, f"call_{len(wired)}_{index}") for index, call in enumerate(calls)]
             unanswered = [call["id"] for call in sent["tool_calls"]]
         if message.get("role") == "tool" and unanswered:
             answered = sent.setdefault("tool_call_id", unanswered[0])
@@ -502,11 +504,11 @@ def _reply(answer: Any) -> ChatReply:
     reason = choice.get("finish_reason")
     if reason == "content_filter":
         raise RequestError("the server withholds its reply: content_filter")
-    told = choice["message"]
-    message: dict[str, Any] = {"role": "assistant", "content": _text(told.get("content"))}
-    if reasoning := told.get("reasoning_content") or told.get("reasoning"):
+    reply = choice["message"]
+    message: dict[str, Any] = {"role": "assistant", "content": _text(reply.get("content"))}
+    if reasoning := reply.get("reasoning_content") or reply.get("reasoning"):
         message["reasoning_content"] = str(reasoning)
-    if calls := told.get("tool_calls"):
+    if calls := reply.get("tool_calls"):
         message["tool_calls"] = [_call(call) for call in calls]
     usage = answer.get("usage") or {}
     used, read = usage.get("completion_tokens"), usage.get("prompt_tokens")

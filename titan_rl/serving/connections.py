@@ -20,14 +20,14 @@ class Connections(httpx.AsyncBaseTransport):
     """
 
     def __init__(self, most: int) -> None:
-        self._places = asyncio.Semaphore(most)
+        self._slots = asyncio.Semaphore(most)
         self._ssl = httpx.create_ssl_context(trust_env=False)  # shared, because this takes milliseconds
         self._idle: list[httpx.AsyncHTTPTransport] = []
         self._busy: set[httpx.AsyncHTTPTransport] = set()
         self._is_closed = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        await self._places.acquire()
+        await self._slots.acquire()
         connection = self._idle.pop() if self._idle else self._new()
         self._busy.add(connection)
         try:
@@ -36,7 +36,7 @@ class Connections(httpx.AsyncBaseTransport):
             response = await connection.handle_async_request(request)
         except BaseException:
             self._busy.discard(connection)
-            self._places.release()
+            self._slots.release()
             await connection.aclose()
             raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
@@ -50,7 +50,7 @@ class Connections(httpx.AsyncBaseTransport):
     async def give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
         """Keep a connection for the next request. httpcore closes it if its answer was not read to the end."""
         self._busy.discard(connection)
-        self._places.release()
+        self._slots.release()
         if self._is_closed:
             await connection.aclose()
         else:

@@ -66,7 +66,7 @@ class EpisodeRewards:
     """Rewards by name, of the whole episode and of each turn. The last report of a name counts."""
 
     def __init__(self) -> None:
-        self._whole: dict[str, float] = {}
+        self._by_episode: dict[str, float] = {}
         self._by_answer: dict[Answer, dict[str, float]] = {}  # in the order of the turns
 
     def add_turn(self, answer: Answer) -> None:
@@ -95,13 +95,13 @@ class EpisodeRewards:
                 raise ValueError(f"reward {name!r} is {value!r}; it must be a finite number")
         if answer_id is not None and (answer_id, index) not in self._by_answer:
             raise LookupError(f"the episode has no choice {index} of an answer {answer_id!r}")
-        of = self._whole if answer_id is None else self._by_answer[answer_id, index]
+        of = self._by_episode if answer_id is None else self._by_answer[answer_id, index]
         of.update({str(name): float(value) for name, value in rewards.items()})
 
     def by_turn(self) -> list[dict[str, float]]:
         """Rewards of each turn; those of the whole episode are added to the last turn's."""
         turns = [dict(rewards) for rewards in self._by_answer.values()]
-        for name, value in self._whole.items() if turns else ():
+        for name, value in self._by_episode.items() if turns else ():
             turns[-1][name] = turns[-1].get(name, 0.0) + value
         return turns
 
@@ -130,9 +130,9 @@ class EpisodeSampling:
     def __init__(self, own: SamplingParams | None, episode_id: str) -> None:
         self._own = own
         self._episode_id = episode_id
-        self._asked: Counter[str] = Counter()  # number of requests by prompt
+        self._num_requests: Counter[str] = Counter()  # by prompt
 
-    def of(self, asked: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
+    def of(self, requested: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
         """Return the sampling parameters for a request.
 
         Raises:
@@ -140,10 +140,10 @@ class EpisodeSampling:
         """
         own = self._own
         if own is None:
-            return asked
-        for name, value in asked.shaping.items():
+            return requested
+        for name, value in requested.shaping.items():
             if name in _REFUSED:
-                shown = dict(asked.logit_bias) if name == "logit_bias" else value
+                shown = dict(requested.logit_bias) if name == "logit_bias" else value
                 raise ApiError(
                     400,
                     f"{name} = {shown!r} is not supported in an episode: it changes the distribution that completions "
@@ -151,21 +151,21 @@ class EpisodeSampling:
                     param=name,
                     code=UNSUPPORTED_VALUE,
                 )
-        max_tokens = min(own.max_tokens, asked.max_tokens)
+        max_tokens = min(own.max_tokens, requested.max_tokens)
         return replace(
             own,
             max_tokens=max_tokens,
-            min_tokens=min(own.min_tokens, max_tokens) if asked.constraint is None else 0,
+            min_tokens=min(own.min_tokens, max_tokens) if requested.constraint is None else 0,
             seed=None if own.seed is None else self._draw(own.seed, prompt_token_ids),
-            stop_token_ids=asked.stop_token_ids or own.stop_token_ids,
-            top_logprobs=asked.top_logprobs,
-            constraint=asked.constraint,
+            stop_token_ids=requested.stop_token_ids or own.stop_token_ids,
+            top_logprobs=requested.top_logprobs,
+            constraint=requested.constraint,
         )
 
     def _draw(self, seed: int, prompt_token_ids: Sequence[int]) -> int:
         prompt = blake2b(repr(list(prompt_token_ids)).encode(), digest_size=16).hexdigest()
-        self._asked[prompt] += 1
-        return turn_seed(seed, f"{self._episode_id}/{prompt}", self._asked[prompt] - 1)
+        self._num_requests[prompt] += 1
+        return turn_seed(seed, f"{self._episode_id}/{prompt}", self._num_requests[prompt] - 1)
 
 
 KEY_PREFIX = "episode-"
@@ -319,9 +319,9 @@ class Episode:
         if num_choices > left - sum(self._in_flight.values()):
             raise BusyError(f"the episode's requests in flight may take up the {left} turns that it has left")
 
-    def sampling_for(self, asked: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
-        """Return the sampling parameters for a completion that was requested with `asked`; see `EpisodeSampling`."""
-        return self._sampling.of(asked, prompt_token_ids)
+    def sampling_for(self, requested: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
+        """Return the sampling parameters of a completion, from those of its request; see `EpisodeSampling`."""
+        return self._sampling.of(requested, prompt_token_ids)
 
     def record(
         self,

@@ -164,13 +164,13 @@ def episode_routes(open_episode: Open) -> list[Route]:
     async def begin(request: Request) -> Response:
         body = read(request, OpenBody)
         opened = await open_episode(body.wait_s)
-        told = {
+        opened_fields = {
             "id": opened.episode.id,
             "key": opened.episode.key,
             "base_url": episode_url(str(request.base_url), opened.episode),
             "sample": plain_json(opened.sample),
         }
-        return JSONResponse(told, headers={"cache-control": "no-store"})
+        return JSONResponse(opened_fields, headers={"cache-control": "no-store"})
 
     async def show(request: Request) -> Response:
         episode = _episode_of(request)

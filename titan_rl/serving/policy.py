@@ -176,18 +176,18 @@ class ServedPolicy:
     ) -> Completion:
         began = time.monotonic()
         if on_tokens is None:
-            return self._done(began, await stream(request, self._first_told(began)), request.sampling)
+            return self._done(began, await stream(request, self._observe_first_token(began)), request.sampling)
         partial, num_tokens, is_cut = Partial(request), 0, False
         failure: Exception | None = None
 
-        def tell(chunk: TokenChunk) -> None:
+        def on_chunk(chunk: TokenChunk) -> None:
             nonlocal num_tokens, is_cut, failure
             if is_cut:
                 return
             if not num_tokens:
                 self._metrics.first_token_s.observe(time.monotonic() - began)
             try:
-                _check_asked(request.sampling, chunk)
+                _check_requested_outputs(request.sampling, chunk)
                 end = on_tokens(index, chunk)
             except Exception as error:  # not the fault of the replica that sends the chunk
                 failure, end = error, 0
@@ -198,7 +198,7 @@ class ServedPolicy:
             keep(chunk)
 
         with partial.attempt() as keep:
-            task = asyncio.create_task(stream(request, tell))
+            task = asyncio.create_task(stream(request, on_chunk))
             try:
                 completion = await task
             except asyncio.CancelledError:
@@ -211,27 +211,27 @@ class ServedPolicy:
             completion = replace(partial.so_far, finish_reason=FinishReason.STOP)
         return self._done(began, completion, request.sampling)
 
-    def _first_told(self, began: float) -> OnChunk:
+    def _observe_first_token(self, began: float) -> OnChunk:
         is_first = True
 
-        def tell(chunk: TokenChunk) -> None:
+        def on_chunk(chunk: TokenChunk) -> None:
             nonlocal is_first
             if is_first:
                 is_first = False
                 self._metrics.first_token_s.observe(time.monotonic() - began)
 
-        return tell
+        return on_chunk
 
     def _done(self, began: float, completion: Completion, sampling: SamplingParams) -> Completion:
         if completion.finish_reason is FinishReason.ABORT:
             raise ApiError(503, "generation was interrupted for too long; try again", headers={"retry-after": "1"})
-        _check_asked(sampling, completion)
+        _check_requested_outputs(sampling, completion)
         self._metrics.completion_tokens.inc(len(completion.token_ids))
         self._metrics.completion_s.observe(time.monotonic() - began)
         return completion
 
 
-def _check_asked(sampling: SamplingParams, given: Completion | TokenChunk) -> None:
+def _check_requested_outputs(sampling: SamplingParams, given: Completion | TokenChunk) -> None:
     """Check that everything that was requested has been generated.
 
     Raises:

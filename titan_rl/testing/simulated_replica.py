@@ -60,7 +60,7 @@ class _Sequence:
             count += self.spans.pop().num_tokens
         self.spans.append(VersionSpan(version, count))
 
-    def tell(self, count: int, version: int) -> None:
+    def report_chunk(self, count: int, version: int) -> None:
         if self.on_chunk is not None:
             spans = (VersionSpan(version, count),)
             self.on_chunk(TokenChunk(self.request_id, some_tokens(count), some_logprobs(count), spans))
@@ -294,7 +294,7 @@ class SimulatedReplica:
         for sequence in self._running:
             sequence.add(steps, self.version)
             if self._stream_interval is not None and sequence.left:
-                sequence.tell(steps, self.version)
+                sequence.report_chunk(steps, self.version)
             if sequence.left == 0:
                 self._held -= sequence.num_tokens
                 sequence.resolve(sequence.reason)

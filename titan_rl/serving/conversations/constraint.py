@@ -137,9 +137,9 @@ class Constraining:
     def _behind_reasoning(self, reply: Format, prompt_token_ids: Sequence[int]) -> Format:
         """Allow reasoning before a reply: if the prompt has begun it, it must end; otherwise a model that can reason
         may."""
-        begun = self._text.shown(prompt_token_ids[-64:]).rpartition(_THINK)
-        is_open = bool(begun[1]) and _THINK_END not in begun[2]
-        is_over = bool(begun[1]) and not is_open and not begun[2].partition(_THINK_END)[2].strip()
+        parts = self._text.shown(prompt_token_ids[-64:]).rpartition(_THINK)
+        is_open = bool(parts[1]) and _THINK_END not in parts[2]
+        is_over = bool(parts[1]) and not is_open and not parts[2].partition(_THINK_END)[2].strip()
         if is_over or _THINK not in self._text.markup():
             return reply
         rest = [
@@ -181,15 +181,15 @@ class Constraining:
         the end of the message. Returns a reason as a string if there is no such form."""
         function = {"name": _NAME, "arguments": {_FIELD: _VALUE}}
         calls = [{"type": "function", "id": f"call_{index}", "function": function} for index in range(count)]
-        asked, tools = [{"role": "user", "content": "1"}], [_TOOL]
-        prompt = list(self._renderer.render_ids(asked, tools=tools, add_generation_prompt=True))
-        called = [*asked, {"role": "assistant", "content": "", "tool_calls": calls}]
-        whole = list(self._renderer.render_ids(called, tools=tools))
-        if whole[: len(prompt)] != prompt:
+        question, tools = [{"role": "user", "content": "1"}], [_TOOL]
+        prompt = list(self._renderer.render_ids(question, tools=tools, add_generation_prompt=True))
+        called = [*question, {"role": "assistant", "content": "", "tool_calls": calls}]
+        token_ids = list(self._renderer.render_ids(called, tools=tools))
+        if token_ids[: len(prompt)] != prompt:
             return "a reply that calls a tool does not begin where other replies do"
-        reply = whole[len(prompt) :]
+        reply = token_ids[len(prompt) :]
         stops = set(self._renderer.get_stop_token_ids())
-        reply = reply[: next((place for place, token in enumerate(reply) if token in stops), len(reply))]
+        reply = reply[: next((index for index, token in enumerate(reply) if token in stops), len(reply))]
         parsed = self._renderer.parse_response(reply, tools=tools, prompt_ids=prompt)
         if not getattr(self._renderer, "reads_tool_calls", True) or len(parsed.tool_calls) != count:
             return "its renderer reads no calls of tools; set model.renderer to one that does"

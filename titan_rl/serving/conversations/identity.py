@@ -51,13 +51,13 @@ def identity_of(message: Message) -> Identity:
     if message.get("role") != "assistant":
         return Identity(_digest(_without_empty({**message, "content": _content(message.get("content"))})))
     content = _content(message.get("content"))
-    said = {
+    answer = {
         "content": content.strip() if isinstance(content, str) else content,
         "tool_calls": [_tool_call(call) for call in message.get("tool_calls") or ()],
     }
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     text = reasoning.strip() if isinstance(reasoning, str) else reasoning
-    return Identity(_digest({"role": "assistant", **_without_empty(said)}), _digest(text) if text else None)
+    return Identity(_digest({"role": "assistant", **_without_empty(answer)}), _digest(text) if text else None)
 
 
 def identity_of_tokens(token_ids: Sequence[int]) -> Identity:

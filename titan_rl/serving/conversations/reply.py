@@ -113,13 +113,13 @@ class Reply:
 
 class _Mode(Enum):
     UNKNOWN = "what comes next has no text yet"
-    THINKING = "reasoning is told as it comes"
-    LIVE = "content is told as it comes"
-    HELD = "what the text is shows when it is whole"
+    THINKING = "reasoning is sent as it comes"
+    LIVE = "content is sent as it comes"
+    HELD = "the kind of the text is certain only when the reply is complete"
 
 
 @dataclass(slots=True)
-class _Told:
+class _SentParts:
     """Parts of a reply that the client has received."""
 
     reasoning: str = ""
@@ -183,7 +183,7 @@ class ReplyReader:
         self._reader = TextReader(form.text.decode, form.stops)
         self._token_ids: list[int] = []
         self._pending = ""  # text that has not been passed on yet
-        self._told = _Told()
+        self._sent = _SentParts()
         self._mode = _Mode.UNKNOWN
         self._begins_thinking: bool | None = None  # determined on first use
 
@@ -203,29 +203,29 @@ class ReplyReader:
             count = end
         if self._form.tools and any(map(self._form.text.is_special, chunk.token_ids[:count])):
             self._mode = _Mode.HELD
-        reasoning, content = self._told_now(piece)
+        reasoning, content = self._certain_parts(piece)
         kept = tokens_between(chunk, 0, count)
         return Delta(reasoning, content, (), kept.token_ids, kept.logprobs, kept.top_logprobs), end
 
     def end(self, completion: Completion) -> tuple[Delta, Reply]:
         """Return the rest of the reply, and the whole reply."""
-        whole = self.whole(completion)
-        message, told = dict(whole.message), self._told
+        complete = self.read(completion)
+        message, sent = dict(complete.message), self._sent
         rest = self._pending + self._reader.end()
-        if told.content or not whole.reasoning.startswith(told.reasoning):
+        if sent.content or not complete.reasoning.startswith(sent.reasoning):
             # The text that was passed on cannot change and is part of the message that comes back. Reasoning precedes
             # content.
-            message["reasoning_content"] = told.reasoning + (rest if self._mode is _Mode.THINKING else "")
+            message["reasoning_content"] = sent.reasoning + (rest if self._mode is _Mode.THINKING else "")
             if not message["reasoning_content"]:
                 del message["reasoning_content"]
-        if not whole.content.startswith(told.content):
-            message["content"] = told.content + ("" if whole.tool_calls else rest)
-        reply = Reply(message, completion, whole.stop)
+        if not complete.content.startswith(sent.content):
+            message["content"] = sent.content + ("" if complete.tool_calls else rest)
+        reply = Reply(message, completion, complete.stop)
         return Delta(
-            reply.reasoning[len(told.reasoning) :], reply.content[len(told.content) :], reply.tool_calls
+            reply.reasoning[len(sent.reasoning) :], reply.content[len(sent.content) :], reply.tool_calls
         ), reply
 
-    def whole(self, completion: Completion) -> Reply:
+    def read(self, completion: Completion) -> Reply:
         """Read a whole completion of which nothing was passed on before."""
         parsed = self._form.parsed(completion.token_ids)
         content, stops = parsed.content, self._form.stops
@@ -251,16 +251,16 @@ class ReplyReader:
             text.is_special(one) or any(mark in text.piece(one) for mark in _MAY_END_A_CALL) for one in token_ids
         )
 
-    def _told_now(self, piece: str) -> tuple[str, str]:
+    def _certain_parts(self, piece: str) -> tuple[str, str]:
         """Return the reasoning and content that are certain with this piece."""
         self._pending += piece
         reasoning = content = ""
         if self._mode is _Mode.UNKNOWN:
             self._find_mode()
         if self._mode is _Mode.THINKING:
-            reasoning = self._tell_reasoning()
+            reasoning = self._take_reasoning()
         if self._mode is _Mode.LIVE:
-            content = self._tell_content()
+            content = self._take_content()
         return reasoning, content
 
     def _find_mode(self) -> None:
@@ -273,7 +273,7 @@ class ReplyReader:
         parsed = self._form.parsed(self._token_ids)
         if parsed.tool_calls:
             self._mode = _Mode.HELD
-        elif thinks and not self._told.reasoning and parsed.reasoning_content and not parsed.content:
+        elif thinks and not self._sent.reasoning and parsed.reasoning_content and not parsed.content:
             self._mode = _Mode.THINKING
             self._pending = self._pending.lstrip().removeprefix(_THINK)
         elif not thinks and parsed.content.strip().startswith(shown):
@@ -283,31 +283,31 @@ class ReplyReader:
         elif not thinks or parsed.content or _THINK_END in self._pending:
             self._mode = _Mode.HELD
 
-    def _tell_reasoning(self) -> str:
+    def _take_reasoning(self) -> str:
         text, closed, rest = self._pending.partition(_THINK_END)
         if closed:
             self._mode, self._begins_thinking = _Mode.UNKNOWN, False
             self._pending = rest
-            text = text.strip() if not self._told.reasoning else text.rstrip()
-            self._told.reasoning += text
+            text = text.strip() if not self._sent.reasoning else text.rstrip()
+            self._sent.reasoning += text
             if rest.strip():
                 self._find_mode()
             return text
-        if not self._told.reasoning:
+        if not self._sent.reasoning:
             self._pending = self._pending.lstrip()
         mark = self._pending.find("<") if self._form.tools else self._pending.rfind("<")
         may_close = mark >= 0 and (bool(self._form.tools) or _THINK_END.startswith(self._pending[mark:]))
         text = (self._pending[:mark] if may_close else self._pending).rstrip()
         self._pending = self._pending[len(text) :]
-        self._told.reasoning += text
+        self._sent.reasoning += text
         return text
 
-    def _tell_content(self) -> str:
+    def _take_content(self) -> str:
         text = self._pending
         if self._form.tools:
             ends = [end for mark in _MAY_BEGIN_A_CALL if (end := text.find(mark)) >= 0]
             text = text[: min(ends, default=None)]
         text = text.rstrip()  # a renderer may strip trailing white space
         self._pending = self._pending[len(text) :]
-        self._told.content += text
+        self._sent.content += text
         return text

@@ -182,12 +182,12 @@ class Style:
     Args:
         renderer: Replaces the renderer of the tree.
         key: Distinguishes prompts of this renderer from others.
-        begun: Tokens of a reply that the client has begun itself. The prompt ends with them.
+        prefill: Tokens of the beginning of the reply, given by the client. The prompt ends with them.
     """
 
     renderer: Renderer | None = None
     key: bytes = b""
-    begun: Sequence[int] = ()
+    prefill: Sequence[int] = ()
 
 
 _USUAL = Style()
@@ -249,16 +249,16 @@ class ConversationTree:
             raise RequestError("messages is empty; a conversation has at least one")
         identities = [identity_of(message) for message in messages]
         root = identity_of_tools(tools) + style.key
-        renderer, begun = style.renderer or self._renderer, list(style.begun)
+        renderer, prefill = style.renderer or self._renderer, list(style.prefill)
         turn, after, known = self._find(self._roots.get(root), identities)
         rest = list(map(NewMessage.of, identities[known:], messages[known:]))
         if turn is not None:
             so_far = turn.token_ids
             token_ids = _extend(renderer, turn, messages[known:], tools)
             if token_ids[: len(so_far)] == so_far:
-                token_ids += begun
+                token_ids += prefill
                 return Prompt(token_ids, turn, token_ids[len(so_far) :], root, after, rest)
-        token_ids = _render(renderer, messages, tools) + begun
+        token_ids = _render(renderer, messages, tools) + prefill
         return Prompt(token_ids, None, token_ids, root, after, rest)
 
     def prompt_of_tokens(self, token_ids: Sequence[int], show: Callable[[Sequence[int]], str]) -> Prompt:
@@ -273,9 +273,11 @@ class ConversationTree:
         self._num_in_prefixes = len(self._turns)
         parent = min(self._prefixes.longest(token_ids), key=_first_to_go_on_from, default=None)
         added = list(token_ids[0 if parent is None else len(parent.token_ids) :])
-        said = [NewMessage.of(identity_of_tokens(added), {"role": "user", "content": show(added)})] if added else []
+        new_messages = (
+            [NewMessage.of(identity_of_tokens(added), {"role": "user", "content": show(added)})] if added else []
+        )
         after = self._roots.get(_IN_TOKENS) if parent is None else parent.place
-        return Prompt(list(token_ids), parent, added, _IN_TOKENS, after, said)
+        return Prompt(list(token_ids), parent, added, _IN_TOKENS, after, new_messages)
 
     def add(self, prompt: Prompt, completion: Completion, message: Message) -> TurnNode:
         """Record a completion of a prompt. Several completions of one prompt are siblings.
@@ -315,14 +317,14 @@ class ConversationTree:
     def transcript(self) -> list[Message]:
         """Return every message that led to a turn, and every reply, each once: one branch after another, each from
         where it differs. The last reply is last."""
-        told: set[Place] = set()
+        visited: set[Place] = set()
         messages: list[Message] = []
         for branch in self.branches():
             new: list[Message] = []
             for turn in reversed(branch):
                 place = turn.place
-                while place.message is not None and place.before is not None and place not in told:
-                    told.add(place)
+                while place.message is not None and place.before is not None and place not in visited:
+                    visited.add(place)
                     new.append(place.message)
                     place = place.before
             messages += reversed(new)

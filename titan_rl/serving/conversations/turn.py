@@ -48,7 +48,7 @@ class TurnAsk:
         param: Name of the request's field that contains the messages.
         constraint: Constraint on the replies.
         template_kwargs: Keyword arguments of the chat template.
-        begun: Beginning of a reply by the client, which the completion continues.
+        prefill: Beginning of the reply, given by the client; the completion continues it.
         policy: Policy that generates. Defaults to the server's policy.
     """
 
@@ -65,7 +65,7 @@ class TurnAsk:
     param: str = "messages"
     constraint: Constraint | None = None
     template_kwargs: Mapping[str, Any] | None = None
-    begun: str | None = None
+    prefill: str | None = None
     policy: ServedPolicy | None = None
 
 
@@ -80,61 +80,66 @@ class Turns:
         self._constraining = Constraining(renderer, text)
         self._of_thread = threading.local()  # renderers by the keywords of their template, each with its own tokenizer
 
-    def begin(self, asked: TurnAsk, id_prefix: str) -> ServedTurn:
+    def begin(self, turn_ask: TurnAsk, id_prefix: str) -> ServedTurn:
         """Make a turn for a request. Nothing is tokenized, generated or kept before its `replies` is called."""
-        return ServedTurn(self, asked, f"{id_prefix}{uuid.uuid4().hex}")
+        return ServedTurn(self, turn_ask, f"{id_prefix}{uuid.uuid4().hex}")
 
-    async def talk(self, asked: TurnAsk) -> Talk:
+    async def talk(self, turn_ask: TurnAsk) -> Talk:
         """Make the prompt of a turn.
 
         Raises:
             RequestError: The renderer refuses the messages, or the caller's episode is over.
         """
-        num_characters = sum(_PER_MESSAGE + len(message.get("content") or "") for message in asked.messages)
+        num_characters = sum(_PER_MESSAGE + len(message.get("content") or "") for message in turn_ask.messages)
         return await self._tokenizing(
-            lambda: asked.caller.talk(asked.messages, asked.tools, asked.session_id, self._style(asked)),
+            lambda: turn_ask.caller.talk(turn_ask.messages, turn_ask.tools, turn_ask.session_id, self._style(turn_ask)),
             num_characters,
         )
 
-    def _style(self, asked: TurnAsk) -> Style:
+    def _style(self, turn_ask: TurnAsk) -> Style:
         """Make the style of a turn's prompt.
 
         Raises:
             RequestError: The renderer does not support such keywords.
         """
-        begun = () if asked.begun is None else self.text.encode(asked.begun, add_special_tokens=False)
-        if not asked.template_kwargs:
-            return Style(begun=begun)
-        key = identity_of_kwargs(asked.template_kwargs)
-        return Style(self._renderer_of(asked), key, begun)
+        prefill = () if turn_ask.prefill is None else self.text.encode(turn_ask.prefill, add_special_tokens=False)
+        if not turn_ask.template_kwargs:
+            return Style(prefill=prefill)
+        key = identity_of_kwargs(turn_ask.template_kwargs)
+        return Style(self._renderer_of(turn_ask), key, prefill)
 
-    def _renderer_of(self, asked: TurnAsk) -> Renderer:
-        if not asked.template_kwargs:
+    def _renderer_of(self, turn_ask: TurnAsk) -> Renderer:
+        if not turn_ask.template_kwargs:
             return self._renderer
-        key = identity_of_kwargs(asked.template_kwargs)
+        key = identity_of_kwargs(turn_ask.template_kwargs)
         variants: LRUCache[bytes, Renderer] = vars(self._of_thread).setdefault("variants", LRUCache(_MOST_VARIANTS))
         if (found := variants.get(key)) is None:
             held = self._tokenizing.held
-            found = with_template_kwargs(held(self._renderer), asked.template_kwargs, held(self.text.tokenizer))
+            found = with_template_kwargs(held(self._renderer), turn_ask.template_kwargs, held(self.text.tokenizer))
             variants[key] = found
         return found
 
-    def sampling(self, asked: TurnAsk, prompt_token_ids: Sequence[int]) -> SamplingParams:
+    def sampling(self, turn_ask: TurnAsk, prompt_token_ids: Sequence[int]) -> SamplingParams:
         """Make the sampling parameters of the replies to a prompt.
 
         Raises:
             ApiError: With status 400 if the conversation fills the context, two values contradict each other, or the
                 constraint cannot be enforced.
         """
-        given = asked.sampling
-        if asked.constraint is not None:
-            given = {**given, "constraint": self._constraining.tag(asked.constraint, asked.tools, prompt_token_ids)}
-        return self.policy.sampling(len(prompt_token_ids), asked.max_tokens, asked.param, **given)
+        given = turn_ask.sampling
+        if turn_ask.constraint is not None:
+            given = {
+                **given,
+                "constraint": self._constraining.tag(turn_ask.constraint, turn_ask.tools, prompt_token_ids),
+            }
+        return self.policy.sampling(len(prompt_token_ids), turn_ask.max_tokens, turn_ask.param, **given)
 
-    def form(self, asked: TurnAsk, prompt_token_ids: Sequence[int]) -> ReplyForm:
+    def form(self, turn_ask: TurnAsk, prompt_token_ids: Sequence[int]) -> ReplyForm:
         """Make the rules for reading the replies to a prompt."""
-        tools = asked.tools if asked.may_call else None
-        return ReplyForm(self._renderer_of(asked), self.text, prompt_token_ids, tools, asked.one_call, asked.stops)
+        tools = turn_ask.tools if turn_ask.may_call else None
+        return ReplyForm(
+            self._renderer_of(turn_ask), self.text, prompt_token_ids, tools, turn_ask.one_call, turn_ask.stops
+        )
 
 
 class ServedTurn:
@@ -145,11 +150,11 @@ class ServedTurn:
         prompt_token_ids: Tokens of the prompt; empty before it is made.  # [num_prompt_tokens]
     """
 
-    def __init__(self, turns: Turns, asked: TurnAsk, request_id: str) -> None:
+    def __init__(self, turns: Turns, turn_ask: TurnAsk, request_id: str) -> None:
         self.id = request_id
         self.prompt_token_ids: Sequence[int] = ()
         self._turns = turns
-        self._asked = asked
+        self._turn_ask = turn_ask
         self._talk: Talk | None = None
 
     async def replies(self, on_delta: OnDelta | None = None) -> list[Reply]:
@@ -162,14 +167,14 @@ class ServedTurn:
             RequestError: The renderer refuses the messages, or the caller's episode is over.
             ApiError: With status 400 if the conversation fills the context, or two values contradict each other.
         """
-        asked = self._asked
-        policy = asked.policy or self._turns.policy
-        self._talk = talk = await self._turns.talk(asked)
+        turn_ask = self._turn_ask
+        policy = turn_ask.policy or self._turns.policy
+        self._talk = talk = await self._turns.talk(turn_ask)
         self.prompt_token_ids = prompt_token_ids = talk.prompt_token_ids
-        sampling = self._turns.sampling(asked, prompt_token_ids)
-        ask = talk.ask(sampling, asked.num_choices, self.id)
-        form = self._turns.form(asked, prompt_token_ids)
-        readers = [ReplyReader(form) for _ in range(asked.num_choices)]
+        sampling = self._turns.sampling(turn_ask, prompt_token_ids)
+        ask = talk.ask(sampling, turn_ask.num_choices, self.id)
+        form = self._turns.form(turn_ask, prompt_token_ids)
+        readers = [ReplyReader(form) for _ in range(turn_ask.num_choices)]
 
         def on_tokens(index: int, chunk: TokenChunk) -> int | None:
             delta, end = readers[index].take(chunk)
@@ -182,14 +187,14 @@ class ServedTurn:
         try:
             completions = await policy.complete(ask, on_tokens if is_watched else None)
         except UnsupportedSamplingError as error:
-            if error.parameter != "constraint" or asked.constraint is None:
+            if error.parameter != "constraint" or turn_ask.constraint is None:
                 raise
-            param = asked.constraint.param
+            param = turn_ask.constraint.param
             raise ApiError(400, f"{param}: {NOT_HONOURED}", param=param, code=UNSUPPORTED_VALUE) from None
         replies: list[Reply] = []
         for index, (reader, completion) in enumerate(zip(readers, completions, strict=True)):
             if on_delta is None:
-                replies.append(reader.whole(completion))
+                replies.append(reader.read(completion))
                 continue
             rest, reply = reader.end(completion)
             if rest:
@@ -208,6 +213,6 @@ class ServedTurn:
         assert self._talk is not None, "there are no replies before they are generated"
         for index, reply in enumerate(replies):
             message = reply.message
-            if self._asked.begun is not None:
-                message = {**message, "content": self._asked.begun + (message["content"] or "")}
+            if self._turn_ask.prefill is not None:
+                message = {**message, "content": self._turn_ask.prefill + (message["content"] or "")}
             self._talk.record(index, reply.completion, message)

@@ -80,7 +80,9 @@ class ServerMetrics:
             ("path", "status"),
             registry=self._registry,
         )
-        self.places = Gauge("titan_rl_completions_running", "Completions under way.", registry=self._registry)
+        self.completions_running = Gauge(
+            "titan_rl_completions_running", "Completions under way.", registry=self._registry
+        )
         self.prompt_tokens = Counter("titan_rl_prompt_tokens", "Prompt tokens.", registry=self._registry)
         self.completion_tokens = Counter("titan_rl_completion_tokens", "Sampled tokens.", registry=self._registry)
         self.gone = Counter(
@@ -162,7 +164,7 @@ class ClientGoneError(Exception):
 
 
 class Exchanges:
-    """All requests in flight, and the places that they take."""
+    """All requests in flight, and the numbers of completions that they generate."""
 
     def __init__(self, limits: ServerLimits, metrics: ServerMetrics) -> None:
         self.limits = limits
@@ -172,7 +174,7 @@ class Exchanges:
         self._closed = False
 
     @property
-    def num_places_taken(self) -> int:
+    def num_completions_running(self) -> int:
         return self.limits.num_places - self._free
 
     def close(self) -> None:
@@ -182,9 +184,9 @@ class Exchanges:
             self._end(scope, _closing())
 
     @asynccontextmanager
-    async def open(self, receive: Receive, num_places: int) -> AsyncGenerator[None]:
-        """Context manager that takes `num_places` places. The block is cancelled if the client disconnects or its time
-        is up.
+    async def open(self, receive: Receive, num_completions: int) -> AsyncGenerator[None]:
+        """Context manager of a request with `num_completions` completions. The block is cancelled if the client
+        disconnects or its time is up.
 
         Raises:
             ClientGoneError: The client has disconnected.
@@ -192,16 +194,16 @@ class Exchanges:
         """
         if self._closed:
             raise _closing()
-        if num_places > self._free:
+        if num_completions > self._free:
             raise ApiError(
                 429,
-                f"the server has {self._free} free places for completions, and the request needs {num_places}",
+                f"the server has {self._free} free places for completions, and the request needs {num_completions}",
                 code="too_many_requests",
                 headers={"retry-after": "1"},
             )
         scope = asyncio.timeout(self.limits.request_s)
         watcher: asyncio.Task[None] | None = None
-        self._take(num_places)
+        self._take(num_completions)
         try:
             async with scope:
                 self._open[scope] = None
@@ -212,7 +214,7 @@ class Exchanges:
                 raise
             raise self._open[scope] or _late(self.limits.request_s) from error
         finally:
-            self._take(-num_places)
+            self._take(-num_completions)
             self._open.pop(scope, None)
             if watcher is not None:
                 watcher.cancel()
@@ -227,9 +229,9 @@ class Exchanges:
             self._open[scope] = error
             scope.reschedule(asyncio.get_running_loop().time())
 
-    def _take(self, num_places: int) -> None:
-        self._free -= num_places
-        self.metrics.places.inc(num_places)
+    def _take(self, num_completions: int) -> None:
+        self._free -= num_completions
+        self.metrics.completions_running.inc(num_completions)
 
 
 class Answer:
@@ -237,7 +239,7 @@ class Answer:
 
     Args:
         work: Called with None, returns the body. Called with an `Emit`, passes each event of the stream to it.
-        num_places: Number of completions that it generates at once.
+        num_completions: Number of completions that it generates at once.
         dialect: Form of answers in the request's protocol.
     """
 
@@ -246,20 +248,20 @@ class Answer:
         exchanges: Exchanges,
         work: Callable[[Emit | None], Awaitable[Any]],
         *,
-        num_places: int,
+        num_completions: int,
         stream: bool,
         dialect: Dialect = OPENAI,
     ) -> None:
         self._exchanges = exchanges
         self._work = work
-        self._num_places = num_places
+        self._num_completions = num_completions
         self._is_stream = stream
         self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = _Response(send)
         try:
-            async with self._exchanges.open(receive, self._num_places):
+            async with self._exchanges.open(receive, self._num_completions):
                 if self._is_stream:
                     await self._stream(response)
                 else:

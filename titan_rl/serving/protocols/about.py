@@ -142,7 +142,7 @@ def admin_routes(control: Control) -> list[Route]:
         return Response(status_code=204)
 
     def route(endpoint: Any) -> Route:
-        async def told(request: Request) -> Response:
+        async def checked(request: Request) -> Response:
             try:
                 return await endpoint(request)
             except RuntimeError as error:  # already paused, or not paused
@@ -150,7 +150,7 @@ def admin_routes(control: Control) -> list[Route]:
             except StateDictError as error:
                 raise ApiError(409, "no replica could pull this version; the server's log says why") from error
 
-        return Route(f"{ADMIN_PREFIX}{endpoint.__name__}", told, methods=["POST"])
+        return Route(f"{ADMIN_PREFIX}{endpoint.__name__}", checked, methods=["POST"])
 
     return [route(endpoint) for endpoint in (pause, resume, pull, abort)]
 
@@ -267,7 +267,7 @@ def _described(path: str, operation: EndpointDescription, with_keys: bool) -> di
     content = {media: {"schema": {"type": "object"}} if media == _JSON else {} for media in operation.answers}
     done = {"description": "Done.", **({"content": content} if content else {})}
     error = {"$ref": _SCHEMAS.format(model=operation.errors)}
-    told: dict[str, Any] = {
+    description: dict[str, Any] = {
         "summary": operation.summary,
         "responses": {
             "200" if content else "204": done,
@@ -275,16 +275,16 @@ def _described(path: str, operation: EndpointDescription, with_keys: bool) -> di
         },
     }
     if path.startswith(ADMIN_PREFIX):
-        told["security"] = [{"admin": []}]
+        description["security"] = [{"admin": []}]
     elif path.startswith(f"{EPISODES}/"):
-        told["security"] = [{"episode": []}]
+        description["security"] = [{"episode": []}]
     elif with_keys and path not in OPEN_PATHS:
-        told["security"] = [{"bearer": []}, {"header": []}]
+        description["security"] = [{"bearer": []}, {"header": []}]
     if names := re.findall(r"{(\w+)}", path):
-        told["parameters"] = [
+        description["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if operation.body is None:
-        return {"get": told, "delete": told} if operation.also_deletes else {"get": told}
+        return {"get": description, "delete": description} if operation.also_deletes else {"get": description}
     body = {"$ref": _SCHEMAS.format(model=operation.body.__name__)}
-    return {"post": {**told, "requestBody": {"required": True, "content": {_JSON: {"schema": body}}}}}
+    return {"post": {**description, "requestBody": {"required": True, "content": {_JSON: {"schema": body}}}}}

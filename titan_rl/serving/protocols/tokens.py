@@ -17,7 +17,7 @@ from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.http.request import Body, Many, read
 from titan_rl.serving.policy import Ask, ServedPolicy
-from titan_rl.serving.protocols.openai.bodies import Chat, Tool, begun_in, messages_from, tools_from
+from titan_rl.serving.protocols.openai.bodies import Chat, Tool, messages_from, take_prefill, tools_from
 from titan_rl.serving.protocols.wire import (
     Count,
     SamplingBody,
@@ -86,22 +86,22 @@ class TokenEndpoint:
 
     def __call__(self, request: Request) -> Answer:
         body = read(request, GenerateBody)
-        asked = body.sampling_params
+        params = body.sampling_params
         caller = caller_of(request)
         policy = self._policy.named(body.model)
-        num_choices = asked.n or 1
-        if asked.prompt_logprobs is not None and (num_choices > 1 or body.stream):
+        num_choices = params.n or 1
+        if params.prompt_logprobs is not None and (num_choices > 1 or body.stream):
             message = "prompt_logprobs come with one whole answer; leave n and stream out"
             raise ApiError(400, message, param="prompt_logprobs", code=UNSUPPORTED_VALUE)
         check_choices(num_choices, self._exchanges.limits.num_choices, "sampling_params.n")
         sampling = policy.sampling(
             len(body.token_ids),
-            asked.max_tokens,
+            params.max_tokens,
             "token_ids",
-            **asked.sampling(self._stop_token_ids),
+            **params.sampling(self._stop_token_ids),
         )
         request_id, session_id = body.request_id or uuid.uuid4().hex, session_id_of(request)
-        with_logprobs = asked.logprobs is not None
+        with_logprobs = params.logprobs is not None
 
         async def work(emit: Emit | None) -> Any:
             talk = caller.talk_in_tokens(body.token_ids, self._show, session_id)
@@ -113,7 +113,7 @@ class TokenEndpoint:
             self._keep(talk, completions)
             return response
 
-        return Answer(self._exchanges, work, num_places=num_choices, stream=bool(body.stream))
+        return Answer(self._exchanges, work, num_completions=num_choices, stream=bool(body.stream))
 
     def _keep(self, talk: Talk, completions: Sequence[Completion]) -> None:
         """Record completions. Called once the answer is encoded, because completions that cannot be sent must not be
@@ -178,8 +178,8 @@ def _prompt_logprobs(
     if scores is None:
         return None
     shown: list[dict[str, dict[str, float]] | None] = [None]
-    for place, (token, logprob) in enumerate(zip(prompt[1:], scores.logprobs, strict=True)):
-        at = slice(place * scores.top_k, (place + 1) * scores.top_k)
+    for position, (token, logprob) in enumerate(zip(prompt[1:], scores.logprobs, strict=True)):
+        at = slice(position * scores.top_k, (position + 1) * scores.top_k)
         pairs = [*zip(scores.top_ids[at], scores.top_logprobs[at], strict=True), (token, logprob)]
         shown.append({str(each): {"logprob": max(value, LEAST_LOGPROB)} for each, value in pairs})
     return shown
@@ -246,12 +246,12 @@ class TokenizeEndpoint:
         self._policy.named(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "there has to be a prompt or messages, and not both", param="prompt")
-        asked = None if body.messages is None else _asked(body, request)
-        turns = None if asked is None else turns_of(self._turns)
+        turn_ask = None if body.messages is None else _turn_ask(body, request)
+        turns = None if turn_ask is None else turns_of(self._turns)
 
         async def work(_: Emit | None) -> dict[str, Any]:
-            if turns is not None and asked is not None:
-                tokens = list((await turns.talk(asked)).prompt_token_ids)
+            if turns is not None and turn_ask is not None:
+                tokens = list((await turns.talk(turn_ask)).prompt_token_ids)
             else:
                 prompt, special = body.prompt or "", body.add_special_tokens is not False
                 tokens = await self._tokenizing(lambda: text.encode(prompt, add_special_tokens=special), len(prompt))
@@ -262,7 +262,7 @@ class TokenizeEndpoint:
                 "token_strs": [text.piece(token) for token in tokens] if body.return_token_strs else None,
             }
 
-        return Answer(self._exchanges, work, num_places=1, stream=False)
+        return Answer(self._exchanges, work, num_completions=1, stream=False)
 
 
 class DetokenizeEndpoint:
@@ -279,19 +279,19 @@ class DetokenizeEndpoint:
         async def work(_: Emit | None) -> dict[str, Any]:
             return {"prompt": text.shown(body.tokens)}
 
-        return Answer(self._exchanges, work, num_places=1, stream=False)
+        return Answer(self._exchanges, work, num_completions=1, stream=False)
 
 
-def _asked(body: TokenizeBody, request: Request) -> TurnAsk:
+def _turn_ask(body: TokenizeBody, request: Request) -> TurnAsk:
     messages = messages_from(body.messages or ())
-    begun = begun_in(messages, body.continue_final_message, body.add_generation_prompt)
+    prefill = take_prefill(messages, body.continue_final_message, body.add_generation_prompt)
     return TurnAsk(
         caller_of(request),
         messages,
         tools_from(body.tools),
         session_id=session_id_of(request),
         template_kwargs=body.chat_template_kwargs,
-        begun=begun,
+        prefill=prefill,
     )
 
 

@@ -105,8 +105,8 @@ def forced_in(choice: str | Mapping[str, Any] | None, name_in: Sequence[str]) ->
     if choice == "required":
         return True
     if not isinstance(choice, Mapping) or choice.get("type") != "function":
-        told = "is not supported; it may be 'auto', 'none', 'required', or a function by its name"
-        raise ApiError(400, f"tool_choice {told}", param="tool_choice", code=UNSUPPORTED_VALUE)
+        problem = "is not supported; it may be 'auto', 'none', 'required', or a function by its name"
+        raise ApiError(400, f"tool_choice {problem}", param="tool_choice", code=UNSUPPORTED_VALUE)
     found: Any = choice
     for key in name_in:
         found = cast("Mapping[str, Any]", found).get(key) if isinstance(found, Mapping) else None
@@ -245,15 +245,15 @@ def weight_versions(completion: Completion) -> list[dict[str, Any]]:
 
 def usage(num_prompt_tokens: int, completions: list[Completion]) -> dict[str, Any]:
     num_completion_tokens = sum(len(completion.token_ids) for completion in completions)
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
     }
     cached = [one.metrics["cached_prompt_tokens"] for one in completions if "cached_prompt_tokens" in one.metrics]
     if cached:
-        told["prompt_tokens_details"] = {"cached_tokens": int(min(num_prompt_tokens, max(cached)))}
-    return told
+        fields["prompt_tokens_details"] = {"cached_tokens": int(min(num_prompt_tokens, max(cached)))}
+    return fields
 
 
 def session_id_of(request: Request) -> str | None:
@@ -280,12 +280,12 @@ def token_logprobs(text: Text, tokens: Tokens) -> list[dict[str, Any]]:
         [{"token": "b", "logprob": -1.1, "bytes": [98], "top_logprobs": [
             {"token": "a", "logprob": -0.7, "bytes": [97]}, {"token": "b", "logprob": -1.1, "bytes": [98]}]}]
     """
-    told = [_told(text, *pair) for pair in zip(tokens.token_ids, tokens.logprobs, strict=True)]
+    entries = [_logprob_entry(text, *pair) for pair in zip(tokens.token_ids, tokens.logprobs, strict=True)]
     if tokens.top_logprobs is None:
-        return [{**one, "top_logprobs": ()} for one in told]
+        return [{**one, "top_logprobs": ()} for one in entries]
     return [
-        {**one, "top_logprobs": [_told(text, *pair) for pair in top]}
-        for one, top in zip(told, tokens.top_logprobs, strict=True)
+        {**one, "top_logprobs": [_logprob_entry(text, *pair) for pair in top]}
+        for one, top in zip(entries, tokens.top_logprobs, strict=True)
     ]
 
 
@@ -294,15 +294,15 @@ def top_by_text(text: Text, tokens: Tokens) -> list[dict[str, float]] | None:
     sampled token if it is not among them. Of several tokens with the same text, the likeliest counts."""
     if tokens.top_logprobs is None:
         return None
-    told: list[dict[str, float]] = []
+    by_text: list[dict[str, float]] = []
     for token_id, logprob, top in zip(tokens.token_ids, tokens.logprobs, tokens.top_logprobs, strict=True):
-        told.append({})
+        by_text.append({})
         for other, value in (*top, (token_id, logprob)):
-            told[-1].setdefault(text.piece(other), max(value, LEAST_LOGPROB))
-    return told
+            by_text[-1].setdefault(text.piece(other), max(value, LEAST_LOGPROB))
+    return by_text
 
 
-def _told(text: Text, token_id: int, logprob: float) -> dict[str, Any]:
+def _logprob_entry(text: Text, token_id: int, logprob: float) -> dict[str, Any]:
     piece = text.piece(token_id)
     in_bytes = None if "\ufffd" in piece else list(piece.encode())  # None if its bytes are part of a character
     return {"token": piece, "logprob": max(logprob, LEAST_LOGPROB), "bytes": in_bytes}

@@ -111,7 +111,7 @@ class MessagesBody(ConversationBody):
 _TEXT = ("text",)
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
-Tell = Callable[[dict[str, Any]], None]
+EmitEvent = Callable[[dict[str, Any]], None]
 
 
 def messages_from_blocks(body: ConversationBody) -> list[Message]:
@@ -168,9 +168,9 @@ class ReplyBlocks:
         blocks: Thinking, text and tool uses in this order, as far as the reply has them.
     """
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, emit: EmitEvent) -> None:
         self.blocks: list[dict[str, Any]] = []
-        self._tell = tell
+        self._emit = emit
         self._is_open = False
 
     def take(self, delta: Delta) -> None:
@@ -190,7 +190,7 @@ class ReplyBlocks:
 
     def end(self) -> None:
         if self._is_open:
-            self._tell({"type": "content_block_stop", "index": len(self.blocks) - 1})
+            self._emit({"type": "content_block_stop", "index": len(self.blocks) - 1})
             self._is_open = False
 
     def _goes_on(self, kind: str) -> bool:
@@ -200,14 +200,14 @@ class ReplyBlocks:
         self.end()
         self.blocks.append(block)
         self._is_open = True
-        self._tell({"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)})
+        self._emit({"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)})
 
     def _add(self, name: str, text: str, kind: str) -> None:
         self.blocks[-1][name] += text
         self._delta({"type": kind, name: text})
 
     def _delta(self, delta: dict[str, Any]) -> None:
-        self._tell({"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta})
+        self._emit({"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta})
 
 
 def system_of(given: Any) -> str:

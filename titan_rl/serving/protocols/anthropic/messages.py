@@ -54,13 +54,13 @@ def _error(error: ApiError) -> dict[str, Any]:
     message, param = error.message, error.param
     if param is not None and param not in message:
         message = f"{param}: {message}"
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "type": _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error"),
         "message": message,
     }
     if error.code is not None:
-        told["details"] = {"error_code": error.code}
-    return {"type": "error", "error": told}
+        fields["details"] = {"error_code": error.code}
+    return {"type": "error", "error": fields}
 
 
 ANTHROPIC = Dialect(_error, named_event, _error, request_id_headers=(b"request-id", b"x-request-id"))
@@ -101,15 +101,15 @@ class Threads:
             ApiError: With status 404 if the thread is not held, 400 if it cannot be continued like this or a message is
                 wrong.
         """
-        asked, messages = body.thread, messages_from_blocks(body)
+        thread, messages = body.thread, messages_from_blocks(body)
         tools = tools_from_anthropic(body.tools)
-        kind = None if asked is None else asked.get("type")
-        if asked is None or kind == "create":
+        kind = None if thread is None else thread.get("type")
+        if thread is None or kind == "create":
             return WholeConversation(messages, tools)
         if kind != "continue":
             message = "thread.type must be 'create' or 'continue'; send the whole conversation without a thread"
             raise ApiError(400, message, param="thread.type", code="thread_unsupported_request")
-        held = self._find(caller, asked.get("previous_message_id"))
+        held = self._find(caller, thread.get("previous_message_id"))
         if body.tools is not None and tools != held.tools:
             raise _differs("tools")
         has_system = bool(system_of(body.system))
@@ -164,7 +164,7 @@ class MessagesEndpoint:
         turns = turns_of(self._turns)
         body, caller = read(request, MessagesBody), caller_of(request)
         conversation = self._threads.conversation(caller, body)
-        asked = _asked(
+        turn_ask = _turn_ask(
             turns,
             body,
             request,
@@ -174,10 +174,10 @@ class MessagesEndpoint:
             stops=tuple(body.stop_sequences or ()),
             one_call=body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use),
         )
-        turn = turns.begin(asked, "msg_")
+        turn = turns.begin(turn_ask, "msg_")
         held = None if body.thread is None else HeldThread(self._threads, caller, conversation)
         work = _Work(turn, turns.policy.named(body.model).model, held, with_token_ids=body.return_token_ids)
-        return Answer(self._exchanges, work, num_places=1, stream=bool(body.stream), dialect=ANTHROPIC)
+        return Answer(self._exchanges, work, num_completions=1, stream=bool(body.stream), dialect=ANTHROPIC)
 
 
 class CountTokensEndpoint:
@@ -189,15 +189,15 @@ class CountTokensEndpoint:
         turns = turns_of(self._turns)
         body = read(request, ConversationBody)
         conversation = WholeConversation(messages_from_blocks(body), tools_from_anthropic(body.tools))
-        asked = _asked(turns, body, request, conversation)
+        turn_ask = _turn_ask(turns, body, request, conversation)
 
         async def work(_: Emit | None) -> dict[str, int]:
-            return {"input_tokens": len((await turns.talk(asked)).prompt_token_ids)}
+            return {"input_tokens": len((await turns.talk(turn_ask)).prompt_token_ids)}
 
-        return Answer(self._exchanges, work, num_places=1, stream=False, dialect=ANTHROPIC)
+        return Answer(self._exchanges, work, num_completions=1, stream=False, dialect=ANTHROPIC)
 
 
-def _asked(
+def _turn_ask(
     turns: Turns, body: ConversationBody, request: Request, conversation: WholeConversation, **more: Any
 ) -> TurnAsk:
     policy = turns.policy.named(body.model)
@@ -240,9 +240,9 @@ class _Work:
         self._with_token_ids = with_token_ids
 
     async def __call__(self, emit: Emit | None) -> Any:
-        return await self._whole() if emit is None else await self._stream(emit)
+        return await self._complete_response() if emit is None else await self._stream(emit)
 
-    async def _whole(self) -> Any:
+    async def _complete_response(self) -> Any:
         (reply,) = await self._turn.replies()
         blocks = ReplyBlocks(lambda event: None)
         blocks.take(Delta(reply.reasoning, reply.content, reply.tool_calls))
@@ -257,12 +257,12 @@ class _Work:
 
     async def _stream(self, emit: Emit) -> None:
         blocks = ReplyBlocks(emit)
-        begun = False
+        is_started = False
 
         def begin() -> None:
-            nonlocal begun
-            if not begun:
-                begun = True
+            nonlocal is_started
+            if not is_started:
+                is_started = True
                 emit({"type": "message_start", "message": self._message([])})
 
         def on_delta(_: int, delta: Delta) -> None:
@@ -305,11 +305,11 @@ class _Work:
         }
 
     def _extension(self, reply: Reply) -> dict[str, Any]:
-        told: dict[str, Any] = {"weight_versions": weight_versions(reply.completion)}
+        fields: dict[str, Any] = {"weight_versions": weight_versions(reply.completion)}
         if self._with_token_ids:
-            told["prompt_token_ids"] = list(self._turn.prompt_token_ids)
-            told["token_ids"] = list(reply.completion.token_ids)
-        return told
+            fields["prompt_token_ids"] = list(self._turn.prompt_token_ids)
+            fields["token_ids"] = list(reply.completion.token_ids)
+        return fields
 
 
 def _ending(reply: Reply) -> dict[str, Any]:

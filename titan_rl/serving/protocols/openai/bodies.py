@@ -233,7 +233,9 @@ def tools_from(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     return [dict(tool) for tool in given] if given else None
 
 
-def begun_in(messages: list[dict[str, Any]], continue_final: bool, add_generation_prompt: bool | None) -> str | None:
+def take_prefill(
+    messages: list[dict[str, Any]], continue_final: bool, add_generation_prompt: bool | None
+) -> str | None:
     """Remove the last message if a reply continues it, and return its text. Returns None if no message is continued.
 
     Raises:

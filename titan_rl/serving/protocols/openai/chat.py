@@ -15,7 +15,7 @@ from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
 from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.http.request import read
-from titan_rl.serving.protocols.openai.bodies import ChatBody, begun_in, messages_from, tools_from
+from titan_rl.serving.protocols.openai.bodies import ChatBody, messages_from, take_prefill, tools_from
 from titan_rl.serving.protocols.wire import (
     Tokens,
     check_choices,
@@ -47,7 +47,7 @@ class ChatEndpoint:
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs are told with logprobs; set logprobs to true", param="top_logprobs")
         messages, tools = messages_from(body.messages), tools_from(body.tools)
-        begun = begun_in(messages, body.continue_final_message, body.add_generation_prompt)
+        prefill = take_prefill(messages, body.continue_final_message, body.add_generation_prompt)
         turn = turns.begin(
             TurnAsk(
                 caller,
@@ -62,13 +62,13 @@ class ChatEndpoint:
                 session_id=session_id_of(request),
                 constraint=_constraint(body, tools),
                 template_kwargs=body.chat_template_kwargs,
-                begun=begun,
+                prefill=prefill,
                 policy=policy,
             ),
             "chatcmpl-",
         )
         work = _Work(turn, body, policy.model, turns.text)
-        return Answer(self._exchanges, work, num_places=num_choices, stream=bool(body.stream))
+        return Answer(self._exchanges, work, num_completions=num_choices, stream=bool(body.stream))
 
 
 def _constraint(body: ChatBody, tools: list[dict[str, Any]] | None) -> Constraint | None:
@@ -96,9 +96,9 @@ class _Work:
         self._created = int(time.time())
 
     async def __call__(self, emit: Emit | None) -> Any:
-        return await self._whole() if emit is None else await self._stream(emit)
+        return await self._complete_response() if emit is None else await self._stream(emit)
 
-    async def _whole(self) -> Any:
+    async def _complete_response(self) -> Any:
         replies = await self._turn.replies()
         choices = [
             {
@@ -117,29 +117,29 @@ class _Work:
 
     async def _stream(self, emit: Emit) -> None:
         envelope = self._envelope("chat.completion.chunk")
-        begun: set[int] = set()
+        started: set[int] = set()
 
-        def tell(index: int, delta: dict[str, Any], **more: Any) -> None:
+        def emit_choice(index: int, delta: dict[str, Any], **more: Any) -> None:
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-            prompt = {} if begun else self._prompt()
-            begun.add(index)
+            prompt = {} if started else self._prompt()
+            started.add(index)
             emit({**envelope, **prompt, "choices": [choice]})
 
         def begin(index: int) -> None:
-            if index not in begun:
-                tell(index, {"role": "assistant", "content": ""})
+            if index not in started:
+                emit_choice(index, {"role": "assistant", "content": ""})
 
         def on_delta(index: int, delta: Delta) -> None:
             begin(index)
-            said, tokens = _said(delta), self._tokens(delta) if delta.token_ids else {}
-            if said or tokens:
-                tell(index, said, **tokens)
+            fields, tokens = _delta_fields(delta), self._tokens(delta) if delta.token_ids else {}
+            if fields or tokens:
+                emit_choice(index, fields, **tokens)
 
         replies = await self._turn.replies(on_delta)
         self._turn.keep(replies)
         for index, reply in enumerate(replies):
             begin(index)
-            tell(index, {}, **_ending(reply))
+            emit_choice(index, {}, **_ending(reply))
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             emit({**envelope, "choices": [], "usage": self._usage(replies)})
 
@@ -150,26 +150,26 @@ class _Work:
         return {"prompt_token_ids": list(self._turn.prompt_token_ids)} if self._body.return_token_ids else {}
 
     def _tokens(self, tokens: Tokens) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._body.logprobs:
-            told["logprobs"] = {"content": token_logprobs(self._text, tokens), "refusal": None}
+            fields["logprobs"] = {"content": token_logprobs(self._text, tokens), "refusal": None}
         if self._body.return_token_ids:
-            told["token_ids"] = list(tokens.token_ids)
-        return told
+            fields["token_ids"] = list(tokens.token_ids)
+        return fields
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self._turn.id, "object": kind, "created": self._created, "model": self._model}
 
 
-def _said(delta: Delta) -> dict[str, Any]:
-    said: dict[str, Any] = {}
+def _delta_fields(delta: Delta) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
     if delta.reasoning:
-        said["reasoning_content"] = delta.reasoning
+        fields["reasoning_content"] = delta.reasoning
     if delta.content:
-        said["content"] = delta.content
+        fields["content"] = delta.content
     if delta.tool_calls:
-        said["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta.tool_calls)]
-    return said
+        fields["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta.tool_calls)]
+    return fields
 
 
 def _ending(reply: Reply) -> dict[str, Any]:

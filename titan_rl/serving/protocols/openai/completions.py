@@ -53,8 +53,8 @@ class CompletionEndpoint:
             message = "echo tells the prompt's text and none of its logprobs; leave logprobs out"
             raise ApiError(400, message, param="echo", code=UNSUPPORTED_VALUE)
         given, num_choices = _given(body), body.n or 1
-        num_places = num_choices * len(given)
-        check_choices(num_places, self._exchanges.limits.num_choices, "n")
+        num_completions = num_choices * len(given)
+        check_choices(num_completions, self._exchanges.limits.num_choices, "n")
         request_id, session_id = f"cmpl-{uuid.uuid4().hex}", session_id_of(request)
 
         async def work(emit: Emit | None) -> Any:
@@ -72,7 +72,7 @@ class CompletionEndpoint:
                 asks.append((talk, talk.ask(sampling, num_choices, request_id, first_index=at * num_choices)))
             return await _Work(policy, text, body, asks, request_id)(emit)
 
-        return Answer(self._exchanges, work, num_places=num_places, stream=bool(body.stream))
+        return Answer(self._exchanges, work, num_completions=num_completions, stream=bool(body.stream))
 
 
 class _Work:
@@ -112,8 +112,10 @@ class _Work:
         completions = [completion for one in by_prompt for completion in one]
         use = usage(sum(len(ask.prompt_token_ids) for _, ask in self._asks), completions)
         if emit is None:
-            told = [choice.whole(completion) for choice, completion in zip(choices, completions, strict=True)]
-            body = encoded({**self._envelope, "choices": told, "usage": use})
+            choice_bodies = [
+                choice.complete(completion) for choice, completion in zip(choices, completions, strict=True)
+            ]
+            body = encoded({**self._envelope, "choices": choice_bodies, "usage": use})
             self._keep(by_prompt)
             return body
         ends = [encoded(choice.end(completion)) for choice, completion in zip(choices, completions, strict=True)]
@@ -168,12 +170,12 @@ class _Choice:
         piece, self._echo = self._echo + piece, ""
         self._pieces.append(piece)
         if self._emit is not None:
-            self._tell(piece, chunk, count)
+            self._emit_chunk(piece, chunk, count)
         return count if self._reader.stop is not None else None
 
-    def whole(self, completion: Completion) -> dict[str, Any]:
+    def complete(self, completion: Completion) -> dict[str, Any]:
         text = "".join(self._pieces) + self._reader.end()
-        return {**self._told(text, completion, len(completion.token_ids)), **self._ending(completion)}
+        return {**self._choice_fields(text, completion, len(completion.token_ids)), **self._ending(completion)}
 
     def end(self, completion: Completion) -> dict[str, Any]:
         """Make the last event."""
@@ -186,15 +188,15 @@ class _Choice:
         reason = completion.finish_reason if self._reader.stop is None else FinishReason.STOP
         return {"finish_reason": str(reason), "weight_versions": weight_versions(completion)}
 
-    def _tell(self, piece: str, chunk: TokenChunk, count: int) -> None:
+    def _emit_chunk(self, piece: str, chunk: TokenChunk, count: int) -> None:
         assert self._emit is not None
         body = self._work.body
         if piece or body.logprobs is not None or body.return_token_ids:
-            choice = {**self._told(piece, chunk, count), "finish_reason": None}
+            choice = {**self._choice_fields(piece, chunk, count), "finish_reason": None}
             self._emit({**self._work.envelope, "choices": [choice]})
 
-    def _told(self, text: str, tokens: Completion | TokenChunk, count: int) -> dict[str, Any]:
-        told: dict[str, Any] = {"index": self._index, "text": text, "logprobs": None}
+    def _choice_fields(self, text: str, tokens: Completion | TokenChunk, count: int) -> dict[str, Any]:
+        fields: dict[str, Any] = {"index": self._index, "text": text, "logprobs": None}
         kept = tokens_between(tokens, 0, count)
         token_ids = list(kept.token_ids)
         if self._work.body.logprobs is not None:
@@ -203,18 +205,18 @@ class _Choice:
             for one in shown:
                 offsets.append(self._offset)
                 self._offset += len(one)
-            told["logprobs"] = {
+            fields["logprobs"] = {
                 "tokens": shown,
                 "token_logprobs": [max(logprob, LEAST_LOGPROB) for logprob in kept.logprobs],
                 "top_logprobs": top_by_text(self._work.text, kept),
                 "text_offset": offsets,
             }
         if self._work.body.return_token_ids:
-            told["token_ids"] = token_ids
+            fields["token_ids"] = token_ids
             if self._is_first:
-                told["prompt_token_ids"] = self._prompt_token_ids
+                fields["prompt_token_ids"] = self._prompt_token_ids
             self._is_first = False
-        return told
+        return fields
 
 
 def _given(body: CompletionBody) -> list[str | list[int]]:

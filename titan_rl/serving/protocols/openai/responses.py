@@ -97,7 +97,7 @@ def _num_bytes(stored: _Stored) -> int:
 
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
-Tell = Callable[[str, dict[str, Any]], None]
+EmitEvent = Callable[[str, dict[str, Any]], None]
 """Function that takes the type and the fields of the next event."""
 
 
@@ -156,10 +156,10 @@ class OutputItems:
         items: Reasoning, message and tool calls in this order, as far as the reply has them.
     """
 
-    def __init__(self, response_id: str, tell: Tell, *, with_logprobs: bool) -> None:
+    def __init__(self, response_id: str, emit: EmitEvent, *, with_logprobs: bool) -> None:
         self.items: list[dict[str, Any]] = []
         self._suffix = response_id.partition("_")[2]
-        self._tell = tell
+        self._emit_event = emit
         self._with_logprobs = with_logprobs
         self._part: dict[str, Any] | None = None  # of the item that is being reported
         self._logprobs: list[dict[str, Any]] = []
@@ -203,26 +203,26 @@ class OutputItems:
     def _open(self, prefix: str, item: dict[str, Any], part: str, **more: Any) -> None:
         self._begin(prefix, item)
         self._part = {"type": part, "text": "", **more}
-        self._tell("response.content_part.added", {**self._at(), "content_index": 0, "part": dict(self._part)})
+        self._emit_event("response.content_part.added", {**self._at(), "content_index": 0, "part": dict(self._part)})
 
     def _begin(self, prefix: str, item: dict[str, Any]) -> None:
         self._close("completed")
         number = len(self.items)
         self.items.append({"id": f"{prefix}_{self._suffix}{number:02d}", "status": "in_progress", **item})
-        self._tell("response.output_item.added", {"output_index": number, "item": dict(self.items[-1])})
+        self._emit_event("response.output_item.added", {"output_index": number, "item": dict(self.items[-1])})
 
     def _add_text(self, kind: str, text: str, **more: Any) -> None:
         assert self._part is not None
         self._part["text"] += text
-        self._tell(kind, {**self._at(), "content_index": 0, "delta": text, **more})
+        self._emit_event(kind, {**self._at(), "content_index": 0, "delta": text, **more})
 
     def _logprobs_now(self) -> list[dict[str, Any]]:
         if not self._with_logprobs:
             return []
-        told, self._logprobs = self._logprobs, []
+        logprobs, self._logprobs = self._logprobs, []
         assert self._part is not None
-        self._part["logprobs"] += told
-        return told
+        self._part["logprobs"] += logprobs
+        return logprobs
 
     def _close(self, status: str) -> None:
         if self._part is None:
@@ -231,23 +231,25 @@ class OutputItems:
         if item["type"] == "message":
             self._logprobs_now()
             more = {"logprobs": part.get("logprobs", [])}
-            self._tell("response.output_text.done", {**self._at(), "content_index": 0, "text": part["text"], **more})
+            self._emit_event(
+                "response.output_text.done", {**self._at(), "content_index": 0, "text": part["text"], **more}
+            )
         else:
-            self._tell("response.reasoning_text.done", {**self._at(), "content_index": 0, "text": part["text"]})
-        self._tell("response.content_part.done", {**self._at(), "content_index": 0, "part": part})
+            self._emit_event("response.reasoning_text.done", {**self._at(), "content_index": 0, "text": part["text"]})
+        self._emit_event("response.content_part.done", {**self._at(), "content_index": 0, "part": part})
         item["content"], item["status"], self._part = [part], status, None
-        self._tell("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})
+        self._emit_event("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})
 
     def _call(self, call: Mapping[str, Any]) -> None:
         function = call["function"]
         self._begin("fc", {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""})
         arguments = function["arguments"]
-        self._tell("response.function_call_arguments.delta", {**self._at(), "delta": arguments})
+        self._emit_event("response.function_call_arguments.delta", {**self._at(), "delta": arguments})
         done = {**self._at(), "name": function["name"], "arguments": arguments}
-        self._tell("response.function_call_arguments.done", done)
+        self._emit_event("response.function_call_arguments.done", done)
         item = self.items[-1]
         item["arguments"], item["status"] = arguments, "completed"
-        self._tell("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})
+        self._emit_event("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})
 
     def _at(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
@@ -298,13 +300,13 @@ class ResponsesEndpoint:
         body = read(request, ResponsesBody)
         policy = turns.policy.named(body.model)
         caller = caller_of(request)
-        said = [*self._stored.messages(caller, body.previous_response_id), *messages_from_input(body.input)]
+        messages = [*self._stored.messages(caller, body.previous_response_id), *messages_from_input(body.input)]
         instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
         tools = tools_from_responses(body.tools)
         turn = turns.begin(
             TurnAsk(
                 caller,
-                [*instructions, *said],
+                [*instructions, *messages],
                 tools,
                 body.max_output_tokens,
                 body.sampling(self._stop_token_ids),
@@ -318,9 +320,9 @@ class ResponsesEndpoint:
             ),
             "resp_",
         )
-        work = _Work(turns, policy.model, turn, body, said, caller, None if body.store is False else self._stored)
+        work = _Work(turns, policy.model, turn, body, messages, caller, None if body.store is False else self._stored)
         dialect = replace(OPENAI, event=named_event, stream_error=work.error_event, last=b"")
-        return Answer(self._exchanges, work, num_places=1, stream=bool(body.stream), dialect=dialect)
+        return Answer(self._exchanges, work, num_completions=1, stream=bool(body.stream), dialect=dialect)
 
 
 def _constraint(body: ResponsesBody, tools: list[dict[str, Any]] | None) -> Constraint | None:
@@ -343,7 +345,7 @@ class _Work:
         model: str,
         turn: ServedTurn,
         body: ResponsesBody,
-        said: Sequence[Message],
+        messages: Sequence[Message],
         caller: Caller,
         stored: StoredResponses | None,
     ) -> None:
@@ -351,7 +353,7 @@ class _Work:
         self._model = model
         self._turn = turn
         self._body = body
-        self._said = said
+        self._messages = messages
         self._caller = caller
         self._stored = stored
         self._created = int(time.time())
@@ -361,7 +363,7 @@ class _Work:
 
     async def __call__(self, emit: Emit | None) -> Any:
         self._emit = emit
-        output = OutputItems(self._turn.id, self._tell, with_logprobs=self._with_logprobs)
+        output = OutputItems(self._turn.id, self._emit_event, with_logprobs=self._with_logprobs)
 
         def on_delta(_: int, delta: Delta) -> None:
             self._begin()
@@ -379,24 +381,24 @@ class _Work:
         response = encoded({**self._response(status, output.items), **self._ending(reply)})
         self._turn.keep([reply])
         if self._stored is not None:
-            self._stored.add(self._caller, self._turn.id, response, [*self._said, reply.message])
-        self._tell(f"response.{status}", {"response": response})
+            self._stored.add(self._caller, self._turn.id, response, [*self._messages, reply.message])
+        self._emit_event(f"response.{status}", {"response": response})
         return response
 
     def error_event(self, error: ApiError) -> dict[str, Any]:
         """Make the event of an error. OpenAI's clients raise the content of `error`; the other fields are the
         documented form."""
-        told = error.body()["error"]
-        code = told["code"] or told["type"]
-        event = {"type": "error", "code": code, "message": told["message"], "param": told["param"]}
-        return {**event, "sequence_number": self._num_events, "error": told}
+        fields = error.body()["error"]
+        code = fields["code"] or fields["type"]
+        event = {"type": "error", "code": code, "message": fields["message"], "param": fields["param"]}
+        return {**event, "sequence_number": self._num_events, "error": fields}
 
     def _begin(self) -> None:
         if not self._num_events:
             for kind in ("created", "in_progress"):
-                self._tell(f"response.{kind}", {"response": self._response("in_progress", [])})
+                self._emit_event(f"response.{kind}", {"response": self._response("in_progress", [])})
 
-    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+    def _emit_event(self, kind: str, fields: dict[str, Any]) -> None:
         if self._emit is not None:
             self._emit({"type": kind, "sequence_number": self._num_events, **fields})
         self._num_events += 1
@@ -462,10 +464,15 @@ def _format_of(body: ResponsesBody) -> dict[str, Any]:
     wanted = None if body.text is None else body.text.format
     if wanted is None or wanted.type != "json_schema":
         return {"type": "text" if wanted is None else wanted.type}
-    told = {"type": "json_schema", "name": wanted.name or "answer", "schema": wanted.json_schema, "strict": True}
-    return told if wanted.description is None else {**told, "description": wanted.description}
+    schema_format = {
+        "type": "json_schema",
+        "name": wanted.name or "answer",
+        "schema": wanted.json_schema,
+        "strict": True,
+    }
+    return schema_format if wanted.description is None else {**schema_format, "description": wanted.description}
 
 
-def _with_bytes(told: dict[str, Any]) -> dict[str, Any]:
+def _with_bytes(logprob: dict[str, Any]) -> dict[str, Any]:
     """Replace a null in `bytes` by an empty list, because the types of this protocol do not allow null there."""
-    return {**told, "bytes": told["bytes"] or []}
+    return {**logprob, "bytes": logprob["bytes"] or []}
