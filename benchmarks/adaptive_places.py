@@ -24,7 +24,7 @@ from statistics import fmean
 import looptime
 
 from benchmarks.long_tail import Case, apr_160k, apr_gsm8k, equal_lengths, verl_2200, verl_async, verl_colocated
-from titan_rl.generation.adaptive_batch import AdaptivePlaces
+from titan_rl.generation.adaptive_batch import AdaptiveLimit
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.testing.simulated_replica import SimulatedReplica
 from titan_rl.testing.simulation import Workload
@@ -72,9 +72,9 @@ class Setup:
         return Served(fmean(run.seconds for run in runs), fmean(run.preemptions for run in runs))
 
     def _serve_one(self, workload: Workload, fixed: int | None) -> Served:
-        count, places = REQUESTS_A_PLACE * self.most, None
+        count, adaptive_limit = REQUESTS_A_PLACE * self.most, None
         if fixed is None:
-            places = AdaptivePlaces(self.most, self.kv_tokens)
+            adaptive_limit = AdaptiveLimit(self.most, self.kv_tokens)
         loop = looptime.new_event_loop()
         replica = SimulatedReplica(
             "engine",
@@ -82,7 +82,7 @@ class Setup:
             self.cost,
             max_running=fixed or self.most,
             kv_tokens=self.kv_tokens,
-            places=places,
+            adaptive_limit=adaptive_limit,
         )
         try:
             loop.run_until_complete(_answer_all(replica, workload.prompt_tokens, range(count), 2 * self.most))
@@ -120,7 +120,7 @@ def compare(name: str, case: Case, seeds: int) -> float:
     for cache in CACHES:
         setup = Setup.of(case, cache)
         fixed = {int(part * setup.most): setup.serve(seeds, int(part * setup.most)) for part in FIXED}
-        best = min(fixed, key=lambda places: fixed[places].seconds)
+        best = min(fixed, key=lambda adaptive_limit: fixed[adaptive_limit].seconds)
         adaptive = setup.serve(seeds, None)
         ratios.append(fixed[best].seconds / adaptive.seconds)
         row = "".join(f"{served.seconds:>9.0f} ({served.preemptions:.2f})" for served in fixed.values())

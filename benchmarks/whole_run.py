@@ -98,7 +98,7 @@ def turns(rollout: Mapping[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
 
 def bare_engine_s(rollouts: Sequence[Mapping[str, Any]], config: str, rounds: int) -> float:
     """Processor time of vLLM's core for the turns of a step, of which those of one place run at the same time."""
-    from titan_rl.config.concurrency import places_of
+    from titan_rl.config.concurrency import max_running_of
     from titan_rl.config.load import load_config
     from titan_rl.generation.engine import EngineSpec
     from titan_rl.generation.request import EngineRequest
@@ -112,7 +112,7 @@ def bare_engine_s(rollouts: Sequence[Mapping[str, Any]], config: str, rounds: in
             model.path,
             dtype=model.dtype,
             max_context=model.max_context,
-            max_running=places_of(model, generation, len(rollouts)),
+            max_running=max_running_of(model, generation, len(rollouts)),
             kv_cache_gib=generation.kv_cache_gib,
         )
     )

@@ -213,14 +213,14 @@ def test_python_sets_what_adapters_are_trained_with(tmp_path: Path) -> None:
 def test_engines_hold_all_adapters_and_have_places_for_all_experiments(tmp_path: Path) -> None:
     pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
     from titan_rl.cluster.generator_actor import adapter_specs
-    from titan_rl.config.concurrency import Concurrency, engine_places
+    from titan_rl.config.concurrency import Concurrency, engine_max_running
 
     config = load(tmp_path)
     assert {name: (spec.rank, spec.scale) for name, spec in adapter_specs(config).items()} == {
         "plain": (2, 4.0),
         "other": (4, 2.0),
     }
-    assert engine_places(config) == 2 * Concurrency.of(config).wanted
+    assert engine_max_running(config) == 2 * Concurrency.of(config).wanted
 
 
 def test_parts_for_one_policy_are_refused_for_several_before_anything_is_started(tmp_path: Path) -> None:

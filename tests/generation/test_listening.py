@@ -90,8 +90,8 @@ async def test_an_answer_is_what_was_heard_of_it_and_nothing_is_heard_after_it()
         return completion([5, 6] if len(late) == 1 else [9, 6])
 
     resume, request = Resume(), EngineRequest("r", [1], SAMPLING)
-    await resume.whole(ask, request, heard.append)
+    await resume.complete(ask, request, heard.append)
     late[0](TokenChunk("r", [7], [-0.5], (VersionSpan(0, 1),)))
     assert tokens_of(heard) == [5, 6]
     with pytest.raises(GenerationError, match="differs from the tokens streamed before"):
-        await resume.whole(ask, request, heard.append)
+        await resume.complete(ask, request, heard.append)

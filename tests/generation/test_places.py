@@ -11,7 +11,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.generation.adaptive_batch import AdaptivePlaces, Growth, LengthsSeen
+from titan_rl.generation.adaptive_batch import AdaptiveLimit, Growth, LengthsSeen
 
 PROMPT = 100
 
@@ -48,24 +48,26 @@ def test_no_request_outgrows_what_it_may_have() -> None:
 
 
 def test_one_joins_where_nothing_runs_however_large_it_is() -> None:
-    places = AdaptivePlaces(8, kv_tokens=1000)
+    adaptive_limit = AdaptiveLimit(8, kv_tokens=1000)
     huge = [Growth(990, 990, 1000)] * 3
-    assert places.num_joining([], huge) == 1
-    assert places.limit == 1
-    assert places.num_joining(huge[:1], huge) == 0
+    assert adaptive_limit.num_joining([], huge) == 1
+    assert adaptive_limit.limit == 1
+    assert adaptive_limit.num_joining(huge[:1], huge) == 0
 
 
 def test_a_cache_for_all_takes_as_many_as_there_are_places_for() -> None:
-    places = AdaptivePlaces(8, kv_tokens=1_000_000)
-    assert places.num_joining([], new(5)) == 5
-    assert places.num_joining(new(5), new(20)) == 3
-    assert places.limit == 8
+    adaptive_limit = AdaptiveLimit(8, kv_tokens=1_000_000)
+    assert adaptive_limit.num_joining([], new(5)) == 5
+    assert adaptive_limit.num_joining(new(5), new(20)) == 3
+    assert adaptive_limit.limit == 8
 
 
 def test_what_is_shared_is_counted_once() -> None:
-    places = AdaptivePlaces(64, kv_tokens=2000)
+    adaptive_limit = AdaptiveLimit(64, kv_tokens=2000)
     running = new(12)
-    assert places.num_joining(running, new(20), num_shared=11 * PROMPT) > places.num_joining(running, new(20))
+    assert adaptive_limit.num_joining(running, new(20), num_shared=11 * PROMPT) > adaptive_limit.num_joining(
+        running, new(20)
+    )
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -78,11 +80,11 @@ def test_what_is_shared_is_counted_once() -> None:
 def test_fewer_join_where_more_run_and_more_where_there_is_more_room(
     running: list[tuple[int, int]], waiting: list[int], most: int, kv_tokens: int
 ) -> None:
-    places = AdaptivePlaces(most, kv_tokens)
+    adaptive_limit = AdaptiveLimit(most, kv_tokens)
     grown = [Growth(start, start + more, 1100) for start, more in running[:most]]
     queue = [Growth(size, size, 1100) for size in waiting]
-    counts = [places.num_joining(grown[:count], queue) for count in range(1, len(grown) + 1)]
+    counts = [adaptive_limit.num_joining(grown[:count], queue) for count in range(1, len(grown) + 1)]
     assert all(more >= fewer for more, fewer in pairwise(counts))
-    count = places.num_joining(grown, queue)
-    assert len(grown) + count <= places.limit <= most
-    assert AdaptivePlaces(most, 2 * kv_tokens).num_joining(grown, queue) >= count
+    count = adaptive_limit.num_joining(grown, queue)
+    assert len(grown) + count <= adaptive_limit.limit <= most
+    assert AdaptiveLimit(most, 2 * kv_tokens).num_joining(grown, queue) >= count

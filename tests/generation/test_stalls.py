@@ -215,7 +215,7 @@ def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, in
         frozen, silent_s = False, 0.0  # seconds in which requests waited and nothing was frozen
         for move, seconds in moves:
             if move == "hear":
-                replica.hear()
+                replica.note_alive()
                 silent_s = 0.0
             elif move == "freeze":
                 requests.freeze(1e6)
@@ -249,7 +249,7 @@ async def test_an_event_loop_that_was_blocked_has_not_heard_yet() -> None:
     requests, replica = watched(0.2, lambda replica, error: told.set())
     with on(replica, requests, "1"):
         await asyncio.sleep(0)
-        arrives: Callable[[], object] = replica.hear
+        arrives: Callable[[], object] = replica.note_alive
         for _ in range(5):
             arrives = partial(loop.call_soon, arrives)
         loop.call_soon_threadsafe(arrives)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from virtual_time import in_virtual_time
 
 from titan_rl import FinishReason, SamplingParams
-from titan_rl.generation.adaptive_batch import AdaptivePlaces
+from titan_rl.generation.adaptive_batch import AdaptiveLimit
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.testing.simulated_replica import SimulatedReplica
@@ -157,7 +157,7 @@ def test_a_full_kv_cache_has_the_last_request_wait():
     assert 70 <= ends["b"] <= 75  # it waited with some 49 tokens
 
 
-class Watched(AdaptivePlaces):
+class Watched(AdaptiveLimit):
     """Keeps what it said."""
 
     def __init__(self, most, kv_tokens):
@@ -170,7 +170,7 @@ class Watched(AdaptivePlaces):
         return count
 
 
-async def burst(lengths, *, max_running, kv_tokens, places=None):
+async def burst(lengths, *, max_running, kv_tokens, adaptive_limit=None):
     """Seconds and preemptions of answers that are asked for at the same time."""
     cost = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5)
     replica = SimulatedReplica(
@@ -179,7 +179,7 @@ async def burst(lengths, *, max_running, kv_tokens, places=None):
         cost,
         max_running=max_running,
         kv_tokens=kv_tokens,
-        places=places,
+        adaptive_limit=adaptive_limit,
     )
     serving, sampling = asyncio.ensure_future(replica.run()), SamplingParams(max_tokens=4096)
     answers = [replica.generate(range(256), request_id=str(index), sampling=sampling) for index in range(len(lengths))]
@@ -195,13 +195,13 @@ def test_places_that_adapt_are_as_fast_as_the_best_fixed_ones_and_preempt_less()
     room = {"kv_tokens": 64 * 450}
     fixed = {most: in_virtual_time(burst(lengths, max_running=most, **room)) for most in (128, 64, 32)}
     fastest = min(seconds for seconds, _ in fixed.values())
-    places = Watched(128, **room)
-    seconds, preemptions = in_virtual_time(burst(lengths, max_running=128, places=places, **room))
+    adaptive_limit = Watched(128, **room)
+    seconds, preemptions = in_virtual_time(burst(lengths, max_running=128, adaptive_limit=adaptive_limit, **room))
     assert seconds < 1.03 * fastest
     assert preemptions < 0.5 * fixed[128][1]
     assert preemptions < 0.5 * len(lengths)
-    settled = places.limits[
-        len(places.limits) // 4 : len(places.limits) // 2
+    settled = adaptive_limit.limits[
+        len(adaptive_limit.limits) // 4 : len(adaptive_limit.limits) // 2
     ]  # once lengths are known, ahead of the end
     assert max(settled) - min(settled) < 0.4 * max(settled)
 
@@ -212,7 +212,9 @@ def test_a_cache_much_too_small_for_a_long_tail_has_nothing_thrash(part):
     lengths = [draw(draws) for _ in range(200)]
     room = {"kv_tokens": round(64 * part * (256 + fmean(lengths)))}
     fixed = {most: in_virtual_time(burst(lengths, max_running=most, **room)) for most in (64, round(64 * part))}
-    seconds, preemptions = in_virtual_time(burst(lengths, max_running=64, places=AdaptivePlaces(64, **room), **room))
+    seconds, preemptions = in_virtual_time(
+        burst(lengths, max_running=64, adaptive_limit=AdaptiveLimit(64, **room), **room)
+    )
     assert fixed[64][1] > len(lengths), "as many as there are places for preempt each other over and over"
     assert preemptions < 0.6 * len(lengths)
     assert seconds < min(seconds for seconds, _ in fixed.values()) / 0.97

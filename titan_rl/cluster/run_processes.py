@@ -33,7 +33,7 @@ from titan_rl.cluster.rollout_workers import GroupService, WorkerPool
 from titan_rl.cluster.supervision import SupervisedProcesses, started
 from titan_rl.cluster.trainer_actor import TrainerSettings
 from titan_rl.cluster.trainer_processes import TRAINER, TrainerProcesses, may_train, needs_of
-from titan_rl.config.concurrency import engine_places
+from titan_rl.config.concurrency import engine_max_running
 from titan_rl.config.hosts import Roles
 from titan_rl.config.run import RunConfig
 from titan_rl.core.console import LOG, Console
@@ -75,7 +75,7 @@ class RunProcesses(GeneratorProcesses):
             config.routing,
             config.statedict,
             seed=config.seed,
-            max_running=engine_places(config),
+            max_running=engine_max_running(config),
             files=files,
             published=published,
             hosts=hosts,

@@ -2,7 +2,7 @@
 cache.
 
 If a batch has more requests than the engines run at a time, some of them wait in the engines' queues, unnoticed. So the
-places of an engine, that is, the requests that it runs at a time, follow from the slots of the scheduler, unless
+number of requests that an engine runs at a time follows from the slots of the scheduler, unless
 `generation.max_running` says otherwise, and there are warnings, with numbers, about settings that throttle a run.
 """
 
@@ -18,22 +18,22 @@ from titan_rl.generation.gpu_share import planned_kv_gib
 from titan_rl.training.settings import ModelConfig
 
 STEP = 8
-"""Multiple to which places are rounded, because engines prepare their kernels for such batches."""
+"""Multiple to which the number of running requests is rounded, because engines prepare their kernels for such batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
     """Number of requests in flight for training, and number that the engines run.
 
-    Example: 32 slots of 8 rollouts on 2 generators need 128 places on each.
+    Example: 32 slots of 8 rollouts on 2 generators need to run 128 requests each.
     """
 
     num_slots: int
     group_size: int
     in_flight: int  # most rollouts in flight
-    wanted: int  # places of one engine with which no request waits
+    wanted: int  # running requests of one engine with which no request waits
     held: int | None  # contexts of half the maximum length that fit one engine's KV cache; None if unknown
-    max_running: int  # places of one engine
+    max_running: int  # running requests of one engine, at most
 
     @classmethod
     def of(cls, config: RunConfig) -> Concurrency:
@@ -50,14 +50,14 @@ class Concurrency:
             in_flight=in_flight,
             wanted=wanted,
             held=held,
-            max_running=places_of(config.model, generation, wanted),
+            max_running=max_running_of(config.model, generation, wanted),
         )
 
 
-def engine_places(config: RunConfig) -> int:
+def engine_max_running(config: RunConfig) -> int:
     """Number of requests, of all experiments of a run, that one engine runs at a time."""
     wanted = sum(Concurrency.of(each).wanted for each in config.experiments.values() or [config])
-    return places_of(config.model, config.generation, wanted)
+    return max_running_of(config.model, config.generation, wanted)
 
 
 def contexts_held(model: ModelConfig, generation: GenerationConfig) -> int | None:
@@ -70,7 +70,7 @@ def contexts_held(model: ModelConfig, generation: GenerationConfig) -> int | Non
     return max(1, int(2 * kv_gib * 2**30 / token_bytes / model.max_context))
 
 
-def places_of(model: ModelConfig, generation: GenerationConfig, wanted: int) -> int:
+def max_running_of(model: ModelConfig, generation: GenerationConfig, wanted: int) -> int:
     """Number of requests that one engine runs at a time: the setting's value, or otherwise the wanted number as far as
     the KV cache holds it. An adaptive engine ("auto") itself determines how many the cache holds."""
     if generation.max_running == "auto":
@@ -131,11 +131,11 @@ def throttles(config: RunConfig) -> Iterator[str]:
             f"(scheduling.groups_per_step = {scheduling.groups_per_step} x rollout.group_size = {sized.group_size}), "
             "which are run in turns; raise it, or leave it out"
         )
-    places = sized.max_running * generation.num_generators
-    if generation.max_running is not None and places < sized.in_flight:
+    max_running = sized.max_running * generation.num_generators
+    if generation.max_running is not None and max_running < sized.in_flight:
         yield (
             f"generation.max_running = {generation.max_running} on {generation.num_generators} generators takes "
-            f"{places} of {sized.in_flight} rollouts in flight ({sized.num_slots} slots x rollout.group_size = "
+            f"{max_running} of {sized.in_flight} rollouts in flight ({sized.num_slots} slots x rollout.group_size = "
             f"{sized.group_size}), and the others wait in the engines; set it to {sized.wanted}, or leave it out"
         )
     taken = sized.wanted if generation.max_running is None else min(sized.max_running, sized.wanted)
@@ -150,5 +150,5 @@ def throttles(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _round_up(places: int) -> int:
-    return places + -places % STEP
+def _round_up(count: int) -> int:
+    return count + -count % STEP

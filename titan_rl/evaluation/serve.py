@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from titan_rl.config.build import make_renderer
-from titan_rl.config.concurrency import places_of
+from titan_rl.config.concurrency import max_running_of
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.config.serve import ServeConfig, ServerConfig
@@ -152,7 +152,7 @@ async def _serve(
     read = await read_adapters(adapters, model, Path(tempfile.gettempdir()), files.logs / "export.log")
     renderer = _renderer(config)
     published = PublishedWeights()
-    max_running = places_of(model, config.generation, MAX_RUNNING)
+    max_running = max_running_of(model, config.generation, MAX_RUNNING)
     num_generators = config.generation.num_generators
     if verbosity is not Verbosity.QUIET:
         console.message(f"starting {num_generators} generator{'' if num_generators == 1 else 's'}; logs: {files.logs}")

@@ -57,19 +57,19 @@ class LengthsSeen:
             self._tokens, self._ends = self._tokens * fade, self._ends * fade
             self._ends[min(np.searchsorted(self._edges, growth.now), len(self._ends)) - 1] += 1
 
-    def survival(self, running: Sequence[Growth], asked: Iterable[Growth]) -> Any:
-        """Probability that each request of `asked` still runs, for each length of the horizon.
+    def survival(self, running: Sequence[Growth], candidates: Iterable[Growth]) -> Any:
+        """Probability that each request of `candidates` still runs, for each length of the horizon.
 
         Args:
             running: The requests observed at present.
 
         Returns:
-            [num_asked, num_lengths]; the first column is 1
+            [num_candidates, num_lengths]; the first column is 1
         """
         tokens = self._tokens + self._prior_tokens + self._tokens_at(running)
         rates = (self._ends + self._prior_ends) / tokens
         hazard = np.concatenate([[0.0], np.cumsum(rates * self._widths)])  # cumulative hazard at each edge
-        sizes = np.array([(growth.now, growth.most) for growth in asked], dtype=float).reshape(-1, 2)
+        sizes = np.array([(growth.now, growth.most) for growth in candidates], dtype=float).reshape(-1, 2)
         now, most = sizes[:, :1], sizes[:, 1:]
         later = now + self.horizon
         alive = np.exp(np.interp(now, self._edges, hazard) - np.interp(later, self._edges, hazard))
@@ -91,7 +91,7 @@ DEVIATIONS = 1.0
 """Safety margin: the mean of the expected content plus this many standard deviations has to fit the cache."""
 
 
-class AdaptivePlaces:
+class AdaptiveLimit:
     """Lets requests join as long as the KV cache is expected to hold all of them for a while.
 
     Lengths are predicted from those of past requests: in t steps the joined requests are expected to hold
@@ -101,7 +101,7 @@ class AdaptivePlaces:
     joins again when it can make progress. (Gong et al., "Past-Future Scheduler", ASPLOS 2025, draw lengths from the
     distribution; here the distribution itself is used.)
 
-    Example: `AdaptivePlaces(most=128, kv_tokens=100_000).num_joining([], waiting)`
+    Example: `AdaptiveLimit(most=128, kv_tokens=100_000).num_joining([], waiting)`
 
     Args:
         most: Maximum number of requests that the engine can advance.

@@ -43,7 +43,7 @@ class EngineSpec:
         dtype: Dtype of weights, activations and KV cache.
         max_context: Maximum number of tokens of prompt and completion together.
         max_running: Maximum number of requests advanced at a time; others wait.
-        adapts: Whether fewer requests are advanced while the KV cache is expected to be full, see `AdaptivePlaces`.
+        adapts: Whether fewer requests are advanced while the KV cache is expected to be full, see `AdaptiveLimit`.
         kv_cache_gib: Memory for the KV cache. By default `CPU_KV_GIB` on a CPU, and the free memory on a GPU.
         gpu_neighbours: Number of other engines on the same GPU, which share the free memory equally by default.
         seed: Seed of requests without one.
@@ -107,12 +107,12 @@ def problem_of(delta: TokenDelta, request: EngineRequest) -> str | None:
     if len(delta.logprobs) != count:
         return f"got {count} tokens with {len(delta.logprobs)} logprobs"
     sampling = request.sampling
-    for name, is_asked, rows in (
+    for name, is_requested, rows in (
         ("routed experts", sampling.return_routed_experts, delta.routed_experts),
         ("top logprobs", bool(sampling.top_logprobs), delta.top_logprobs),
         ("the logprobs of what its constraint allows", sampling.constraint is not None, delta.allowed_logprobs),
     ):
-        if is_asked and (num_rows := 0 if rows is None else len(rows)) != count:
+        if is_requested and (num_rows := 0 if rows is None else len(rows)) != count:
             return f"asked for {name}, and {count} tokens came with {num_rows} rows of them"
     return None
 
@@ -306,7 +306,7 @@ class HeldTensor:
     parameter: str  # the engine's parameter; a tensor that it keeps twice, such as a tied head, has two
     tensor: Any  # the box, in the layout of the Hugging Face tensor; None if there is a checksum
     start: tuple[int, ...]  # position of the box's first element in the whole tensor
-    whole_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
     checksum: int | Any = None  # a number, or a tensor: [], int64
     dtype: Any = None  # dtype of the box, beside a checksum
     shape: tuple[int, ...] = ()  # shape of the box, beside a checksum

@@ -50,7 +50,7 @@ class KnownAnswer(Protocol):
 KnownAnswers = Mapping[tuple[str, bytes], KnownAnswer]
 """Recorded answers of a group by request id and digest of the prompt."""
 
-Asked = dict[str, tuple[int, bytes, SamplingParams]]
+PendingRequests = dict[str, tuple[int, bytes, SamplingParams]]
 """Requests in flight by id: index of the group, digest of the prompt, and sampling."""
 
 
@@ -66,7 +66,7 @@ class Recorder:
         known: Returns the answers that are known at present.
         record: Receives each answer that has tokens.
         check: Returns a checked copy of an answer, before anything reads it; see `rollout.copies.completion_of`.
-        asked: Requests in flight, if several groups share them.
+        pending: Requests in flight, if several groups share them.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Recorder:
         known: Callable[[], KnownAnswers],
         record: Callable[[RecordedAnswer], object],
         check: Callable[[Any, int], Completion],
-        asked: Asked | None = None,
+        pending: PendingRequests | None = None,
     ) -> None:
         self.index = index
         self.known = known
         self.record = record
         self._check = check
-        self._asked = {} if asked is None else asked
+        self._pending = {} if pending is None else pending
 
     @contextmanager
     def step(self, attempt: Attempt) -> Generator[None]:
@@ -92,25 +92,25 @@ class Recorder:
         """
         request = attempt.request
         request_id, sampling, digest = request.request_id, request.sampling, prompt_digest(request.prompt_token_ids)
-        if request_id in self._asked:
+        if request_id in self._pending:
             raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
         known = self.known().get((request_id, digest))
         if known is not None and known.sampling == sampling:
             attempt.answer = known.completion
             yield
             return
-        self._asked[request_id] = (self.index, digest, sampling)
-        heard = Partial(request, attempt.on_chunk)
+        self._pending[request_id] = (self.index, digest, sampling)
+        partial = Partial(request, attempt.on_chunk)
         try:
-            with heard.attempt() as keep:
+            with partial.attempt() as keep:
                 if attempt.on_chunk is not None:  # without a receiver the engines stream nothing
                     attempt.on_chunk = keep
                 yield
         except asyncio.CancelledError:  # for example a listener that has received enough tokens
-            self._keep(digest, sampling, heard.so_far)
+            self._keep(digest, sampling, partial.so_far)
             raise
         finally:
-            del self._asked[request_id]
+            del self._pending[request_id]
         attempt.answer = self._check(attempt.answer, sampling.max_tokens)
         self._keep(digest, sampling, attempt.answer)
 
@@ -120,7 +120,7 @@ class Recorder:
         Args:
             tokens: Tokens so far of all requests, by id; see `GeneratorRouter.tokens_so_far`.
         """
-        for request_id, (_, digest, sampling) in self._asked.items():
+        for request_id, (_, digest, sampling) in self._pending.items():
             if (so_far := tokens.get(request_id)) is not None:
                 self._keep(digest, sampling, so_far)
 

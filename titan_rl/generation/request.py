@@ -105,13 +105,13 @@ def _not_a_token(prompt: Any) -> str:
         tokens = list(prompt)
     except Exception:
         return f"it is {safe_repr(prompt)[:100]}"
-    for place, token in enumerate(tokens):
+    for position, token in enumerate(tokens):
         try:
             if 0 <= index(token) <= LARGEST_TOKEN_ID:
                 continue
         except Exception:  # `index` runs code of the object
             pass
-        return f"token {place} is {safe_repr(token)[:100]}"
+        return f"token {position} is {safe_repr(token)[:100]}"
     return f"it is a {type(prompt).__name__}"
 
 
@@ -185,11 +185,11 @@ class Partial:
         return self._keep(answer)
 
     def _keep(self, part: Completion) -> Completion:
-        whole = part if self._kept is None else _continued(self._kept, part)
-        if whole.request_id != self.request.request_id:
-            whole = replace(whole, request_id=self.request.request_id)
-        self._kept = whole
-        return whole
+        completion = part if self._kept is None else _continued(self._kept, part)
+        if completion.request_id != self.request.request_id:
+            completion = replace(completion, request_id=self.request.request_id)
+        self._kept = completion
+        return completion
 
     @property
     def ended(self) -> Completion | None:

@@ -100,7 +100,7 @@ class Generation:
             if self._resume is None:
                 call.answer = await self._attempt(call.request, call.on_chunk)
             else:
-                call.answer = await self._resume.whole(self._attempt, call.request, call.on_chunk)
+                call.answer = await self._resume.complete(self._attempt, call.request, call.on_chunk)
         return call.answer
 
     async def _attempt(self, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
@@ -184,7 +184,7 @@ class Resume:
         self._max_attempts = max_attempts
         self._max_context = max_context
 
-    async def whole(self, ask: RequestFn, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
+    async def completion(self, ask: RequestFn, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
         """The completion of all attempts together. `on_chunk` receives each of its tokens once and in order.
 
         Raises:
@@ -202,11 +202,11 @@ class Resume:
             with partial.attempt() as keep:
                 part = await ask(partial.rest, None if on_chunk is None else keep)
                 _check(part, request)
-                whole = partial.add(part)
-            if whole.finish_reason is not FinishReason.ABORT:
+                completion = partial.add(part)
+            if completion.finish_reason is not FinishReason.ABORT:
                 break
             if (ended := partial.ended) is not None:
-                whole = ended
+                completion = ended
                 break
             if stopwatch.time_is_up():
                 break
@@ -217,9 +217,9 @@ class Resume:
             if not again:
                 break
         if not interrupted_s:
-            return whole
-        before_s = whole.metrics.get("interrupted_s", 0.0)
-        return replace(whole, metrics={**whole.metrics, "interrupted_s": before_s + interrupted_s})
+            return completion
+        before_s = completion.metrics.get("interrupted_s", 0.0)
+        return replace(completion, metrics={**completion.metrics, "interrupted_s": before_s + interrupted_s})
 
     async def _resumed(self) -> bool:
         """Wait until generation is resumed. Returns False if that takes too long."""

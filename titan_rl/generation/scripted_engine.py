@@ -16,7 +16,7 @@ from titan_rl.types import FinishReason, PromptScores
 
 _MASK = (1 << 64) - 1
 _BLOCK = 16  # tokens of a block of the simulated prefix cache
-_SCORE_PLACES = 8  # sequences scored in one step
+_SCORE_SLOTS = 8  # sequences scored in one step
 
 
 def _mix(state: int, value: int) -> int:
@@ -223,8 +223,8 @@ class ScriptedEngine:
                     f"a sequence to score has {len(sequence)} tokens; there is room for {self._max_context}"
                 )
         computed = [sequence for sequence in sequences if len(sequence) > 1]
-        for first in range(0, len(computed), _SCORE_PLACES):
-            batch = computed[first : first + _SCORE_PLACES]
+        for first in range(0, len(computed), _SCORE_SLOTS):
+            batch = computed[first : first + _SCORE_SLOTS]
             self.num_score_steps += 1
             if seconds := self._cost.step_seconds(len(batch), sum(map(len, batch))):
                 self._sleep(seconds)

@@ -103,8 +103,8 @@ class GaugeSummary:
                 metrics[f"{name}_mean"] = metrics.get(f"{name}_mean", 0.0) + summary.sums[name]
                 num_steps[name] = num_steps.get(name, 0) + summary.num_steps
         metrics |= {f"{name}_mean": metrics[f"{name}_mean"] / count for name, count in num_steps.items()}
-        shares = {name: (metrics.get(part, 0.0), metrics.get(whole)) for name, (part, whole) in SHARES.items()}
-        return metrics | {name: part / whole for name, (part, whole) in shares.items() if whole}
+        shares = {name: (metrics.get(part, 0.0), metrics.get(total)) for name, (part, total) in SHARES.items()}
+        return metrics | {name: part / total for name, (part, total) in shares.items() if total}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def read_back(engine: object, published: Mapping[str, TensorChecksum]) -> list[H
     found: list[tuple[str, str, tuple[int, ...], tuple[int, ...], int | torch.Tensor]] = []
     for held in engine.held_weights():
         expected = published.get(held.name)
-        if expected is None or tuple(held.whole_shape) != expected.shape:
+        if expected is None or tuple(held.global_shape) != expected.shape:
             continue
         dtype: torch.dtype = getattr(torch, expected.dtype)
         if held.checksum is not None:
@@ -202,15 +202,15 @@ def compare(published: Mapping[str, TensorChecksum], held: Iterable[Sequence[Hel
     unread: list[str] = []
     for name, expected in published.items():
         parameters = boxes.get(name, {})
-        is_whole = bool(parameters)
+        is_covered = bool(parameters)
         for parameter, found in parameters.items():
             if any(len(values) > 1 for values in found.values()):
                 wrong.append(f"{name} in {parameter}")
             elif not covers(list(found), expected.shape):
-                is_whole = False
+                is_covered = False
             elif sum(value for (value,) in found.values()) % 2**64 != expected.value:
                 wrong.append(f"{name} in {parameter}")
-        if not is_whole and prod(expected.shape):
+        if not is_covered and prod(expected.shape):
             unread.append(name)
     if wrong:
         listed = ", ".join(wrong[:NAMED]) + (f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else "")

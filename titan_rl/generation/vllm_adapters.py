@@ -43,7 +43,7 @@ class _Matrix:
     parameter: str  # the engine's parameter
     held: torch.Tensor
     start: tuple[int, int]  # position of the box's first element
-    whole_shape: tuple[int, int]
+    global_shape: tuple[int, int]
     scale: float  # factor by which vLLM expects the matrix to be multiplied
 
 
@@ -51,16 +51,16 @@ PLAIN_LAYERS = (QKVParallelLinear, MergedColumnParallelLinear, ColumnParallelLin
 """Base layers whose computation is that of their `quant_method`. Others keep vLLM's own computation."""
 
 
-def make_places(worker: Any, num_places: int, rank: int) -> None:
-    """Fill all of vLLM's places for adapters with adapters that change nothing, with the ids 1, 2, and so on.
+def fill_slots(worker: Any, num_slots: int, rank: int) -> None:
+    """Fill all of vLLM's adapter slots with adapters that change nothing, with the ids 1, 2, and so on.
 
     Args:
         worker: vLLM's worker.
-        num_places: Number of places.
-        rank: Largest rank of an adapter. The matrices of a smaller one take the first rows of a place.
+        num_slots: Number of slots.
+        rank: Largest rank of an adapter. The matrices of a smaller one take the first rows of a slot.
     """
     manager = _manager_of(worker)
-    for adapter_id in range(1, num_places + 1):
+    for adapter_id in range(1, num_slots + 1):
         manager.add_adapter(manager.create_dummy_lora(adapter_id, rank, {}))
         manager.activate_adapter(adapter_id)
     for module in manager.modules.values():
@@ -69,19 +69,19 @@ def make_places(worker: Any, num_places: int, rank: int) -> None:
 
 
 def load_adapter(worker: Any, adapter_id: int, items: Iterable[tuple[str, Any]], spec: AdapterSpec) -> None:
-    """Write an adapter into a place, even if running requests use the previous version in it.
+    """Write an adapter into a slot, even if running requests use the previous version in it.
 
     vLLM's own loading ignores names that match no layer, and takes several times as long.
 
     Args:
         worker: vLLM's worker.
-        adapter_id: vLLM's id of the place.
+        adapter_id: vLLM's id of the slot.
         items: Matrices A and B of each layer, by their Hugging Face names; see `titan_rl.training.models.lora`.
         spec: Rank, scale and layers of the adapter.
 
     Raises:
         StateDictError: a tensor belongs to no layer of the model, has another shape, or lacks its other half. The
-            content of the place is then unknown.
+            content of the slot is then unknown.
     """
     manager = _manager_of(worker)
     matrices = {matrix.name: matrix for matrix in _matrices(manager, adapter_id, spec)}
@@ -90,9 +90,9 @@ def load_adapter(worker: Any, adapter_id: int, items: Iterable[tuple[str, Any]],
         matrix = matrices.get(name)
         if matrix is None:
             raise StateDictError(f"the adapter has {name}, and the engine's model has no such layer to adapt")
-        if tuple(tensor.shape) != matrix.whole_shape:
+        if tuple(tensor.shape) != matrix.global_shape:
             raise StateDictError(
-                f"{name} of the adapter has shape {tuple(tensor.shape)}; the engine's model needs {matrix.whole_shape}"
+                f"{name} of the adapter has shape {tuple(tensor.shape)}; the engine's model needs {matrix.global_shape}"
             )
         box = zip(matrix.start, matrix.held.shape, strict=True)
         matrix.held.copy_(tensor.detach()[tuple(slice(first, first + size) for first, size in box)])
@@ -118,7 +118,7 @@ def held_adapter(worker: Any, adapter_id: int, spec: AdapterSpec) -> list[HeldTe
     """
     is_exact = math.frexp(spec.scale)[0] == 0.5
     return [
-        HeldTensor(each.name, each.parameter, each.held / each.scale, each.start, each.whole_shape)
+        HeldTensor(each.name, each.parameter, each.held / each.scale, each.start, each.global_shape)
         for each in _matrices(_manager_of(worker), adapter_id, spec)
         if is_exact or each.scale == 1
     ]
@@ -129,39 +129,39 @@ def _manager_of(worker: Any) -> Any:
 
 
 def _matrices(manager: Any, adapter_id: int, spec: AdapterSpec) -> Iterator[_Matrix]:
-    place = manager.lora_index_to_id.index(adapter_id)
+    slot = manager.lora_index_to_id.index(adapter_id)
     for path, module in manager.modules.items():
         by_rows = isinstance(module.base_layer, RowParallelLinear)
-        whole = torch.empty((sum(module.output_slices), module.lora_a_stacked[0].shape[-1]), device="meta")
-        parts = parts_of(module.base_layer, whole)
+        weight = torch.empty((sum(module.output_slices), module.lora_a_stacked[0].shape[-1]), device="meta")
+        parts = parts_of(module.base_layer, weight)
         for part, a_all, b_all in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
             name, rank = hf_name_of(path, part.index), spec.rank
-            a, b = a_all[place, 0, :rank], b_all[place, 0, :, :rank]
-            a_start, a_width = ((0, part.start), part.whole) if by_rows else ((0, 0), a.shape[1])
-            b_start, b_height = ((0, 0), len(b)) if by_rows else ((part.start, 0), part.whole)
+            a, b = a_all[slot, 0, :rank], b_all[slot, 0, :, :rank]
+            a_start, a_width = ((0, part.start), part.global_size) if by_rows else ((0, 0), a.shape[1])
+            b_start, b_height = ((0, 0), len(b)) if by_rows else ((part.start, 0), part.global_size)
             yield _Matrix(f"{name}.lora_A.weight", f"{path} (A)", a, a_start, (rank, a_width), 1.0)
             yield _Matrix(f"{name}.lora_B.weight", f"{path} (B)", b, b_start, (b_height, rank), spec.scale)
 
 
 class AdapterVersions:
-    """The versions of an adapter that an engine holds, each in a separate place. Made by `make_adapters`.
+    """The versions of an adapter that an engine holds, each in a separate slot. Made by `make_adapters`.
 
-    With a single place, each version replaces the previous one while requests are running. With several places, a
-    version stays until no request uses it and a later version needs its place. vLLM would silently evict the least
+    With a single slot, each version replaces the previous one while requests are running. With several slots, a
+    version stays until no request uses it and a later version needs its slot. vLLM would silently evict the least
     recently used one.
 
     Args:
         core: vLLM's engine core.
         requests: Requests of the engine. Later requests of the adapter use its newest version.
         name: Name of the adapter.
-        spec: Rank, scale and layers of the adapter, and its number of places.
-        first_id: vLLM's id of the adapter's first place; the others follow.
+        spec: Rank, scale and layers of the adapter, and its number of slots.
+        first_id: vLLM's id of the adapter's first slot; the others follow.
     """
 
     def __init__(self, core: Any, requests: VLLMRequests, name: str, spec: AdapterSpec, first_id: int) -> None:
         self._core, self._requests, self._name, self._spec = core, requests, name, spec
-        places = range(first_id, first_id + spec.num_versions)
-        self._versions: dict[int, int | None] = dict.fromkeys(places)  # version in each place, by vLLM's id
+        slots = range(first_id, first_id + spec.num_versions)
+        self._versions: dict[int, int | None] = dict.fromkeys(slots)  # version in each slot, by vLLM's id
         self._newest = first_id
         self.pinned: int | None = None  # version that is kept beside the newest, if it is loaded
         requests.adapters[name] = request_of(self._newest)
@@ -175,7 +175,7 @@ class AdapterVersions:
             in_use: vLLM's ids of the adapters of running requests.
 
         Raises:
-            StateDictError: the tensors do not fit the model, or running requests use all places.
+            StateDictError: the tensors do not fit the model, or running requests use all slots.
         """
         if self._spec.num_versions > 1:
             free = [
@@ -215,9 +215,9 @@ class AdapterVersions:
 
 
 def make_adapters(core: Any, requests: VLLMRequests, specs: Mapping[str, AdapterSpec]) -> dict[str, AdapterVersions]:
-    """Make the places of all adapters of an engine, by their names."""
-    rank, num_places = max(spec.rank for spec in specs.values()), sum(spec.num_versions for spec in specs.values())
-    core.collective_rpc(make_places, args=(num_places, rank))
+    """Make the slots of all adapters of an engine, by their names."""
+    rank, num_slots = max(spec.rank for spec in specs.values()), sum(spec.num_versions for spec in specs.values())
+    core.collective_rpc(fill_slots, args=(num_slots, rank))
     made: dict[str, AdapterVersions] = {}
     first_id = 1
     for name, spec in specs.items():
@@ -236,7 +236,7 @@ class GroupedPunica(PunicaWrapperCPU):
 
     Attributes:
         groups: Place of each adapter, with the tokens of the batch that use it; None stands for all tokens.
-        layers: Layers of the model, once `make_places` has made them.
+        layers: Layers of the model, once `fill_slots` has made them.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -246,12 +246,12 @@ class GroupedPunica(PunicaWrapperCPU):
 
     def update_metadata(self, *args: Any, **options: Any) -> None:
         super().update_metadata(*args, **options)
-        places_T = self.token_lora_indices
-        found = torch.unique(places_T).tolist()
+        slots_T = self.token_lora_indices
+        found = torch.unique(slots_T).tolist()
         if len(found) == 1:
             self.groups = [(found[0], None)] if found[0] >= 0 else []
         else:
-            self.groups = [(place, torch.nonzero(places_T == place)[:, 0]) for place in found if place >= 0]
+            self.groups = [(slot, torch.nonzero(slots_T == slot)[:, 0]) for slot in found if slot >= 0]
 
 
 class GroupedLayer:
@@ -267,7 +267,7 @@ class GroupedLayer:
         self._apply = module.base_layer.quant_method.apply
         self._a_stacked, self._b_stacked = module.lora_a_stacked, module.lora_b_stacked
         self._widths = module.output_slices
-        self._joined: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}  # joined matrices by place
+        self._joined: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}  # joined matrices by slot
         module.apply = self
 
     def forget_joined(self) -> None:
@@ -285,36 +285,36 @@ class GroupedLayer:
             [num_tokens, out]
         """
         y = self._apply(self._base, x, bias)
-        for place, rows in self._batch.groups:
-            joined = self._joined.get(place, MISSING)
+        for slot, rows in self._batch.groups:
+            joined = self._joined.get(slot, MISSING)
             if joined is MISSING:
-                joined = self._joined[place] = self._join(place)
+                joined = self._joined[slot] = self._join(slot)
             inputs = x if rows is None else x.index_select(0, rows)
             if joined is None:
-                self._add_parts(y, inputs, place, rows)
+                self._add_parts(y, inputs, slot, rows)
             elif rows is None:
                 y.addmm_(torch.mm(inputs, joined[0]), joined[1])
             else:
                 y.index_add_(0, rows, torch.mm(torch.mm(inputs, joined[0]), joined[1]))
         return y
 
-    def _add_parts(self, y: torch.Tensor, inputs: torch.Tensor, place: int, rows: torch.Tensor | None) -> None:
+    def _add_parts(self, y: torch.Tensor, inputs: torch.Tensor, slot: int, rows: torch.Tensor | None) -> None:
         offset = 0
         for a, b, width in zip(self._a_stacked, self._b_stacked, self._widths, strict=True):
-            part, change = y.narrow(1, offset, width), inputs @ a[place, 0].t() @ b[place, 0].t()
+            part, change = y.narrow(1, offset, width), inputs @ a[slot, 0].t() @ b[slot, 0].t()
             if rows is None:
                 part.add_(change)
             else:
                 part.index_add_(0, rows, change)
             offset += width
 
-    def _join(self, place: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _join(self, slot: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Matrices A and B of all fused parts, joined and transposed; None if their rank is too large for that.
         # [in, R], [R, out]"""
         if self._a_stacked[0].shape[2] > MOST_JOINED_RANK:
             return None
-        a_RI = torch.cat([a[place, 0] for a in self._a_stacked])
-        b_OR = torch.block_diag(*(b[place, 0] for b in self._b_stacked))
+        a_RI = torch.cat([a[slot, 0] for a in self._a_stacked])
+        b_OR = torch.block_diag(*(b[slot, 0] for b in self._b_stacked))
         return a_RI.t().contiguous(), b_OR.t().contiguous()
 
 

@@ -113,17 +113,17 @@ GPU_BATCHED_TOKENS = 8192
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM supports for the places of adapters."""
+"""Ranks that vLLM supports for the slots of adapters."""
 
 
-def adapter_places(adapters: Collection[AdapterSpec]) -> tuple[int, int]:
-    """Number of places for adapters in an engine, and the rank of each. vLLM reserves their memory."""
+def adapter_slots(adapters: Collection[AdapterSpec]) -> tuple[int, int]:
+    """Number of adapter slots in an engine, and the rank of each. vLLM reserves their memory."""
     rank = max(each.rank for each in adapters)
     return sum(each.num_versions for each in adapters), next(allowed for allowed in LORA_RANKS if allowed >= rank)
 
 
 def adapter_targets(adapters: Iterable[AdapterSpec]) -> list[str]:
-    """Layers for which the places of an engine have matrices: the layers that any adapter changes."""
+    """Layers for which the slots of an engine have matrices: the layers that any adapter changes."""
     return list(dict.fromkeys(target for each in adapters for target in each.targets))
 
 
@@ -171,7 +171,7 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
         raise ModelError('vLLM computes adapters in bfloat16 only on GPUs; set model.dtype = "bfloat16"')
     from vllm.engine.arg_utils import EngineArgs
 
-    from titan_rl.generation.vllm_scheduler import SCORE_PLACES, AdaptiveScheduler, ScoringScheduler
+    from titan_rl.generation.vllm_scheduler import SCORE_SLOTS, AdaptiveScheduler, ScoringScheduler
 
     kv_bytes, gpu_share = (int((spec.kv_cache_gib or CPU_KV_GIB) * 2**30), None) if on_cpu else _gpu_memory(spec)
     arguments: dict[str, Any] = {
@@ -180,7 +180,7 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
         "dtype": spec.dtype,
         "seed": spec.seed,
         "max_model_len": spec.max_context + 1,  # room for the token that vLLM samples after a sequence it scores
-        "max_num_seqs": spec.max_running + SCORE_PLACES,
+        "max_num_seqs": spec.max_running + SCORE_SLOTS,
         "max_num_active_seqs": spec.max_running,
         "scheduler_cls": AdaptiveScheduler if spec.adapts else ScoringScheduler,
         "kv_cache_memory_bytes": kv_bytes,
@@ -206,11 +206,11 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
         "disable_log_stats": True,
     }
     if adapters := spec.adapters.values():
-        num_places, rank = adapter_places(adapters)
+        num_slots, rank = adapter_slots(adapters)
         arguments |= {
             "enable_lora": True,
-            "max_loras": num_places,
-            "max_cpu_loras": num_places,
+            "max_loras": num_slots,
+            "max_cpu_loras": num_slots,
             "max_lora_rank": rank,
             "lora_target_modules": adapter_targets(adapters),
         }
@@ -251,8 +251,8 @@ def _gpu_memory(spec: EngineSpec) -> tuple[int, float]:
     folder = Path(spec.model_path)
     weights = weight_bytes(folder, spec.dtype) // spec.tensor_parallel_size
     if adapters := spec.adapters.values():
-        num_places, rank = adapter_places(adapters)
-        weights += num_places * adapter_bytes(folder, spec.dtype, adapter_targets(adapters), rank=rank)
+        num_slots, rank = adapter_slots(adapters)
+        weights += num_slots * adapter_bytes(folder, spec.dtype, adapter_targets(adapters), rank=rank)
     if spec.kv_cache_gib is not None:
         kv_bytes = int(spec.kv_cache_gib * 2**30)
     else:

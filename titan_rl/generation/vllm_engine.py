@@ -166,16 +166,18 @@ class VLLMEngine:
 
     def score_adapter(self, adapter: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Score with one adapter; see `LoadedPolicy.score`. Requests are suspended only if the KV cache is full."""
-        has_room = self._scheduler.has_room_beside(map(len, sequences))
-        return self._score(sequences, adapter, self._scheduler.beside() if has_room else self._scheduler.alone())
+        has_room = self._scheduler.has_room_for(map(len, sequences))
+        return self._score(
+            sequences, adapter, self._scheduler.with_extra_slots() if has_room else self._scheduler.alone()
+        )
 
     def _score(
-        self, sequences: Sequence[Sequence[int]], adapter: str, place: AbstractContextManager[None]
+        self, sequences: Sequence[Sequence[int]], adapter: str, scheduling: AbstractContextManager[None]
     ) -> list[list[float]]:
         requests = self._requests.scoring(sequences, adapter)
         scores: list[list[float]] = [[] for _ in sequences]
         unscored = {request.request_id: index for index, request in enumerate(requests) if request is not None}
-        with place:
+        with scheduling:
             for request in requests:
                 if request is not None:
                     self._core.add_request(request)
@@ -239,7 +241,7 @@ class VLLMEngine:
     def _deltas_of(self, outputs: Sequence[Any]) -> list[TokenDelta]:
         """Deltas of one step of vLLM."""
         # A long prompt is computed in several steps, and vLLM returns no output for it before the last one.
-        silent = set(self._scheduler.take_begun()).difference(output.request_id for output in outputs)
+        silent = set(self._scheduler.take_scheduled()).difference(output.request_id for output in outputs)
         deltas = [TokenDelta(self._external[core_id].request_id, (), ()) for core_id in silent & self._external.keys()]
         for output in outputs:
             core_id = output.request_id

@@ -45,7 +45,7 @@ class _Part:
     offset: int  # position in the layer's weight
     size: int
     start: int  # position in the Hugging Face tensor
-    whole: int  # size of the Hugging Face tensor along `dim`
+    global_size: int  # size of the Hugging Face tensor along `dim`
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.narrow(self.dim, self.offset, self.size)
@@ -53,8 +53,8 @@ class _Part:
     def start_in(self, weight: torch.Tensor) -> tuple[int, ...]:
         return tuple(self.start if dim == self.dim else 0 for dim in range(weight.ndim))
 
-    def whole_shape(self, weight: torch.Tensor) -> tuple[int, ...]:
-        return tuple(self.whole if dim == self.dim else size for dim, size in enumerate(weight.shape))
+    def global_shape(self, weight: torch.Tensor) -> tuple[int, ...]:
+        return tuple(self.global_size if dim == self.dim else size for dim, size in enumerate(weight.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +153,17 @@ def _held(path: str, module: Any, is_tied: bool) -> Iterator[HeldTensor]:
             packed: _Packed | None = getattr(module, "packed_weight", None) if name == "weight" else None
             if packed is not None and packed.linear is module.cpu_linear:
                 packed.check(module, own)
-                whole = torch.empty(packed.shape, dtype=packed.dtype, device="meta")
-                for part, value in zip(parts_of(module, whole), packed.sums, strict=True):
+                placeholder = torch.empty(packed.shape, dtype=packed.dtype, device="meta")
+                for part, value in zip(parts_of(module, placeholder), packed.sums, strict=True):
                     yield HeldTensor(
-                        _hf_name(path, name, part.index, is_head), f"{own} (packed)", None, part.start_in(whole),
-                        part.whole_shape(whole), value, packed.dtype, tuple(part.of(whole).shape),
+                        _hf_name(path, name, part.index, is_head), f"{own} (packed)", None, part.start_in(placeholder),
+                        part.global_shape(placeholder), value, packed.dtype, tuple(part.of(placeholder).shape),
                     )  # fmt: skip
             if weight.numel():
                 for part in parts_of(module, weight):
                     yield HeldTensor(
                         _hf_name(path, name, part.index, is_head), own, part.of(weight), part.start_in(weight),
-                        part.whole_shape(weight),
+                        part.global_shape(weight),
                     )  # fmt: skip
         elif getattr(parameter, "weight_loader", default_weight_loader) is default_weight_loader:
             yield HeldTensor(own, own, weight, (0,) * weight.ndim, tuple(weight.shape))
@@ -199,24 +199,26 @@ def parts_of(layer: Any, weight: torch.Tensor) -> list[_Part]:
         heads, kv_heads, replicas = layer.num_heads, layer.num_kv_heads, layer.num_kv_head_replicas
         kv_rank = layer.tp_rank // replicas
         sizes = (heads * layer.head_size, kv_heads * layer.head_size, kv_heads * layer.v_head_size)
-        wholes = (
+        global_sizes = (
             layer.total_num_heads * layer.head_size,
             layer.total_num_kv_heads * layer.head_size,
             layer.total_num_kv_heads * layer.v_head_size,
         )
         starts = (layer.tp_rank * sizes[0], kv_rank * sizes[1], kv_rank * sizes[2])
     elif type(layer) is MergedColumnParallelLinear:
-        wholes = tuple(layer.output_sizes)
-        sizes = tuple(whole // layer.tp_size for whole in wholes)
+        global_sizes = tuple(layer.output_sizes)
+        sizes = tuple(global_size // layer.tp_size for global_size in global_sizes)
         starts = tuple(layer.tp_rank * size for size in sizes)
     elif type(layer) is ColumnParallelLinear:
-        wholes, sizes, starts = (layer.output_size,), (len(weight),), (layer.tp_rank * len(weight),)
+        global_sizes, sizes, starts = (layer.output_size,), (len(weight),), (layer.tp_rank * len(weight),)
     else:
         return []
     offsets = [sum(sizes[:index]) for index in range(len(sizes))]
     return [
-        _Part(index, 0, offset, size, start, whole)
-        for index, (offset, size, start, whole) in enumerate(zip(offsets, sizes, starts, wholes, strict=True))
+        _Part(index, 0, offset, size, start, global_size)
+        for index, (offset, size, start, global_size) in enumerate(
+            zip(offsets, sizes, starts, global_sizes, strict=True)
+        )
     ]
 
 
@@ -235,7 +237,7 @@ def _experts(path: str, module: Any) -> Iterator[HeldTensor]:
     elif not is_swapped and method.unquantized_backend not in _KEEPS_LAYOUT:
         return
     size, hidden = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
-    start, whole = config.tp_rank * size, config.tp_size * size
+    start, global_size = config.tp_rank * size, config.tp_size * size
     half = w13.shape[1] // 2
     first, second = (half, 0) if is_swapped else (0, half)
     local = [module._map_global_expert_id_to_local_expert_id(expert) for expert in range(config.num_experts)]
@@ -244,18 +246,20 @@ def _experts(path: str, module: Any) -> Iterator[HeldTensor]:
         (
             w13,
             {
-                module.ckpt_gate_proj_name: _ExpertBox(first, (size, hidden), (start, 0), (whole, hidden)),
-                module.ckpt_up_proj_name: _ExpertBox(second, (size, hidden), (start, 0), (whole, hidden)),
+                module.ckpt_gate_proj_name: _ExpertBox(first, (size, hidden), (start, 0), (global_size, hidden)),
+                module.ckpt_up_proj_name: _ExpertBox(second, (size, hidden), (start, 0), (global_size, hidden)),
             },
         ),
-        (w2, {module.ckpt_down_proj_name: _ExpertBox(0, (hidden, size), (0, start), (hidden, whole))}),
+        (w2, {module.ckpt_down_proj_name: _ExpertBox(0, (hidden, size), (0, start), (hidden, global_size))}),
     ):
         found = _expert_checksums(weight.as_subclass(torch.Tensor), isa, tuple(boxes.values()))
         for (name, box), values in zip(boxes.items(), found, strict=False):
             for expert, at in enumerate(local):
                 if at >= 0:
                     hf_name = f"{prefix}.{expert}.{name}.weight"
-                    yield HeldTensor(hf_name, path, None, box.start, box.whole, values[at], weight.dtype, box.shape)
+                    yield HeldTensor(
+                        hf_name, path, None, box.start, box.global_shape, values[at], weight.dtype, box.shape
+                    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +269,7 @@ class _ExpertBox:
     row: int  # first row
     shape: tuple[int, int]
     start: tuple[int, int]  # position in the Hugging Face tensor
-    whole: tuple[int, int]  # shape of the Hugging Face tensor
+    global_shape: tuple[int, int]  # shape of the Hugging Face tensor
 
 
 def _expert_checksums(weight_ENK: torch.Tensor, isa: str, boxes: tuple[_ExpertBox, ...]) -> list[list[int]]:
@@ -285,15 +289,15 @@ def _expert_checksums(weight_ENK: torch.Tensor, isa: str, boxes: tuple[_ExpertBo
     if any(each % per_word for box in boxes for each in (shape[1], box.shape[1], box.start[1])):
         return []
     elements_EP = weight_ENK.flatten(1)
-    places = _packed_places(shape, dtype, isa) if isa else None
-    if isa and places is None:
+    positions = _packed_positions(shape, dtype, isa) if isa else None
+    if isa and positions is None:
         return []
-    if places is not None and len(places) > elements_EP.shape[1] // per_word:
-        elements_EP, places = elements_EP.index_select(1, places), None  # the halves of words are separated
+    if positions is not None and len(positions) > elements_EP.shape[1] // per_word:
+        elements_EP, positions = elements_EP.index_select(1, positions), None  # the halves of words are separated
     words_EP = elements_EP.view(torch.int32)
     device = weight_ENK.device
-    sums = [word_dot(words_EP, _expert_factors(shape, per_word, isa if places is not None else "", dtype, box, device))
-            for box in boxes]  # fmt: skip
+    packing = isa if positions is not None else ""
+    sums = [word_dot(words_EP, _expert_factors(shape, per_word, packing, dtype, box, device)) for box in boxes]
     return [[value % 2**64 for value in each] for each in torch.stack(sums).tolist()]
 
 
@@ -310,15 +314,15 @@ def _expert_factors(
     found[box.row : box.row + rows, :columns] = by_row[:, None] * by_column
     if not isa:
         return found.flatten()
-    places = _packed_places(shape, dtype, isa)
-    assert places is not None
+    positions = _packed_positions(shape, dtype, isa)
+    assert positions is not None
     packed = torch.empty_like(found).flatten()
-    packed[places] = found.flatten()
+    packed[positions] = found.flatten()
     return packed
 
 
 @lru_cache(8)
-def _packed_places(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor | None:
+def _packed_positions(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor | None:
     """Positions of the elements of an expert's weight after packing, found by packing their indices; positions of
     32-bit words if their halves stay together. None if packing does more than move elements.
     # [N * K] or [N * K // 2]"""
@@ -331,10 +335,10 @@ def _packed_places(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torc
         found += cpu_prepack_moe_weight(digits, isa).flatten().view(bits).to(torch.int64) << shift
     if numel > 1 << 30 or not torch.equal(found.sort().values, numbers):
         return None
-    places = torch.empty_like(found)
-    places[found] = numbers
+    positions = torch.empty_like(found)
+    positions[found] = numbers
     if dtype.itemsize == 2 and not numel % 2:
-        even, odd = places.view(-1, 2).unbind(1)
+        even, odd = positions.view(-1, 2).unbind(1)
         if torch.equal(even + 1, odd) and not (even % 2).any():
             return even // 2
-    return places
+    return positions

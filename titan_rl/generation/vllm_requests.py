@@ -178,7 +178,7 @@ def _install_in_second_runner() -> None:
         self: Any, logits: torch.Tensor, input_batch: Any, grammar_req_ids: list[str], grammar_bitmask: Any
     ) -> None:
         first = input_batch.cu_num_logits_np
-        rows = {request_id: int(first[place]) for place, request_id in enumerate(input_batch.req_ids)}
+        rows = {request_id: int(first[index]) for index, request_id in enumerate(input_batch.req_ids)}
         given = logits, input_batch, grammar_req_ids, grammar_bitmask
         _measured(lambda: apply(self, *given), grammar_req_ids, rows, logits)
 

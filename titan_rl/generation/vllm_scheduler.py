@@ -17,19 +17,19 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.request import Request, RequestStatus
 
-from titan_rl.generation.adaptive_batch import AdaptivePlaces, Growth
+from titan_rl.generation.adaptive_batch import AdaptiveLimit, Growth
 from titan_rl.generation.vllm_requests import ConstrainedIds
 
-SCORE_PLACES = 8  # sequences run by themselves at a time, beside the requests that keep theirs
+SCORE_SLOTS = 8  # sequences run by themselves at a time, beside the requests that keep theirs
 
 
 class ScoringScheduler(Scheduler):
-    """Scheduler that can suspend requests while others run `alone`. The latter need no place of the suspended requests,
+    """Scheduler that can suspend requests while others run `alone`. The latter need no slot of the suspended requests,
     and do not wait for one.
 
     The model runner keeps the state of a request that is not scheduled in a step, so a suspended request continues as
     if nothing had happened. `max_num_seqs` must exceed the largest number of requests that advance together,
-    `max_num_active_seqs`, by `SCORE_PLACES`.
+    `max_num_active_seqs`, by `SCORE_SLOTS`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,47 +37,47 @@ class ScoringScheduler(Scheduler):
         self.num_preemptions = 0
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.allowed_logprobs: dict[str, float] = {}  # by constrained request of the last step; see `ConstrainedIds`
-        self._begun: list[str] = []
+        self._newly_scheduled: list[str] = []
         self._still: tuple[list[Request], Any] | None = None  # suspended running and waiting requests in `alone`
-        self._beside_places = 0  # additional places in `beside`
-        self._behind: Any = None  # requests that were waiting when `beside` began
+        self._num_extra_slots = 0  # additional slots in `with_extra_slots`
+        self._behind: Any = None  # requests that were waiting when `with_extra_slots` began
 
     @contextmanager
     def alone(self) -> Generator[None]:
         """Context in which only requests added within the block are scheduled. Those that have not finished at its end
         are aborted."""
         assert self._still is None, "requests run alone already"
-        places = self.max_num_active_reqs
+        num_slots = self.max_num_active_reqs
         self._still = self.running, self.waiting
         self.running, self.waiting = [], create_request_queue(self.policy)
-        self.max_num_active_reqs = SCORE_PLACES
+        self.max_num_active_reqs = SCORE_SLOTS
         try:
             yield
         finally:
             left = [request.request_id for request in (*self.running, *self.waiting)]
             self.finish_requests(left, RequestStatus.FINISHED_ABORTED)
             self.running, self.waiting = self._still
-            self.max_num_active_reqs = places
+            self.max_num_active_reqs = num_slots
             self._still = None
 
     @contextmanager
-    def beside(self) -> Generator[None]:
-        """Context in which requests that are added before its first step get additional places and do not wait, while
+    def with_extra_slots(self) -> Generator[None]:
+        """Context in which requests that are added before its first step get additional slots and do not wait, while
         all other requests continue. The added requests that have not finished at its end are aborted."""
-        others, places = {request.request_id for request in (*self.running, *self.waiting)}, self.max_num_active_reqs
+        others, num_slots = {request.request_id for request in (*self.running, *self.waiting)}, self.max_num_active_reqs
         self._behind, self.waiting = self.waiting, create_request_queue(self.policy)
-        self._beside_places = SCORE_PLACES
-        self.max_num_active_reqs = places + SCORE_PLACES
+        self._num_extra_slots = SCORE_SLOTS
+        self.max_num_active_reqs = num_slots + SCORE_SLOTS
         try:
             yield
         finally:
             self._join_waiting()
-            self._beside_places = 0
-            self.max_num_active_reqs = places
+            self._num_extra_slots = 0
+            self.max_num_active_reqs = num_slots
             left = [request.request_id for request in (*self.running, *self.waiting)]
             self.finish_requests([each for each in left if each not in others], RequestStatus.FINISHED_ABORTED)
 
-    def has_room_beside(self, lengths: Iterable[int]) -> bool:
+    def has_room_for(self, lengths: Iterable[int]) -> bool:
         """Whether sequences of these lengths fit the KV cache, with one more block for each running request."""
         blocks = sum(cdiv(length + 1, self.block_size) for length in lengths) + len(self.running)
         groups = len(self.kv_cache_config.kv_cache_groups)
@@ -94,7 +94,7 @@ class ScoringScheduler(Scheduler):
         if self._still is not None:
             self._make_room(*self._still)
         output = super().schedule(*args, **kwargs)
-        self._begun += (request.req_id for request in output.scheduled_new_reqs)
+        self._newly_scheduled += (request.req_id for request in output.scheduled_new_reqs)
         return output
 
     def get_grammar_bitmask(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,10 +108,10 @@ class ScoringScheduler(Scheduler):
             self.allowed_logprobs = ids.allowed_logprobs
         return output
 
-    def take_begun(self) -> list[str]:
-        """Ids of the requests that got a place since the last call."""
-        begun, self._begun = self._begun, []
-        return begun
+    def take_scheduled(self) -> list[str]:
+        """Ids of the requests that got a slot since the last call."""
+        scheduled, self._newly_scheduled = self._newly_scheduled, []
+        return scheduled
 
     def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(*args, **kwargs)
@@ -128,7 +128,7 @@ class ScoringScheduler(Scheduler):
     def _make_room(self, running: list[Request], waiting: Any) -> None:
         """Preempt the requests that joined last if suspended requests fill the KV cache, as vLLM does when requests
         outgrow it. Preempted requests find most of their blocks again when they continue."""
-        joining = (*self.running, *islice(self.waiting, SCORE_PLACES - len(self.running)))
+        joining = (*self.running, *islice(self.waiting, SCORE_SLOTS - len(self.running)))
         blocks = sum(
             cdiv(request.num_tokens + 1, self.block_size) - cdiv(request.num_computed_tokens, self.block_size)
             for request in joining
@@ -141,7 +141,7 @@ class ScoringScheduler(Scheduler):
 
 
 class AdaptiveScheduler(ScoringScheduler):
-    """Scheduler that advances at most `max_num_active_seqs` requests, and fewer if `AdaptivePlaces` decides so. Its
+    """Scheduler that advances at most `max_num_active_seqs` requests, and fewer if `AdaptiveLimit` decides so. Its
     decisions depend only on the requests so far, so all ranks of a replica agree.
 
     Raises:
@@ -159,7 +159,7 @@ class AdaptiveScheduler(ScoringScheduler):
         self._block_tokens = self.block_size / len(self.kv_cache_config.kv_cache_groups)  # each group has own blocks
         self._num_blocks: int = self._pool.get_num_free_blocks()
         kv_tokens = int(self._num_blocks * self._block_tokens)
-        self._adaptive = AdaptivePlaces(self.max_num_active_reqs, kv_tokens, self.block_size)
+        self._adaptive = AdaptiveLimit(self.max_num_active_reqs, kv_tokens, self.block_size)
         self._left: list[tuple[Growth, bool]] = []  # requests that left since the last step, and whether by an abort
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ class AdaptiveScheduler(ScoringScheduler):
             self._left.clear()
             running = [_growth(request) for request in self.running]
             self._adaptive.num_joining(running, map(_growth, self.waiting), self._num_shared())
-            self.max_num_active_reqs = self._adaptive.limit + self._beside_places
+            self.max_num_active_reqs = self._adaptive.limit + self._num_extra_slots
         return super().schedule(*args, **kwargs)
 
     def _num_shared(self) -> int:

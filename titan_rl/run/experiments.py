@@ -221,7 +221,7 @@ class ExperimentStalls:
         self._name = name
 
     def progress(self) -> object:
-        return self._run.progress(), self._turns.progress_ahead_of(self._name), self._router.heard_at
+        return self._run.progress(), self._turns.progress_ahead_of(self._name), self._router.last_seen_at
 
     def waits_for(self) -> str:
         turn = self._turns.waits_for(self._name)

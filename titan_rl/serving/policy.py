@@ -25,7 +25,7 @@ def unbroken(stream: RequestFn, *, wait_until_resumed: Callable[[], Awaitable[ob
     Raises:
         GenerationError: An answer differs from the tokens that were streamed.
     """
-    return functools.partial(Resume(wait_until_resumed).whole, stream)
+    return functools.partial(Resume(wait_until_resumed).complete, stream)
 
 
 class Versions(Protocol):

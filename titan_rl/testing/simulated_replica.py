@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from titan_rl.core.arrays import LOGPROBS, TOKENS, NumberArray
-from titan_rl.generation.adaptive_batch import AdaptivePlaces, Growth
+from titan_rl.generation.adaptive_batch import AdaptiveLimit, Growth
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.generation.types import PauseMode
@@ -87,7 +87,7 @@ class SimulatedReplica:
         max_running: Maximum number of requests that advance at a time.
         kv_tokens: Number of tokens that fit the KV cache. When it is full, the request that joined last is preempted,
             and its tokens are computed again later.
-        places: Limits how many waiting requests join. By default as many join as there is room for.
+        adaptive_limit: Limits how many waiting requests join. By default as many join as there is room for.
         wake_s: Additional duration of the first pull or resume after a pause in mode "sleep", in seconds.
         stream_interval: Maximum number of steps between two chunks of a streamed request. None streams no chunks, which
             makes the simulated waits longer.
@@ -101,7 +101,7 @@ class SimulatedReplica:
         *,
         max_running: int,
         kv_tokens: int,
-        places: AdaptivePlaces | None = None,
+        adaptive_limit: AdaptiveLimit | None = None,
         wake_s: float = 0.0,
         stream_interval: int | None = None,
     ) -> None:
@@ -115,7 +115,7 @@ class SimulatedReplica:
         self._cost = cost
         self._max_running = max_running
         self._kv_tokens = kv_tokens
-        self._places = places
+        self._adaptive_limit = adaptive_limit
         self._wake_s, self._asleep = wake_s, False
         self._stream_interval = stream_interval
         self._waiting: deque[_Sequence] = deque()
@@ -245,9 +245,9 @@ class SimulatedReplica:
             self._running.append(self._waiting.popleft())
 
     def _num_joining(self) -> int:
-        if self._places is None:
+        if self._adaptive_limit is None:
             return min(len(self._waiting), self._max_running - len(self._running))
-        return self._places.num_joining([s.growth for s in self._running], (s.growth for s in self._waiting))
+        return self._adaptive_limit.num_joining([s.growth for s in self._running], (s.growth for s in self._waiting))
 
     async def _advance(self) -> None:
         """Take the steps up to the next change."""
@@ -302,8 +302,8 @@ class SimulatedReplica:
         self._running = [sequence for sequence in self._running if sequence.left]
 
     def _left(self, sequence: _Sequence, *, was_aborted: bool) -> None:
-        if self._places is not None:
-            self._places.ended(sequence.growth, was_aborted=was_aborted)
+        if self._adaptive_limit is not None:
+            self._adaptive_limit.ended(sequence.growth, was_aborted=was_aborted)
 
     def _room(self) -> int:
         """Number of free tokens in the KV cache."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from titan_rl.core.errors import ConfigError, MissingExtraError
-from titan_rl.generation.adaptive_batch import AdaptivePlaces
+from titan_rl.generation.adaptive_batch import AdaptiveLimit
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter, Limits, Strategy
 from titan_rl.generation.scripted_engine import CostModel
@@ -46,7 +46,7 @@ class Cluster:
             see `Moves`.
         num_lent: Number of engines on the trainer's devices, which generate while it waits for a batch; see
             `LentEngines`.
-        adapts: Whether to run fewer requests if the KV cache is expected to fill up; see `AdaptivePlaces`.
+        adapts: Whether to run fewer requests if the KV cache is expected to fill up; see `AdaptiveLimit`.
         train_s: Duration of an optimizer step on one batch.
         logprob_s: Duration of recomputing the logprobs of one batch before training on it; 0 to use the sampler's
             logprobs.
@@ -306,7 +306,7 @@ class _Simulation:
             cluster.cost,
             max_running=cluster.max_running,
             kv_tokens=cluster.kv_tokens,
-            places=AdaptivePlaces(cluster.max_running, cluster.kv_tokens) if cluster.adapts else None,
+            adaptive_limit=AdaptiveLimit(cluster.max_running, cluster.kv_tokens) if cluster.adapts else None,
             wake_s=cluster.wake_s,
         )
 

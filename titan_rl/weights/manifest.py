@@ -144,12 +144,12 @@ def position_of(entry: TensorEntry) -> SlicePosition:
 def _check(slices: list[tuple[int, TensorEntry]], tensor: str) -> list[tuple[int, TensorEntry]]:
     """Check that the slices cover the tensor exactly once, and return those that have elements."""
     _, first = slices[0]
-    dtype, shape = first.dtype, position_of(first).whole_shape
+    dtype, shape = first.dtype, position_of(first).global_shape
     for shard, entry in slices:
-        if (entry.dtype, position_of(entry).whole_shape) != (dtype, shape):
+        if (entry.dtype, position_of(entry).global_shape) != (dtype, shape):
             raise StateDictError(
                 f"{tensor} is {dtype} {shape} in shard {slices[0][0]} and "
-                f"{entry.dtype} {position_of(entry).whole_shape} in shard {shard}"
+                f"{entry.dtype} {position_of(entry).global_shape} in shard {shard}"
             )
         start = position_of(entry).start
         if not len(start) == len(entry.shape) == len(shape) or not all(

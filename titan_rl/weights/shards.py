@@ -36,7 +36,7 @@ def lay_out(named: Named) -> tuple[TensorEntry, ...]:
     for name, value in named:
         tensor, position = (value.tensor, value.position) if isinstance(value, TensorSlice) else (value, None)
         shape = tuple(tensor.shape)
-        if position is not None and shape == position.whole_shape and not any(position.start):
+        if position is not None and shape == position.global_shape and not any(position.start):
             position = None
         key = (name, None if position is None else position.start)
         if key in entries:
@@ -131,11 +131,11 @@ def _tensor(slices: Sequence[tuple[int, TensorEntry]], buffers: Sequence[Buffer]
     if len(slices) == 1:
         ((shard, entry),) = slices
         tensor = view(buffers[shard], entry)
-        whole = tensor if entry.position is None else tensor.view(entry.position.whole_shape)
+        whole = tensor if entry.position is None else tensor.view(entry.position.global_shape)
         return whole.clone() if copy else whole
     _, first = slices[0]
     pieces = [(entry, view(buffers[shard], entry)) for shard, entry in slices]
-    whole = torch.empty(position_of(first).whole_shape, dtype=getattr(torch, first.dtype), device=pieces[0][1].device)
+    whole = torch.empty(position_of(first).global_shape, dtype=getattr(torch, first.dtype), device=pieces[0][1].device)
     for entry, piece in pieces:
         box = whole
         for dim, (start, size) in enumerate(zip(position_of(entry).start, entry.shape, strict=True)):

@@ -20,7 +20,7 @@ class SlicePosition:
     """
 
     start: tuple[int, ...]  # position of the slice's first element
-    whole_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

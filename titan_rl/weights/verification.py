@@ -65,7 +65,7 @@ def published_checksums(manifest: Manifest) -> dict[str, TensorChecksum]:
 
 def _joined(slices: list[tuple[TensorEntry, int]]) -> TensorChecksum:
     entry, _ = slices[0]
-    shape = entry.position.whole_shape if entry.position else entry.shape
+    shape = entry.position.global_shape if entry.position else entry.shape
     return TensorChecksum(entry.dtype, shape, sum(value for _, value in slices) % 2**64)
 
 
@@ -73,7 +73,7 @@ def _key(name: str, value: torch.Tensor | TensorSlice) -> tuple[str, tuple[int, 
     if not isinstance(value, TensorSlice):
         return name, None
     position = value.position
-    is_whole = tuple(value.tensor.shape) == position.whole_shape and not any(position.start)
+    is_whole = tuple(value.tensor.shape) == position.global_shape and not any(position.start)
     return name, None if is_whole else position.start
 
 

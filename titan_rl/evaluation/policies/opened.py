@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from titan_rl.config.build import is_single_turn, make_renderer
-from titan_rl.config.concurrency import places_of
+from titan_rl.config.concurrency import max_running_of
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.model_files import model_identity
 from titan_rl.config.model_folder import check_chat_template, check_model_folder
@@ -301,7 +301,7 @@ async def start_generators_for(
             routing=config.routing,
             hosts=config.hosts if source.checkpoint is None else with_copies(config.hosts),
         )
-        running, published = places_of(model, config.generation, MAX_RUNNING), PublishedWeights()
+        running, published = max_running_of(model, config.generation, MAX_RUNNING), PublishedWeights()
         starting = start_generators(
             serve, version=0, max_running=running, files=files, console=console, published=published
         )

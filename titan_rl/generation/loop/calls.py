@@ -103,7 +103,7 @@ class PendingCall:
         self.logprobs.extend(delta.logprobs)
         if self.request.sampling.return_routed_experts and delta.routed_experts is not None and delta.token_ids:
             rows = expert_rows(delta.routed_experts)
-            self._routed_experts.extend(rows[place : place + 1] for place in range(len(rows)))
+            self._routed_experts.extend(rows[row : row + 1] for row in range(len(rows)))
         if self.request.sampling.top_logprobs:
             self._top_logprobs.extend(delta.top_logprobs or ())
         if self.request.sampling.constraint is not None:

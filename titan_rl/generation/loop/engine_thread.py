@@ -28,7 +28,7 @@ class EngineTrack:
     def __init__(self) -> None:
         self._track = Track("engine", "generator")
         self._track.enter("idle", idle=True)
-        self._begun_ns = time.monotonic_ns()  # start of the current span of steps
+        self._span_start_ns = time.monotonic_ns()  # start of the current span of steps
         self._steps = self._tokens = 0
 
     def rested(self, began_ns: int, *, paused: bool) -> None:
@@ -38,10 +38,10 @@ class EngineTrack:
 
     def stepped(self, began_ns: int, num_tokens: int, num_running: int) -> None:
         """Note the end of a step that began at `began_ns`."""
-        if self._track.state != "generating" or began_ns - self._begun_ns >= SPAN_NS:
+        if self._track.state != "generating" or began_ns - self._span_start_ns >= SPAN_NS:
             self._note_steps()
             self._track.enter("generating", at_ns=began_ns)
-            self._begun_ns = began_ns
+            self._span_start_ns = began_ns
             count("running requests", "generator", requests=num_running)
         self._steps += 1
         self._tokens += num_tokens

@@ -221,16 +221,16 @@ class EngineRank:
         Raises:
             StateDictError: the block failed on this rank or on another one.
         """
-        mine: StateDictError | None = None
+        own_error: StateDictError | None = None
         try:
             yield
         except StateDictError as error:
-            mine = error
+            own_error = error
         except BaseException as error:
-            mine = with_cause(StateDictError(f"{complaint}: {summary(error)}"), error)
-        problem = agree(self.ranks, None if mine is None else str(mine))
-        if mine is not None:
-            raise mine
+            own_error = with_cause(StateDictError(f"{complaint}: {summary(error)}"), error)
+        problem = agree(self.ranks, None if own_error is None else str(own_error))
+        if own_error is not None:
+            raise own_error
         if problem is not None:
             raise StateDictError(problem)
 
@@ -264,8 +264,8 @@ class EngineRank:
         if not weights.published:
             return None
         with self.together("the weights loaded could not be read"):
-            mine = read_back(policy_of(self.engine, adapter), weights.published)
-        held = self.ranks.gather(mine)
+            own = read_back(policy_of(self.engine, adapter), weights.published)
+        held = self.ranks.gather(own)
         if not any(held):
             return None
         with self.together("the weights loaded differ"):

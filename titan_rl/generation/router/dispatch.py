@@ -116,13 +116,13 @@ class Dispatcher:
                 return in_flight.partial.so_far
 
     async def _reserve(self, in_flight: RequestInFlight) -> Reservation | None:
-        """Reserve a place on a replica, once the router is not paused and enough replicas serve. None if the request is
+        """Reserve a slot on a replica, once the router is not paused and enough replicas serve. None if the request is
         aborted."""
         while True:
             if in_flight.aborted or self._pool.target.mode is PauseMode.ABORT:
                 return None
-            if (place := self.moves.place(in_flight)) is not None:
-                return place
+            if (reservation := self.moves.take_reservation(in_flight)) is not None:
+                return reservation
             is_open = self._pause.open.is_set()
             if is_open and self._pool.enough.is_set():
                 return self._pool.choose(in_flight.partial.request)
@@ -158,13 +158,13 @@ class Dispatcher:
 
                 def receive(chunk: TokenChunk) -> None:
                     has_tokens = bool(chunk.token_ids)
-                    replica.hear(served=has_tokens)
+                    replica.note_alive(served=has_tokens)
                     on_sign(has_tokens)
                     keep(chunk)
 
                 answer = await in_flight.within(None, replica.calls.generate(request, receive))
                 completion = partial.add(in_flight.without_freezes(answer, began))
-            replica.hear(served=True)
+            replica.note_alive(served=True)
             replica.failures = 0
         except (NotResumedError, asyncio.CancelledError):
             in_flight.orphan()
@@ -233,7 +233,7 @@ class Moves:
 
     A replica whose number of requests is at most `below` times that of the fullest replica with movable requests
     receives requests from it, up to the mean. A request that moves is ended like an aborted one, returns with all of
-    its tokens, and continues in a place that is reserved from then on: no token is lost or generated again, and a drain
+    its tokens, and continues in a slot that is reserved from then on: no token is lost or generated again, and a drain
     or a pause that waits for the target to be idle also waits for the request.
 
     Requests that were sent last move first: they may still be queued in an engine, and have the fewest tokens whose KV
@@ -271,26 +271,26 @@ class Moves:
     def came_back(self, request: RequestInFlight, source: PooledReplica, completion: Completion) -> None:
         """Note that `source` has ended an attempt of a request that moves."""
         self.num_moved = (self.num_moved or 0) + 1
-        place = request.place
-        if place is not None and _is_behind(place.replica, source, completion):
+        reservation = request.reservation
+        if reservation is not None and _is_behind(reservation.replica, source, completion):
             # The source has pulled a new version in the meantime, but the target has not: the request stays.
-            request.give_place_back()
-            request.place = Reservation(source, request.partial.request.cost, self._pool)
+            request.release_reservation()
+            request.reservation = Reservation(source, request.partial.request.cost, self._pool)
 
-    def place(self, request: RequestInFlight) -> Reservation | None:
+    def take_reservation(self, request: RequestInFlight) -> Reservation | None:
         """Reservation of a request that moves; None for a request that the strategy places."""
-        if (place := request.place) is None:
+        if (reservation := request.reservation) is None:
             return None
-        replica = place.replica
+        replica = reservation.replica
         if replica.failures or not (replica.serving or replica.draining):
-            request.give_place_back()
+            request.release_reservation()
             return None
         if not self._pause.open.is_set() and self._pool.target.mode is not PauseMode.WAIT:
             return None
         if replica.serving and (session_id := request.partial.request.session_id) is not None:
             self._pool.strategy.moved(session_id, replica)
-        request.place = None
-        return place
+        request.reservation = None
+        return reservation
 
     def close(self) -> None:
         self._pool.on_room = None
@@ -322,7 +322,7 @@ class Moves:
     def _counts(self) -> dict[PooledReplica, int]:
         """Number of requests that each replica in service will have after the moves in progress."""
         counts = {replica: replica.num_requests for replica in self._pool if replica.serving}
-        self._under_way = {request for request in self._under_way if request.place is not None}
+        self._under_way = {request for request in self._under_way if request.reservation is not None}
         for request in self._under_way:
             if request.replica in counts:  # the request already counts for its target
                 counts[request.replica] -= 1
@@ -332,14 +332,14 @@ class Moves:
         """Plan moves among replicas of one version, one after the other."""
         assert self._below is not None
         mean = sum(counts.values()) / len(counts)
-        fullest = [(-count, place, replica) for place, (replica, count) in enumerate(counts.items())]
+        fullest = [(-count, index, replica) for index, (replica, count) in enumerate(counts.items())]
         heapq.heapify(fullest)
         movable = dict[PooledReplica, list[RequestInFlight]]()
         for target in sorted((replica for replica in counts if not replica.failures), key=counts.__getitem__):
             count, is_taking = counts[target], False
             have_none = list[tuple[int, int, PooledReplica]]()
             while fullest and count + 1 <= mean and count + 2 <= -fullest[0][0]:
-                most, place, source = fullest[0]
+                most, index, source = fullest[0]
                 if not is_taking and count > self._below * -most:
                     break
                 if source not in movable:
@@ -348,7 +348,7 @@ class Moves:
                     have_none.append(heapq.heappop(fullest))
                     continue
                 yield source, request, target
-                heapq.heapreplace(fullest, (most + 1, place, source))
+                heapq.heapreplace(fullest, (most + 1, index, source))
                 count, is_taking = count + 1, True
             for one in have_none:
                 heapq.heappush(fullest, one)
@@ -378,7 +378,7 @@ class Moves:
         except TimeoutError:
             for request in left:
                 if request.is_leaving and request.replica is replica:  # the request stays, and may end there
-                    request.give_place_back()
+                    request.release_reservation()
 
 
 def _must_stay(sampling: SamplingParams) -> bool:
@@ -387,9 +387,9 @@ def _must_stay(sampling: SamplingParams) -> bool:
 
 def _last_for(target: PooledReplica, requests: list[RequestInFlight]) -> RequestInFlight | None:
     """Remove and return the last request that `target` has not failed."""
-    for place in reversed(range(len(requests))):
-        if target not in requests[place].failed_on:
-            return requests.pop(place)
+    for index in reversed(range(len(requests))):
+        if target not in requests[index].failed_on:
+            return requests.pop(index)
     return None
 
 

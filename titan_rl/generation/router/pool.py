@@ -56,7 +56,7 @@ class PooledReplica:
         self.failures = 0  # failures in a row, without an answered request or long service between them
         self.last_error: Exception | None = None
         self.num_served = 0  # answers and chunks of tokens so far
-        self.heard_at = 0.0  # time of the last sign of life, by the event loop's clock
+        self.last_seen_at = 0.0  # time of the last sign of life, by the event loop's clock
         self.takes_aborts = True  # whether the last abort succeeded
         self.pulling = asyncio.Lock()
         self.pausing = asyncio.Lock()
@@ -64,14 +64,14 @@ class PooledReplica:
     def __repr__(self) -> str:
         return f"PooledReplica({self.name!r}, load={self.load}, serving={self.serving}, version={self.version})"
 
-    def hear(self, *, served: bool = False) -> None:
+    def note_alive(self, *, served: bool = False) -> None:
         """Note a sign of life.
 
         Args:
             served: Whether the sign brought tokens or an answer.
         """
         self.num_served += served
-        self.heard_at = asyncio.get_running_loop().time()
+        self.last_seen_at = asyncio.get_running_loop().time()
 
 
 class Reservation:
@@ -115,7 +115,7 @@ class Aborts:
         self._call_s = call_s
         self._orphans: dict[PooledReplica, list[str]] = {}  # orphans of this iteration of the event loop
         self._untaken: dict[PooledReplica, list[str]] = {}  # orphans whose abort failed
-        self._unheard = Counter[str]()  # all orphans that their replica may still run
+        self._maybe_running = Counter[str]()  # all orphans that their replica may still run
 
     async def send(self, replica: PooledReplica, engine_ids: Sequence[str]) -> bool:
         """Ask a replica to end requests. Returns whether it answered in time."""
@@ -137,11 +137,11 @@ class Aborts:
         if not self._orphans:
             asyncio.get_running_loop().call_soon(self._send_orphans)
         self._orphans.setdefault(replica, []).append(engine_id)
-        self._unheard[engine_id] += 1
+        self._maybe_running[engine_id] += 1
 
     def may_run(self, engine_id: str) -> bool:
         """Whether an engine may still run an orphaned request with this id, so that the id must not be reused."""
-        return engine_id in self._unheard
+        return engine_id in self._maybe_running
 
     def send_again(self, replica: PooledReplica) -> None:
         """Repeat the aborts that did not reach the replica."""
@@ -149,7 +149,7 @@ class Aborts:
 
     def forget(self, replica: PooledReplica) -> None:
         """Drop the aborts of a removed replica."""
-        self._heard(self._untaken.pop(replica, ()))
+        self._note_ended(self._untaken.pop(replica, ()))
 
     def _send_orphans(self) -> None:
         orphans, self._orphans = self._orphans, {}
@@ -162,16 +162,16 @@ class Aborts:
 
     async def _end_orphans(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
         if await self.send(replica, engine_ids) or replica.removed:
-            self._heard(engine_ids)
+            self._note_ended(engine_ids)
         else:  # the engine may still run them
             self._untaken.setdefault(replica, []).extend(engine_ids)
 
-    def _heard(self, engine_ids: Sequence[str]) -> None:
+    def _note_ended(self, engine_ids: Sequence[str]) -> None:
         """Note that no engine runs these requests any more."""
         for engine_id in engine_ids:
-            self._unheard[engine_id] -= 1
-            if not self._unheard[engine_id]:
-                del self._unheard[engine_id]
+            self._maybe_running[engine_id] -= 1
+            if not self._maybe_running[engine_id]:
+                del self._maybe_running[engine_id]
 
 
 class TargetState:
@@ -215,7 +215,7 @@ class TargetState:
         async with limited(self._limits.pull_s, f"the pull of version {version}"):
             replica.version = await replica.calls.pull(version)
         self.loaded = max(version, self.loaded or 0)
-        replica.hear()
+        replica.note_alive()
 
     async def pause(self, replica: PooledReplica) -> None:
         """Bring one replica to the pause mode, or resume it.

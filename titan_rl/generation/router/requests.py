@@ -145,7 +145,7 @@ class RequestInFlight(Waiter):
         self.replica: PooledReplica | None = None  # runs the present attempt; None while it waits for a replica
         self.aborted = False  # whether its answer is an aborted completion, with the tokens that come back
         self.is_leaving = False  # whether its replica was told to end the attempt, to continue elsewhere
-        self.place: Reservation | None = None  # reserved place in which it continues then
+        self.reservation: Reservation | None = None  # where it continues then
         self.moved_with: int | None = None  # number of tokens when it was last told to move
         self.failed_on = set[PooledReplica]()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -185,14 +185,14 @@ class RequestInFlight(Waiter):
         """Abort the request in the background."""
         self._requests.pool.tasks.start(self._requests.abort([self]), f"end {self.request_id}")
 
-    def leave(self, place: Reservation) -> None:
-        """Plan to continue on the replica of `place`, once the attempt has ended."""
-        self.is_leaving, self.place, self.moved_with = True, place, self.partial.num_tokens
+    def leave(self, reservation: Reservation) -> None:
+        """Plan to continue on the replica of `reservation`, once the attempt has ended."""
+        self.is_leaving, self.reservation, self.moved_with = True, reservation, self.partial.num_tokens
 
-    def give_place_back(self) -> None:
-        if self.place is not None:
-            self.place.give_back()
-            self.place = None
+    def release_reservation(self) -> None:
+        if self.reservation is not None:
+            self.reservation.give_back()
+            self.reservation = None
 
     def without_freezes(self, completion: Completion, began: float) -> Completion:
         """The answer of an attempt that began at `began`, with the frozen time deducted from `queue_s`. Engines count
@@ -212,7 +212,7 @@ class StallWatch:
 
     Signs of life are tokens, answers, pulls, and the empty chunks of an engine that steps. A sign for any request of
     the replica counts: a request that queues behind others may wait as long as they progress. If several routers share
-    a replica, the pulls of the other routers are signs of life, too (`GeneratorRouter.hear_from`), because the engine
+    a replica, the pulls of the other routers are signs of life, too (`GeneratorRouter.note_alive`), because the engine
     does not step during a pull. Frozen time does not count. A stalled replica is quarantined, and its requests continue
     elsewhere.
 
@@ -235,7 +235,7 @@ class StallWatch:
         """Note that `replica` runs `request` from now on."""
         if replica not in self._running:
             self._running[replica] = {}
-            replica.hear()
+            replica.note_alive()
             self._watch(replica)
         self._running[replica][request] = None
 
@@ -252,9 +252,9 @@ class StallWatch:
         return list(self._running.get(replica, ()))
 
     @property
-    def heard_at(self) -> float | None:
+    def last_seen_at(self) -> float | None:
         """Time of the last sign of life of any replica that runs requests; None if no replica does."""
-        return max((replica.heard_at for replica in self._running), default=None)
+        return max((replica.last_seen_at for replica in self._running), default=None)
 
     def freeze(self) -> None:
         """Stop the clocks."""
@@ -269,13 +269,13 @@ class StallWatch:
             self._frozen_at = None
             now = asyncio.get_running_loop().time()
             for replica in self._running:
-                replica.heard_at = now - max(0.0, frozen_at - replica.heard_at)
+                replica.last_seen_at = now - max(0.0, frozen_at - replica.last_seen_at)
                 self._watch(replica)
 
     def _watch(self, replica: PooledReplica) -> None:
         """Check when a sign is almost overdue, or at the deadline if that is near."""
         if self._frozen_at is None:
-            deadline = replica.heard_at + self._limit_s
+            deadline = replica.last_seen_at + self._limit_s
             first = deadline - self._grace_s
             is_close = first < asyncio.get_running_loop().time()
             self._look_at(replica, deadline if is_close else first, again=is_close)
@@ -285,14 +285,14 @@ class StallWatch:
 
     def _look(self, replica: PooledReplica, due: float, again: bool) -> None:
         now = asyncio.get_running_loop().time()
-        deadline = replica.heard_at + self._limit_s
+        deadline = replica.last_seen_at + self._limit_s
         if now < deadline - self._grace_s - _ROUNDING_S:
             self._watch(replica)
         elif not again or now < deadline - _ROUNDING_S or now > due + self._grace_s:
             self._look_at(replica, max(deadline, now + self._grace_s), again=True)
         else:
             self._stalled(replica)
-            replica.hear()  # so that the same stall is not reported twice while its requests leave
+            replica.note_alive()  # so that the same stall is not reported twice while its requests leave
             self._watch(replica)
 
     def _stalled(self, replica: PooledReplica) -> None:
@@ -335,7 +335,7 @@ class RequestsInFlight:
             with self.counts.one():
                 yield in_flight
         finally:
-            in_flight.give_place_back()
+            in_flight.release_reservation()
             del self._requests[request_id]
             in_flight.done.set_result(None)
 

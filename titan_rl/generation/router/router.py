@@ -124,17 +124,17 @@ class GeneratorRouter:
         before the first pull."""
         return self._pool.target.version
 
-    def hear_from(self, name: str) -> None:
+    def note_alive(self, name: str) -> None:
         """Note a sign of life that another router of the same replicas has received from a replica. Does nothing if
         there is no replica of that name."""
         if name in self._pool:
-            self._pool.find(name).hear()
+            self._pool.find(name).note_alive()
 
     @property
-    def heard_at(self) -> float | None:
+    def last_seen_at(self) -> float | None:
         """Time of the last sign of life of any replica that runs requests, by the event loop's clock; None if no
         replica does."""
-        return self._requests.stalls.heard_at
+        return self._requests.stalls.last_seen_at
 
     def trouble(self) -> str | None:
         """Explain why no request can be answered at present; None while enough replicas serve, paused or not."""

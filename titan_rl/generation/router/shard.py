@@ -120,7 +120,7 @@ class RouterShard(GeneratorRouter):
         self._connect = connect
         self._report = report
         self._next = 0
-        self._told = ShardLoad()
+        self._reported = ShardLoad()
         self._turns: dict[int, asyncio.Event] = {}  # set when the turn of a message that arrived early has come
         self._pool.origin = origin
 
@@ -254,7 +254,7 @@ class RouterShard(GeneratorRouter):
         own_slice = totals.own_slice(replica.name for replica in self._pool if replica.serving)
         for replica in self._pool:
             tokens, requests = totals.loads.get(replica.name, (0, 0))
-            own_tokens, own_requests = self._told.loads.get(replica.name, (0, 0))
+            own_tokens, own_requests = self._reported.loads.get(replica.name, (0, 0))
             elsewhere = max(0, tokens - own_tokens), max(0, requests - own_requests)
             away = replica.serving and replica.name not in own_slice
             self._pool.note_elsewhere(replica, elsewhere, away=away)
@@ -284,5 +284,5 @@ class RouterShard(GeneratorRouter):
         }
         tokens = sum(request.partial.num_tokens for request in self._requests)
         counts = self._requests.counts
-        self._told = ShardLoad(loads, tokens, self.num_moved, counts.now, counts.take(), counts.num_done)
-        return self._told
+        self._reported = ShardLoad(loads, tokens, self.num_moved, counts.now, counts.take(), counts.num_done)
+        return self._reported

@@ -217,14 +217,14 @@ class Shards:
 
     async def _keep_sharing(self) -> None:
         """Exchange loads at an interval. A late shard delays no other one; its last reported load stays valid."""
-        asked: dict[asyncio.Task[Ended], ShardLink] = {}
+        pending: dict[asyncio.Task[Ended], ShardLink] = {}
         while True:
             await asyncio.sleep(self._limits.share_s)
-            self._late = set(asked.values())
-            asked |= {self._begin(link, TellLoad()): link for link in self.links if link not in self._late}
-            told, _ = await asyncio.wait(asked, timeout=self._limits.share_s) if asked else ((), ())
-            for answer in told:
-                shard, load = self._shards.get(asked.pop(answer)), answer.result().load
+            self._late = set(pending.values())
+            pending |= {self._begin(link, TellLoad()): link for link in self.links if link not in self._late}
+            done, _ = await asyncio.wait(pending, timeout=self._limits.share_s) if pending else ((), ())
+            for answer in done:
+                shard, load = self._shards.get(pending.pop(answer)), answer.result().load
                 if shard is not None and load is not None:
                     shard.load = load
             most = sum(shard.load.most_requests for shard in self._shards.values())
@@ -239,9 +239,9 @@ class Shards:
             return
         self._shared = totals
         self._turn += 1
-        for place, link in enumerate(self.links):
+        for index, link in enumerate(self.links):
             if link not in self._late:
-                self._begin(link, Totals(*totals, len(self._shards), place, self._turn))
+                self._begin(link, Totals(*totals, len(self._shards), index, self._turn))
 
     def _add_up(self) -> dict[str, Load]:
         """Add up the load of all shards on each replica. The load also counts for this router's own strategy."""

@@ -222,12 +222,12 @@ class ConsistentHash(WithFallback):
     """Consistent hashing: the same session goes to the same replica without remembering sessions, even across restarts
     and several routers.
 
-    Each replica owns `points` places on a ring of hashes, and a session belongs to the next place after its own hash.
-    When a replica leaves, only its sessions move (Karger et al., 1997). A choice costs O(log(replicas x points)); the
-    first one after replicas have come or gone also sorts the places.
+    Each replica owns `points` positions on a ring of hashes, and a session belongs to the next position after its own
+    hash. When a replica leaves, only its sessions move (Karger et al., 1997). A choice costs O(log(replicas x points));
+    the first one after replicas have come or gone also sorts the positions.
 
     Args:
-        points: Number of places of each replica. More places spread the sessions more evenly.
+        points: Number of positions of each replica. More positions spread the sessions more evenly.
         fallback: Chooses for requests without a session; by default `LeastLoaded`.
 
     Raises:
@@ -239,32 +239,32 @@ class ConsistentHash(WithFallback):
             raise ValueError(f"ConsistentHash.points is {points}; it must be at least 1")
         self._points = points
         super().__init__(fallback)
-        self._owners: dict[int, list[Candidate]] = {}  # owners of each place; several only if hashes are equal
-        self._places: list[int] | None = None  # sorted; None if the places have to be sorted again
+        self._owners: dict[int, list[Candidate]] = {}  # owners of each position; several only if hashes are equal
+        self._positions: list[int] | None = None  # sorted; None if the positions have to be sorted again
 
     def admit(self, candidate: Candidate) -> None:
         super().admit(candidate)
-        for place in self._places_of(candidate):
-            self._owners.setdefault(place, []).append(candidate)
-        self._places = None
+        for position in self._positions_of(candidate):
+            self._owners.setdefault(position, []).append(candidate)
+        self._positions = None
 
     def withdraw(self, candidate: Candidate) -> None:
         super().withdraw(candidate)
-        for place in self._places_of(candidate):
-            self._owners[place].remove(candidate)
-            if not self._owners[place]:
-                del self._owners[place]
-        self._places = None
+        for position in self._positions_of(candidate):
+            self._owners[position].remove(candidate)
+            if not self._owners[position]:
+                del self._owners[position]
+        self._positions = None
 
     def choose(self, session_id: str | None, cost: int) -> Candidate:
         if session_id is None:
             return self._fallback.choose(None, cost)
-        if self._places is None:  # once, however many replicas have joined or left since the last choice
-            self._places = sorted(self._owners)
-        index = bisect.bisect(self._places, _hash(session_id))
-        return self._owners[self._places[index % len(self._places)]][0]
+        if self._positions is None:  # once, however many replicas have joined or left since the last choice
+            self._positions = sorted(self._owners)
+        index = bisect.bisect(self._positions, _hash(session_id))
+        return self._owners[self._positions[index % len(self._positions)]][0]
 
-    def _places_of(self, candidate: Candidate) -> list[int]:
+    def _positions_of(self, candidate: Candidate) -> list[int]:
         return [_hash(f"{candidate.name}\n{point}") for point in range(self._points)]
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import CheckpointError, NoSpaceError, means_no_space
-from titan_rl.generation.recording import Asked, KnownAnswers, RecordedAnswer, Recorder
+from titan_rl.generation.recording import KnownAnswers, PendingRequests, RecordedAnswer, Recorder
 from titan_rl.generation.resume import Generation, request_fn
 from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.types import RolloutGroup
@@ -98,7 +98,7 @@ class RunJournal:
             logger.warning("%s", loss)
         self._version = position.version
         self._run = position.run
-        self._asked: Asked = {}
+        self._pending: PendingRequests = {}
         self._segment_bytes = segment_bytes
         if found.begins:
             self._segment, self._num_bytes = segments[-1], segments[-1].stat().st_size
@@ -136,7 +136,7 @@ class RunJournal:
     def recorder(self, index: int) -> Recorder:
         """Build the recorder of a group's requests. It repeats answers that were recorded before, by an earlier process
         or before a worker died and the group was run again. Its caller awaits `room` before its step."""
-        return Recorder(index, partial(self._known, index), self.answered, completion_of, self._asked)
+        return Recorder(index, partial(self._known, index), self.answered, completion_of, self._pending)
 
     def answered(self, answer: RecordedAnswer) -> None:
         """Record an answer from a `Recorder` in this process or in a rollout worker. A partial answer is ignored if a
@@ -213,11 +213,11 @@ class RunJournal:
         open_records = state.records()
         self._turn_over(version)
         self._append(StartRecord(version, position.next_index, list(position.unsettled), position.run))
-        for request_id, asked in list(self._asked.items()):
+        for request_id, pending in list(self._pending.items()):
             so_far = (tokens or {}).get(request_id)
-            if so_far is None or not so_far.token_ids or self._asked.get(request_id) is not asked:
+            if so_far is None or not so_far.token_ids or self._pending.get(request_id) is not pending:
                 continue
-            self._append(CompletionRecord(*asked, so_far))
+            self._append(CompletionRecord(*pending, so_far))
             await self._writer.room()
             await asyncio.sleep(0)  # each of perhaps a thousand long answers takes a fraction of a millisecond
         for record in open_records:  # the segment may already have records that supersede some of these

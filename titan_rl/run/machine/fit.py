@@ -21,7 +21,7 @@ from titan_rl.config.sections import GenerationConfig
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.core.settings import Section
 from titan_rl.generation.gpu_share import CPU_KV_GIB, GPU_SHARE, WORK_BYTES
-from titan_rl.generation.vllm_arguments import adapter_places, adapter_targets
+from titan_rl.generation.vllm_arguments import adapter_slots, adapter_targets
 from titan_rl.training.memory import BYTES, RankMemory, adapter_parameters, rank_memory
 from titan_rl.weights.types import NUM_KEPT
 
@@ -349,9 +349,9 @@ def _adapters(config: RunConfig) -> int:
     adapters = adapter_specs(config).values()
     if not adapters:
         return 0
-    num_places, rank = adapter_places(adapters)
+    num_slots, rank = adapter_slots(adapters)
     parameters = adapter_parameters(config.model, tuple(adapter_targets(adapters)))
-    return num_places * rank * parameters * BYTES[config.model.dtype]
+    return num_slots * rank * parameters * BYTES[config.model.dtype]
 
 
 def _toml(value: Any) -> str:

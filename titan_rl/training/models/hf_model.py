@@ -207,7 +207,7 @@ class HFModel:
     def _computed(self, parameter: str, position: SlicePosition) -> torch.Tensor:
         """Read the Hugging Face tensors of a parameter, and translate them to the whole parameter."""
         translation = self.decoder.adapter
-        names = translation.to_hf({parameter: torch.empty(position.whole_shape, device="meta")})
+        names = translation.to_hf({parameter: torch.empty(position.global_shape, device="meta")})
         return translation.from_hf({name: self._weights.read(name) for name in names})[parameter]
 
     def _base(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -278,7 +278,7 @@ def _of_place(piece: TensorSlice, place: RowPart | None) -> TensorSlice | None:
         return None
     return TensorSlice(
         piece.tensor[place.row - row, begin - first : end - first],
-        SlicePosition((begin - place.first, *start), (place.size, *piece.position.whole_shape[2:])),
+        SlicePosition((begin - place.first, *start), (place.size, *piece.position.global_shape[2:])),
     )
 
 

@@ -65,7 +65,7 @@ _NAMES = {
 
 def write_slices(path: Path, slices: Mapping[str, TensorSlice], progress: WriteProgress | None = None) -> FileChecksum:
     """Write slices of tensors to a file that `TensorFiles` can read; see `write_tensors`."""
-    places = {name: [each.position.start, each.position.whole_shape] for name, each in slices.items()}
+    places = {name: [each.position.start, each.position.global_shape] for name, each in slices.items()}
     tensors = {name: each.tensor for name, each in slices.items()}
     return write_tensors(path, tensors, tensors.items(), {_PLACES: json.dumps(places)}, progress)
 
@@ -133,8 +133,8 @@ class TensorFiles:
             try:
                 with safe_open(path, framework="pt") as file:
                     places = parse_json(file.metadata()[_PLACES])
-                    for name, (start, whole_shape) in places.items():
-                        position = SlicePosition(tuple(start), tuple(whole_shape))
+                    for name, (start, global_shape) in places.items():
+                        position = SlicePosition(tuple(start), tuple(global_shape))
                         stored = StoredSlice(path, tuple(file.get_slice(name).get_shape()), position)
                         self._slices.setdefault(name, []).append(stored)
             except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
@@ -162,10 +162,10 @@ class TensorFiles:
         for name, target in wanted.items():
             covered = 0
             for stored in self._slices.get(name, []):
-                if stored.position.whole_shape != target.position.whole_shape:
+                if stored.position.global_shape != target.position.global_shape:
                     raise ValueError(
-                        f"{name} has shape {stored.position.whole_shape}; this trainer's has "
-                        f"{target.position.whole_shape}"
+                        f"{name} has shape {stored.position.global_shape}; this trainer's has "
+                        f"{target.position.global_shape}"
                     )
                 if size := _common(stored, target)[2]:
                     covered += size
