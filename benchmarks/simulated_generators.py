@@ -207,7 +207,7 @@ class SimulatedProcesses(GeneratorProcesses):
     async def _start_generator(self, process: ProcessId) -> ActorReplica:
         phase_s = (process.index % CHUNK + 1) * STEP_S
         remote = RemoteProcess(process, self)
-        self._remotes[remote.id], self._places_of[remote.id] = remote, frozenset()
+        self._remotes[remote.id], self._hosts_of[remote.id] = remote, frozenset()
         generator = self.generators[str(process)] = SimulatedGenerator(self.traffic, self.length_of, phase_s)
         with patch.object(request_stream, "Channel", Pipe):
             replica = ActorReplica(remote, generator, self._published)

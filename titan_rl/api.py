@@ -138,7 +138,7 @@ def train(
     if generate is not None:
         parts = replace(parts, replicas=[FunctionReplica(within_vocabulary(generate, made.model.path))])
     folder = None if resume is None else Path(resume).resolve()
-    end = run_training(made, folder, parts=parts, name=name, begun_by="titan_rl.train(...)")
+    end = run_training(made, folder, parts=parts, name=name, started_by="titan_rl.train(...)")
     if end.summary is None:
         raise KeyboardInterrupt(f"the run is stopped; titan_rl.train(config, resume={str(end.run_dir)!r}) continues it")
     show_summary(end.summary, sys.stderr)

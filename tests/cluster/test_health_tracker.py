@@ -80,7 +80,7 @@ def test_a_host_is_lost_exactly_when_nothing_came_for_as_many_looks_as_its_limit
     contact, now, since = SilenceTimer(3.0, 0.5, now=0.0), 0.0, 0
     for event in events:
         if event == "heard":
-            contact.heard()
+            contact.reset()
             since = 0
         else:
             now += 0.25

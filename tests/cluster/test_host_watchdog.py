@@ -178,7 +178,7 @@ async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(
         watchdog = HostWatchdog(controller.watcher.settings, tmp_path / "s", clock=clock)
         looking = asyncio.ensure_future(watchdog.run())
         async with process(tmp_path / "s") as pulsing:
-            await asyncio.wait_for(controller.watcher.heard.wait(), HANG_S)
+            await asyncio.wait_for(controller.watcher.first_heartbeat.wait(), HANG_S)
             clock.tick_s = 1.0
             assert await asyncio.wait_for(pulsing.wait(), HANG_S) == -signal.SIGKILL
         assert await asyncio.wait_for(looking, HANG_S) == "what starts processes here has been stopped for 10 s"

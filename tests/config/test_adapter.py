@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from peft_files import BASE, write_adapter
 
-from titan_rl.config.build import told_of_learning_rate
+from titan_rl.config.build import learning_rate_note
 from titan_rl.config.load import load_config
-from titan_rl.config.model_folder import told_of_adapter_base
+from titan_rl.config.model_folder import adapter_base_note
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.generation.engine import AdapterSpec
@@ -32,9 +32,9 @@ def test_the_default_learning_rate_is_ten_times_that_of_training_all_weights() -
 
 
 def test_another_learning_rate_is_mentioned() -> None:
-    assert told_of_learning_rate(load(("training.lr", "1e-4"), rank=0).training) is None
-    assert told_of_learning_rate(load().training) is None
-    note = told_of_learning_rate(load(("training.lr", "1e-4")).training)
+    assert learning_rate_note(load(("training.lr", "1e-4"), rank=0).training) is None
+    assert learning_rate_note(load().training) is None
+    note = learning_rate_note(load(("training.lr", "1e-4")).training)
     assert note is not None
     assert "training.lr = 0.0001 with training.adapter.rank = 8" in note
     assert "by default 0.003" in note
@@ -138,7 +138,7 @@ def test_a_folder_to_start_from_is_checked_before_a_run(tmp_path: Path) -> None:
     for base, is_told in (("Qwen/Qwen3-0.6B", False), (str(BASE), False), (str(tmp_path), True)):
         folder = write_adapter(tmp_path / f"adapter-{is_told}-{len(base)}", base_model_name_or_path=base)
         config = load_with(folder)
-        told = told_of_adapter_base(config.model, config.training.adapter)
+        told = adapter_base_note(config.model, config.training.adapter)
         assert (told is not None) == is_told
         assert told is None or f"was trained on {tmp_path}, whose weights are not those of model.path" in told
 

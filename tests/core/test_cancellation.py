@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from titan_rl.core.calls.bounded import bounded
-from titan_rl.core.calls.cancellation import asked_to_cancel, stray_cancellation_fails
+from titan_rl.core.calls.cancellation import cancel_requested, stray_cancellation_fails
 from titan_rl.core.errors import StrayCancellationError
 
 
@@ -25,7 +25,7 @@ async def test_what_cancels_itself_is_an_error_and_the_task_goes_on() -> None:
     assert isinstance(caught.value.__cause__, asyncio.CancelledError)
     assert isinstance(caught.value, Exception)
     await asyncio.sleep(0)
-    assert not asked_to_cancel()
+    assert not cancel_requested()
 
 
 async def test_a_cancellation_of_the_task_itself_passes() -> None:
@@ -34,7 +34,7 @@ async def test_a_cancellation_of_the_task_itself_passes() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert asked_to_cancel(task)
+    assert cancel_requested(task)
 
 
 async def test_a_time_limit_around_it_stays_a_time_limit() -> None:
@@ -78,8 +78,8 @@ async def test_of_a_task_that_is_done_it_is_known_who_ended_it() -> None:
     await asyncio.wait({stray, told})
     assert stray.cancelled()
     assert told.cancelled()
-    assert not asked_to_cancel(stray)
-    assert asked_to_cancel(told)
+    assert not cancel_requested(stray)
+    assert cancel_requested(told)
 
 
 @pytest.mark.looptime

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.core.calls.user_code import Failure, describe, place_of, reason, summary, where
+from titan_rl.core.calls.user_code import Failure, describe, reason, source_location, summary, where
 from titan_rl.core.errors import StateDictError
 
 
@@ -125,14 +125,14 @@ class Judge:
     ids=["function", "partial", "wrapped", "object", "method"],
 )
 def test_a_function_that_hung_is_known_by_where_it_is_defined(function: Callable[..., object], name: str) -> None:
-    place = place_of(function)
+    place = source_location(function)
     assert place is not None
     file, _, rest = place.partition(":")
     assert (file, rest.partition(" in ")[2]) == ("tests/core/test_user_code.py", name)
 
 
 def test_a_function_that_is_not_python_has_no_place():
-    assert place_of(len) is None
+    assert source_location(len) is None
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ async def test_what_is_refused_at_once_is_not_said_to_be_waited_for(run_dir: Pat
     reconciler, _ = reconciler_of(run_dir, Hosts(H1))
     waits: list[str] = []
     asking = asyncio.ensure_future(
-        asyncio.to_thread(HostFiles(run_dir).ask, "drain", "h9", 30.0, asked=lambda: waits.append("h9"))
+        asyncio.to_thread(HostFiles(run_dir).ask, "drain", "h9", 30.0, on_wait=lambda: waits.append("h9"))
     )
     while not asking.done():
         reconciler.look()
@@ -362,7 +362,7 @@ async def test_whatever_keeps_a_host_out_is_told(run_dir: Path):
             raise OSError(errno.ENOSPC, "no room on that host")
 
     reconciler, told = reconciler_of(run_dir, Full(), H1)
-    with HostFiles(run_dir)._asked.open("ab") as file:  # pyright: ignore[reportPrivateUsage]
+    with HostFiles(run_dir)._requests.open("ab") as file:  # pyright: ignore[reportPrivateUsage]
         file.write(b'{"id": "a", "do": "add", "what": "10.0.0.2"}\n')
     async with in_background(reconciler.watch()):
         await asyncio.sleep(2 * RETRY_S)

@@ -252,7 +252,7 @@ def test_a_run_that_failed_with_nothing_to_go_on_from_is_begun_again(run_dir):
     for step in (1, 3):
         shutil.rmtree(step_directory(run_dir.checkpoints, step))
     begin, go_on = "titan-rl train my.toml", f"titan-rl train --resume {run_dir.path}"
-    messages = EndMessages(config, run_dir, step=0, begun_by=begin)
+    messages = EndMessages(config, run_dir, step=0, started_by=begin)
     journal = RunJournal(run_dir.journal)
     journal.dropped(0, "errors")
     journal.drain()

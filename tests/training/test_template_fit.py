@@ -16,7 +16,7 @@ import torch
 from serving.speaking import byte_tokenizer
 
 import titan_rl.training.tiny_model
-from titan_rl.config.build import make_renderer, told_of_template
+from titan_rl.config.build import make_renderer, template_note
 from titan_rl.rollout.renderer.registry import TemplateFit, fit_template
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.training.export import export_hf
@@ -81,7 +81,7 @@ def test_the_exported_template_gives_the_tokens_that_training_used(tmp_path: Pat
     assert rendered(model.path, messages) != prompt
     out = exported(model, tmp_path / "out")
     assert rendered(out, messages) == prompt
-    told = told_of_template(model) or ""
+    told = template_note(model) or ""
     assert told.startswith(
         f"model.renderer = '{renderer}' keeps earlier reasoning in the prompt, which the model's own"
     )
@@ -103,7 +103,7 @@ def test_a_template_in_the_tokenizers_config_is_replaced_too(tmp_path: Path) -> 
 
 def test_a_template_that_keeps_reasoning_stays_as_it_is(tmp_path: Path) -> None:
     model = folder_with(KEEPING, tmp_path / "Qwen3-0.6B")
-    assert told_of_template(model) is None
+    assert template_note(model) is None
     out = exported(model, tmp_path / "out")
     assert (out / "chat_template.jinja").read_text() == (tmp_path / "Qwen3-0.6B" / "chat_template.jinja").read_text()
 
@@ -111,7 +111,7 @@ def test_a_template_that_keeps_reasoning_stays_as_it_is(tmp_path: Path) -> None:
 def test_where_no_template_is_found_the_models_own_stays_and_a_person_is_told(tmp_path: Path) -> None:
     model = folder_with(dropping("loop.revindex < 3"), tmp_path / "Qwen3-0.6B")
     assert fit_template(model.path, model.renderer) == TemplateFit(drops=True)
-    assert "no chat template was found that keeps it" in (told_of_template(model) or "")
+    assert "no chat template was found that keeps it" in (template_note(model) or "")
 
 
 def test_a_folder_without_a_tokenizer_or_a_renderer_fits(tmp_path: Path) -> None:

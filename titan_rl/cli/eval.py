@@ -97,7 +97,7 @@ def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: There is no policy, or no config.
     """
-    num_configs = next((place for place, name in enumerate(given) if not name.endswith(".toml")), len(given))
+    num_configs = next((index for index, name in enumerate(given) if not name.endswith(".toml")), len(given))
     configs, policies = list(given[:num_configs]), list(given[num_configs:])
     if not policies:
         raise ConfigError("name a policy after CONFIG.toml: a run's folder, a model's, or the URL of an endpoint")

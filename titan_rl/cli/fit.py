@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         for line in _advice(fit, saving, change, changed):
             print_result(line + "\n")
         fullest = fit.fullest
-        told = f"{fullest.total / GIB:.1f} GiB of {fit.limit / GIB:.1f} on {_name(fullest)}"
-        print_stderr(f"titan-rl: {'fits' if fit.fits else 'does not fit'}: {told}")
+        usage = f"{fullest.total / GIB:.1f} GiB of {fit.limit / GIB:.1f} on {_name(fullest)}"
+        print_stderr(f"titan-rl: {'fits' if fit.fits else 'does not fit'}: {usage}")
     return 0 if fit.fits else 1
 
 

@@ -44,5 +44,5 @@ def _list(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> int:
     files = HostFiles(find_run(arguments.of, "titan-rl hosts"))
     waits = f"the run is asked to {arguments.do} {arguments.what}; this waits until {arguments.until}"
-    files.ask(arguments.do, arguments.what, WAIT_S, asked=lambda: print_stderr(f"titan-rl: {waits}"))
+    files.ask(arguments.do, arguments.what, WAIT_S, on_wait=lambda: print_stderr(f"titan-rl: {waits}"))
     return _list(arguments)

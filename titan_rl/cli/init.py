@@ -211,7 +211,7 @@ def _rendered(starter: Starter) -> Iterator[tuple[Path, str]]:
         **LENGTHS[starter.template],
     }
     package = starter.folder / starter.name
-    places = {
+    folders = {
         "README.md": starter.folder,
         "config.toml": starter.folder,
         "pyproject.toml": starter.folder,
@@ -220,9 +220,9 @@ def _rendered(starter: Starter) -> Iterator[tuple[Path, str]]:
     }
     for source in sorted(path for room in ("common", starter.template) for path in (TEMPLATE_FOLDER / room).iterdir()):
         file = source.name.removesuffix(".jinja")
-        place = places.get(file, package)
+        target = folders.get(file, package)
         text = environment.get_template(source.relative_to(TEMPLATE_FOLDER).as_posix()).render(known)
-        yield place if place.name.endswith((file, f"test_{starter.name}.py")) else place / file, text
+        yield target if target.name.endswith((file, f"test_{starter.name}.py")) else target / file, text
 
 
 def examples_folder() -> Path:

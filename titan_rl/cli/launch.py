@@ -38,12 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
     for problem in hosts.too_few(launched=True):
         raise ConfigError(problem)
     provider = find_provider(hosts.provider)
-    if provider.folder_there is None:
+    if provider.remote_folder is None:
         config = load_config(paths, arguments.overrides)
     elif not PurePath(config.model.path).is_absolute():
-        there = PurePath(provider.folder_there(hosts), config.model.path)
+        remote_path = PurePath(provider.remote_folder(hosts), config.model.path)
         print_stderr(
-            f"titan-rl: model.path = {config.model.path!r} is {there} where the run is; make sure that it exists"
+            f"titan-rl: model.path = {config.model.path!r} is {remote_path} where the run is; make sure that it exists"
         )
     if warning := experimental_warning(config, config.statedict.transport.replace("auto", "tcp")):
         print_stderr(f"titan-rl: warning: {warning}")

@@ -123,12 +123,12 @@ def _print_error(error: BaseException) -> None:
     from titan_rl.run.terminal.standard_streams import print_stderr
 
     print_stderr(f"titan-rl: {reason(error)}")
-    said = str(error)
+    printed = str(error)
     for cause in causes(error):
-        if str(cause) and str(cause) in said:  # a message often quotes its cause
+        if str(cause) and str(cause) in printed:  # a message often quotes its cause
             continue
         print_stderr(f"  caused by {summary(cause)}")
-        said += str(cause)
+        printed += str(cause)
     for note in getattr(error, "__notes__", ()):
         print_stderr(f"  {note}")
 

@@ -61,15 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
         server = config.server.model_copy(update={"follow_s": FOLLOW_S})
         config = config.model_copy(update={"server": server})
     if config.server.follow_s is not None and source.run is None:
-        asked = "--follow" if arguments.follow else f"server.follow_s = {config.server.follow_s:g}"
+        option = "--follow" if arguments.follow else f"server.follow_s = {config.server.follow_s:g}"
         if several:
             folders = ", ".join(str(folder) for folder in adapters_of_run(Path(arguments.policy)).values())
             raise ConfigError(
-                f"{asked}: {arguments.policy} is a run with [[adapters]], which are served together as they are; name "
+                f"{option}: {arguments.policy} is a run with [[adapters]], which are served together as they are; name "
                 f"one of them ({folders}), or leave the option out"
             )
         raise ConfigError(
-            f"{asked}: {arguments.policy} is not a run's folder, and so gets no newer versions; name a run's folder, "
+            f"{option}: {arguments.policy} is not a run's folder, and so gets no newer versions; name a run's folder, "
             "such as runs/latest, or leave the option out"
         )
     if (versions := config.server.versions) is not None:

@@ -57,15 +57,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         check_own_machine(config.hosts)
         with tempfile.TemporaryDirectory() as folder:
-            ready, told = check(config, Path(folder), resume)
+            ready, summary = check(config, Path(folder), resume)
         print_result(dump_config(ready, with_defaults=verbosity is Verbosity.VERBOSE))
-        print_stderr(f"titan-rl: {told}")
+        print_stderr(f"titan-rl: {summary}")
         print_stderr("titan-rl: ready: the settings are valid, and the model can be trained")
         settings = [f"--{name}={value}" for name, value in arguments.overrides]
         print_next_command("sft", *(["--resume", str(resume)] if resume is not None else arguments.config), *settings)
         return 0
-    begun_by = shlex.join(["titan-rl", *sys.argv[1:]])
-    code = run_sft(config, resume, begun_by=begun_by, verbosity=verbosity)
+    started_by = shlex.join(["titan-rl", *sys.argv[1:]])
+    code = run_sft(config, resume, started_by=started_by, verbosity=verbosity)
     if code == 0 and verbosity is not Verbosity.QUIET:
         print_next_command("train", *(arguments.config or ["CONFIG.toml"]))
     return code

@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     from titan_rl.run.observability.summary import show_summary
 
     name = run_name(config, [Path(toml) for toml in arguments.config], arguments.overrides)
-    begun_by = shlex.join(["titan-rl", *sys.argv[1:]])
-    end = run_training(config, resume, name=name, begun_by=begun_by, verbosity=verbosity)
+    started_by = shlex.join(["titan-rl", *sys.argv[1:]])
+    end = run_training(config, resume, name=name, started_by=started_by, verbosity=verbosity)
     if end.summary is not None:
         show_summary(end.summary)
         if verbosity is not Verbosity.QUIET:

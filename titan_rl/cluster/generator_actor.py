@@ -271,8 +271,8 @@ class GeneratorActor(ProcessActor):
             return share
         return 0.0
 
-    def _open(self, told: tuple[str, Manifest]) -> Weights:
-        adapter, manifest = told
+    def _open(self, adapter_manifest: tuple[str, Manifest]) -> Weights:
+        adapter, manifest = adapter_manifest
         pulls = self._pulls_of(adapter)
         verify = partial(pulls.verify, manifest)
         return Weights(pulls.items(manifest), verify, _checksums_of(manifest), manifest.pinned)

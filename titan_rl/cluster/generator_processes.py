@@ -309,9 +309,9 @@ class GeneratorProcesses(SupervisedProcesses):
         if self.hosts.takes(self._host_of(process)):
             return True
         gpus = {host: own for host, own in self.hosts.gpus.items() if self.hosts.takes(host)}
-        return self._places.move(process.index, gpus, self._places_of_trainer())
+        return self._places.move(process.index, gpus, self._trainer_placement())
 
-    def _places_of_trainer(self) -> Sequence[ProcessPlace]:
+    def _trainer_placement(self) -> Sequence[ProcessPlace]:
         return ()
 
     async def join(self, host: str, router: ReplicaRouter) -> list[str]:
@@ -366,7 +366,7 @@ class GeneratorProcesses(SupervisedProcesses):
             process.index,
             str(model),
             neighbours=self._places.neighbours(process.index),
-            beside_trainer=self._places.shares(process.index, self._places_of_trainer()),
+            beside_trainer=self._places.shares(process.index, self._trainer_placement()),
         )
         remote, ranks = await self.spawn(process, GeneratorActor, settings, places=places)
         replica = ActorReplica(remote, ranks[0], self._published)

@@ -186,7 +186,7 @@ class RolloutWorkerActor(ProcessActor):
         objects in messages and samples that cannot be pickled.
 
         Raises:
-            ActorDiedError: See `tell_shard`.
+            ActorDiedError: See `send_to_shard`.
         """
         groups = self._held_out if order.index is None else self._training[order.task]
         with groups.one(order.group_size) as playing, self._running(order, playing) as group:

@@ -365,21 +365,21 @@ class WorkerPool:
             ActorDiedError: `max_attempts` workers died under the group, or no worker was available in time.
         """
         assert isinstance(generate, GroupRequests), "a worker generates through its own shard of the router"
-        told: set[tuple[int, str | None]] = set()
+        reported: set[tuple[int, str | None]] = set()
         alone = sample_alone(sample)
 
-        def notify(rollout: Rollout) -> None:
+        def report(rollout: Rollout) -> None:
             which = rollout.sibling, rollout.seat
-            if on_finished is not None and which not in told:
-                told.add(which)
+            if on_finished is not None and which not in reported:
+                reported.add(which)
                 rollout.sample = alone
                 with self._callbacks.guarded("on_finished"):
                     on_finished(rollout)
 
         deaths = 0
         while True:
-            running = RemoteGroup(group_id, generate, notify)
-            remote = await self._place(running)
+            running = RemoteGroup(group_id, generate, report)
+            remote = await self._choose_worker(running)
             actor = self._workers[remote]
             self._load[remote] += group_size
             try:
@@ -387,7 +387,7 @@ class WorkerPool:
                     order = running.order(task, sample, group_id, group_size, sampling)
                     group = await self._run(remote, actor, order)
                 for rollout in group.rollouts:
-                    notify(rollout)
+                    report(rollout)
                 rollouts = [replace(rollout, sample=alone) for rollout in group.rollouts]
                 return replace(group, sample=alone, rollouts=rollouts)
             except ActorDiedError as error:
@@ -419,7 +419,7 @@ class WorkerPool:
         for worker in self._workers.values():
             worker.resume_judging.broadcast(task)
 
-    async def _place(self, group: RemoteGroup) -> RemoteProcess:
+    async def _choose_worker(self, group: RemoteGroup) -> RemoteProcess:
         """Choose a worker for a group as soon as the group may run."""
         while True:
             await group.wait_resumed()

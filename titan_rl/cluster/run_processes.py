@@ -161,7 +161,7 @@ class RunProcesses(GeneratorProcesses):
             else:
                 return
 
-    def _places_of_trainer(self) -> Sequence[ProcessPlace]:
+    def _trainer_placement(self) -> Sequence[ProcessPlace]:
         if not self._trains:
             return ()
         with contextlib.suppress(ConfigError):  # then it keeps its places
@@ -169,8 +169,8 @@ class RunProcesses(GeneratorProcesses):
         return self._trainer_places
 
     def _place_trainer(self) -> Sequence[ProcessPlace]:
-        there = [host for host in self.hosts if self.hosts.takes(host.name) and may_train(host, self._config_path)]
-        gpus = {host.name: host.gpus for host in there}
+        present = [host for host in self.hosts if self.hosts.takes(host.name) and may_train(host, self._config_path)]
+        gpus = {host.name: host.gpus for host in present}
         self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus, self._places.gpus)
         return self._trainer_places
 
@@ -184,12 +184,12 @@ class RunProcesses(GeneratorProcesses):
         has few workers. If the run has as many workers as the settings name without it, it is not replaced."""
         if process.role is not Role.ROLLOUT_WORKER or self.hosts.takes(self._host_of(process)):
             return super()._place(process)
-        there = [host for host in self.hosts.names if self.hosts.takes(host)] if self._num_lacking() else []
+        candidates = [host for host in self.hosts.names if self.hosts.takes(host)] if self._num_lacking() else []
         trains = {place.host for place in self._trainer_places}
         busy = Counter(place.host for place in self._worker_places)
-        for host in sorted(there, key=lambda host: (host in trains, busy[host]))[:1]:
+        for host in sorted(candidates, key=lambda host: (host in trains, busy[host]))[:1]:
             self._worker_places[process.index] = ProcessPlace(host)
-        return bool(there)
+        return bool(candidates)
 
     def _num_lacking(self) -> int:
         """Number of rollout workers that the run lacks compared with the settings."""

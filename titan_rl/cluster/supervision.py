@@ -177,7 +177,7 @@ class SupervisedProcesses(HostListener):
         self._remotes: dict[str, RemoteProcess] = {}  # by id, of those not known to have ended
         self._spawned: list[str] = []  # ids
         self._hang_timeout_s = hosts.config.hang_timeout_s
-        self._places_of: dict[str, frozenset[str]] = {}  # names of the hosts of each process, by id
+        self._hosts_of: dict[str, frozenset[str]] = {}  # names of the hosts of each process, by id
         hosts.lifecycles.subscribe(self)
 
     async def spawn(
@@ -196,7 +196,7 @@ class SupervisedProcesses(HostListener):
             TitanRLError: A process failed to start with this error. After any error, the whole group has ended.
         """
         remote = RemoteProcess(process, self, self._hang_timeout_s)
-        self._places_of[remote.id] = frozenset(place.host for place in places)
+        self._hosts_of[remote.id] = frozenset(place.host for place in places)
         self._remotes[remote.id] = remote
         self._spawned.append(remote.id)
         limit_s = self._start_timeout_s
@@ -277,12 +277,12 @@ class SupervisedProcesses(HostListener):
         """Sorted names of the processes on each host that has any."""
         names: defaultdict[str, list[str]] = defaultdict(list)
         for remote in self._remotes.values():
-            for host in self._places_of[remote.id]:
+            for host in self._hosts_of[remote.id]:
                 names[host].append(remote.name)
-        return {host: sorted(there) for host, there in names.items()}
+        return {host: sorted(names_here) for host, names_here in names.items()}
 
     def _remotes_on(self, host: str) -> list[RemoteProcess]:
-        return [remote for remote in self._remotes.values() if host in self._places_of[remote.id]]
+        return [remote for remote in self._remotes.values() if host in self._hosts_of[remote.id]]
 
     async def _leave(self, host: str, why: str, finish: Callable[[RemoteProcess], Awaitable[object]]) -> None:
         """End the processes on a host that is drained, once each of them has finished its work."""
@@ -303,7 +303,7 @@ class SupervisedProcesses(HostListener):
 
     def process_ended(self, remote: RemoteProcess) -> None:
         del self._remotes[remote.id]
-        self._places_of.pop(remote.id, None)
+        self._hosts_of.pop(remote.id, None)
 
 
 class Startable(Protocol):

@@ -36,7 +36,7 @@ from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import Costs, StepPlan, plan_step
 from titan_rl.training.protocol import StepResult, agreed_version
 from titan_rl.training.settings import ModelConfig, TrainingConfig
-from titan_rl.training.state.checkpoint import being_written, put_in_place, step_directory, written_by
+from titan_rl.training.state.checkpoint import being_written, rename_completed, step_directory, written_by
 from titan_rl.weights.manifest import KnownLayouts, join
 from titan_rl.weights.types import Manifest
 
@@ -122,7 +122,7 @@ class ActorTrainer:
     async def finish_save(self) -> None:
         await self._all("finish_save")
         if self._saving is not None:
-            await in_thread(self._put_in_place, self._saving, "step-")
+            await in_thread(self._rename_completed, self._saving, "step-")
             self._saving = None
 
     async def load(self, checkpoint: Path) -> int:
@@ -139,15 +139,15 @@ class ActorTrainer:
         # second.
         fit = await in_thread(fit_template, self._model.path, self._model.renderer)
         await self._all("export", *[(written_by(self._writer, path), fit)] * len(self._ranks))
-        await in_thread(self._put_in_place, path, path.name)
+        await in_thread(self._rename_completed, path, path.name)
 
-    def _put_in_place(self, path: Path, others: str) -> None:
+    def _rename_completed(self, path: Path, others: str) -> None:
         """Rename a completed folder to its final name, and remove abandoned ones.
 
         Args:
             others: Prefix of the names of unfinished folders that no process will complete.
         """
-        put_in_place(written_by(self._writer, path), path)
+        rename_completed(written_by(self._writer, path), path)
         for left in being_written(path.parent, others):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -291,18 +291,18 @@ class TrainerProcesses:
             holds_up: Whether there is no trainer during the wait, so that `waits_for` shows it.
         """
         clock = asyncio.get_running_loop().time
-        began, told = clock(), False
+        began, is_reported = clock(), False
         while True:
             try:
                 return self._places()
             except ConfigError as error:
                 if clock() - began >= limit_s:
                     raise NoHostError(f"the trainer has waited {limit_s:g} s for hosts: {error}") from None
-                if not told:
+                if not is_reported:
                     lacks = f"hosts, {limit_s:g} s at most: {error}"
                     self._notify(f"the trainer waits for {lacks}")
                     self.waits_for = lacks if holds_up else ""
-                    told = True
+                    is_reported = True
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
@@ -348,8 +348,8 @@ class TrainerAlone(SupervisedProcesses):
         await self.training.start()
 
     def _place(self) -> Sequence[ProcessPlace]:
-        there = [host for host in self.hosts if self.hosts.takes(host.name) and may_train(host, self._config_path)]
-        gpus = {host.name: host.gpus for host in there}
+        present = [host for host in self.hosts if self.hosts.takes(host.name) and may_train(host, self._config_path)]
+        gpus = {host.name: host.gpus for host in present}
         self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus)
         return self._trainer_places
 

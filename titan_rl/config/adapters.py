@@ -92,18 +92,18 @@ def _load_adapter(name: str, table: Any, complete: Sequence[str], origins: Origi
     source, given = origins.of(prefix), origins.below(prefix)
     if name not in complete and given and all(origins.of(key) in (COMMAND_LINE, ARGUMENTS) for key in given):
         near = nearest(name, complete)
-        there = f"those of the run are {', '.join(complete)}" if complete else "the run has no [[adapters]]"
+        known = f"those of the run are {', '.join(complete)}" if complete else "the run has no [[adapters]]"
         raise ConfigError(
             f"{source}: {', '.join(given)}: there is no adapter {name!r}; "
-            f"{f'nearest: adapters.{near}; ' if near else ''}{there}"
+            f"{f'nearest: adapters.{near}; ' if near else ''}{known}"
         )
     fields = {"name": name, **cast("dict[str, Any]", table)}
     try:
         return AdapterRun.model_validate(without_unset(AdapterRun, fields))
     except ValidationError as error:
-        beside = [f"training.{field}" for field in TrainingConfig.model_fields]
-        beside += [f"training.adapter.{field}" for field in AdapterConfig.model_fields]
-        raise ConfigError(explain(error, AdapterRun, origins, prefix, beside)) from None
+        extra_names = [f"training.{field}" for field in TrainingConfig.model_fields]
+        extra_names += [f"training.adapter.{field}" for field in AdapterConfig.model_fields]
+        raise ConfigError(explain(error, AdapterRun, origins, prefix, extra_names)) from None
 
 
 def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,13 +70,13 @@ def is_single_turn(config: RunConfig) -> bool:
     )
 
 
-def told_of_template(model: ModelConfig) -> str | None:
+def template_note(model: ModelConfig) -> str | None:
     """Return a note on the chat template of an exported model, or None if the model's own template renders prompts as
     training does."""
     return fit_template(model.path, model.renderer).message(model.renderer)
 
 
-def told_of_learning_rate(training: TrainingConfig) -> str | None:
+def learning_rate_note(training: TrainingConfig) -> str | None:
     """Return a note on a learning rate that is not the one recommended for adapters, or None if there is nothing to
     note."""
     if not training.adapter.is_on or training.peak_lr == training.default_lr:

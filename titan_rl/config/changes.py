@@ -89,10 +89,10 @@ def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: 
     """
     now = settings_of(config)
     changed = [
-        f"{source}: {_shown(config, name)} is {_told(now[name])}, and this run was made with {_told(before)}; set it "
-        "back to that, or begin a new run with what it is now"
+        f"{source}: {_shown(config, name)} is {_as_json(now[name])}, and this run was made with {_as_json(before)}; "
+        "set it back to that, or begin a new run with what it is now"
         for name, before in made_with.items()
-        if name in now and not _may_change(name) and _told(now[name]) != _told(before)
+        if name in now and not _may_change(name) and _as_json(now[name]) != _as_json(before)
     ]
     if changed:
         raise ConfigError("\n".join(changed))
@@ -110,9 +110,9 @@ def check_options(config: RunConfig, earlier: RunConfig) -> None:
     """
     now, before = settings_of(config), settings_of(earlier)
     changed = [
-        f"--{_shown(config, name)} is {_told(_value(now, name))}, and the run has {_told(_value(before, name))}"
+        f"--{_shown(config, name)} is {_as_json(_value(now, name))}, and the run has {_as_json(_value(before, name))}"
         for name in {**before, **now}
-        if _told(_value(now, name)) != _told(_value(before, name))
+        if _as_json(_value(now, name)) != _as_json(_value(before, name))
     ]
     if changed:
         allowed = ", ".join(
@@ -148,7 +148,7 @@ def _may_change(key: str) -> bool:
     return is_resumable(key) or key.startswith(LOCATIONS)
 
 
-def _told(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return json.dumps(UNSET if value is None else value)
 
 

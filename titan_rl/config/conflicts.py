@@ -281,18 +281,18 @@ def of_background_validation(
     """Check the settings that a validation beside training needs."""
     if not validation.beside_training or not validation.num_prompts:
         return
-    beside = "validation.beside_training = true"
+    setting = "validation.beside_training = true"
     if not validation.is_repeated:
-        yield f"{beside} with validation.interval = 0: no validation runs between steps; set interval, or leave it out"
+        yield f"{setting} with validation.interval = 0: no validation runs between steps; set interval, or leave it out"
     if scheduling.on_batch_ready != "continue":
         yield (
-            f'{beside} with scheduling.on_batch_ready = "{scheduling.on_batch_ready}": generation is interrupted for '
+            f'{setting} with scheduling.on_batch_ready = "{scheduling.on_batch_ready}": generation is interrupted for '
             'each training step, and so would be the validation; set on_batch_ready = "continue"'
         )
     least = max(1, generation.least_generators)
     if generation.adapter_swap != "pinned" and generation.num_generators <= least:
         yield (
-            f"{beside} with generation.num_generators = {generation.num_generators}: one generator is held for the "
+            f"{setting} with generation.num_generators = {generation.num_generators}: one generator is held for the "
             f"validation, and training needs {least} besides; set num_generators to at least {least + 1}"
         )
 
@@ -357,18 +357,18 @@ def of_effects(root: Section) -> Iterator[str]:
     """Iterate over messages about given settings without effect, which say how the setting would take effect."""
     for setting, condition in without_effect(root):
         other = _value_of(root, condition.setting)
-        given, leave = f"{setting.name} = {_told(setting.value)}", f"leave {setting.name} out"
+        given, leave = f"{setting.name} = {_as_toml(setting.value)}", f"leave {setting.name} out"
         if setting.default is not None and setting.default != ():
-            leave += f", as {_told(setting.default)}"
+            leave += f", as {_as_toml(setting.default)}"
         if condition.up_to:
-            fix = condition.fix or f"lower it to at most {_told(other)}"
-            yield f"{given} has no effect beyond {condition.setting} = {_told(other)}; {fix}, or {leave}"
+            fix = condition.fix or f"lower it to at most {_as_toml(other)}"
+            yield f"{given} has no effect beyond {condition.setting} = {_as_toml(other)}; {fix}, or {leave}"
             continue
-        choices = " or ".join(map(_told, condition.one_of))
-        others = " and ".join(map(_told, condition.none_of))
+        choices = " or ".join(map(_as_toml, condition.one_of))
+        others = " and ".join(map(_as_toml, condition.none_of))
         set_to = f"something else than {others}" if condition.none_of else choices
         fix = condition.fix or f"set {condition.setting} to {set_to}"
-        because = condition.without or f"with {condition.setting} = {_told(other)}"
+        because = condition.without or f"with {condition.setting} = {_as_toml(other)}"
         yield f"{given} has no effect {because}; {fix} for it to take effect, or {leave}"
 
 
@@ -396,7 +396,7 @@ def _value_of(root: Section, name: str) -> Any:
     return found
 
 
-def _told(value: Any) -> str:
+def _as_toml(value: Any) -> str:
     """Format a value for messages: as TOML, but `none` for an unset setting, and short for tables."""
     if value is None:
         return "none"
@@ -407,5 +407,5 @@ def _told(value: Any) -> str:
     if isinstance(value, Section):
         return "{...}"
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_told, cast('tuple[Any, ...]', value)))}]"
+        return f"[{', '.join(map(_as_toml, cast('tuple[Any, ...]', value)))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -65,30 +65,30 @@ class Origins:
 
 
 def explain(
-    error: ValidationError, root: type[BaseModel], origins: Origins, prefix: str = "", beside: Sequence[str] = ()
+    error: ValidationError, root: type[BaseModel], origins: Origins, prefix: str = "", extra_names: Sequence[str] = ()
 ) -> str:
     """Explain a validation error, with one line for each wrong setting.
 
     Args:
         root: Class that was validated; its fields are the valid names.
         prefix: Dotted name of the table that `root` describes; empty for the whole file.
-        beside: Further names that are valid in this table.
+        extra_names: Further names that are valid in this table.
 
     Example: `cpu.toml: training.stepz = 5 is not a setting; nearest: training.steps`
     """
     return "\n".join(
         f"{origins.of_all() if key is None else origins.of(key)}: {text}"
-        for key, text in problems(error, root, prefix, beside)
+        for key, text in problems(error, root, prefix, extra_names)
     )
 
 
 def problems(
-    error: ValidationError, root: type[BaseModel], prefix: str = "", beside: Sequence[str] = ()
+    error: ValidationError, root: type[BaseModel], prefix: str = "", extra_names: Sequence[str] = ()
 ) -> Iterator[tuple[str | None, str]]:
     """Iterate over the wrong settings in a validation error, each with its explanation; see `explain`. For a conflict
     between several settings, the setting is None."""
     for details in error.errors():
-        yield from _lines(details, root, prefix, beside)
+        yield from _lines(details, root, prefix, extra_names)
 
 
 def settings(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -130,7 +130,7 @@ def nearest(key: str, valid: Sequence[str]) -> str | None:
 
 
 def _lines(
-    details: ErrorDetails, root: type[BaseModel], prefix: str, beside: Sequence[str]
+    details: ErrorDetails, root: type[BaseModel], prefix: str, extra_names: Sequence[str]
 ) -> Iterator[tuple[str | None, str]]:
     key = _dotted(details["loc"], prefix)
     message = details["msg"].replace("Input should be", "must be")
@@ -142,7 +142,7 @@ def _lines(
             value = details["input"]
             is_table = isinstance(value, dict)
             shown = f"[{key}] is not a table" if is_table else f"{key} = {value!r} is not a setting"
-            yield key, f"{shown}; {_instead(key, root, prefix, beside, tables=is_table)}"
+            yield key, f"{shown}; {_instead(key, root, prefix, extra_names, tables=is_table)}"
         case "value_error":  # raised by a validator of a section, whose message names the fields
             for line in message.removeprefix("Value error, ").splitlines():
                 yield None, f"{f'[{key}] ' if key else ''}{line}"
@@ -171,7 +171,7 @@ _ADAPTER = re.compile(r"^adapters\.[^.]+\.(?=training\.)")
 """Beginning of the name of an adapter's setting, before the name that the setting has in the common table."""
 
 
-def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str], *, tables: bool = False) -> str:
+def _instead(key: str, root: type[BaseModel], prefix: str, extra_names: Sequence[str], *, tables: bool = False) -> str:
     """Give advice for an unknown setting.
 
     Args:
@@ -179,7 +179,7 @@ def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str]
     """
     if retired := advice(_ADAPTER.sub("", key)):
         return retired
-    valid = [*settings(root, prefix), *(f"{prefix}.{name}" for name in beside)]
+    valid = [*settings(root, prefix), *(f"{prefix}.{name}" for name in extra_names)]
     alike = [name for name in valid if any(other.startswith(f"{name}.") for other in valid)] if tables else valid
     meant = MEANT.get(key) or MEANT.get(key.rpartition(".")[2])
     meant = next((name for name in valid if meant and f".{name}".endswith(f".{meant}")), None)

@@ -55,11 +55,11 @@ def recorded_modules(toml: Path) -> dict[str, str]:
     """Find the modules that a TOML file of settings names, with their folders, if they are in its `pythonpath` or
     beside it. Nothing is imported."""
     tables, _ = read_tables([toml], ())
-    places = [str((toml.parent / folder).resolve()) for folder in _folders(tables.get("pythonpath"))]
-    places.append(str(_import_root(toml)))
+    folders = [str((toml.parent / folder).resolve()) for folder in _folders(tables.get("pythonpath"))]
+    folders.append(str(_import_root(toml)))
     found: dict[str, str] = {}
     for name in dict.fromkeys(_modules_in(tables)):
-        spec = PathFinder.find_spec(name.partition(".")[0], places)
+        spec = PathFinder.find_spec(name.partition(".")[0], folders)
         origin = None if spec is None else next(iter(spec.submodule_search_locations or ()), None) or spec.origin
         if origin is not None:
             found[name] = str(Path(origin).parent)
@@ -91,8 +91,8 @@ def _import_root(toml: Path) -> Path:
 def _home(name: str) -> str | None:
     """Return the folder on the search path in which an imported module was found; None if unknown."""
     top = sys.modules.get(name.partition(".")[0])
-    place = next(iter(getattr(top, "__path__", ())), None) or getattr(top, "__file__", None)
-    return None if place is None else str(Path(place).resolve().parent)
+    path = next(iter(getattr(top, "__path__", ())), None) or getattr(top, "__file__", None)
+    return None if path is None else str(Path(path).resolve().parent)
 
 
 def check_functions(config: Section, generation: GenerationConfig, routing: RoutingConfig, origins: Origins) -> None:

@@ -201,7 +201,7 @@ class ProviderSettings(Section):
         return {host: address for host, _, address in pairs}
 
     @model_validator(mode="after")
-    def _says_what_the_provider_needs(self) -> Self:
+    def _has_provider_settings(self) -> Self:
         if self.provider == "ssh" and not self.names:
             raise ValueError('provider = "ssh" needs names, the names of the hosts')
         hosts = [name.partition("=")[0] for name in self.names]
@@ -427,7 +427,7 @@ class HostsConfig(ProviderSettings):
         return self
 
     @model_validator(mode="after")
-    def _heard_of_several_times(self) -> Self:
+    def _intervals_allow_missed_signs(self) -> Self:
         if self.silence_s < LEAST_SILENCE_S:
             raise ValueError(
                 f"silence_s = {self.silence_s:g} is less than {LEAST_SILENCE_S:g}: hosts send four heartbeats a "
@@ -475,11 +475,11 @@ class HostsConfig(ProviderSettings):
 
     def too_few_of(self, count: int) -> Iterator[str]:
         """Yield an error for each role that asks for more than `count` hosts."""
-        there = "is 1 host" if count == 1 else f"are {count} hosts"
+        present = "is 1 host" if count == 1 else f"are {count} hosts"
         for name in ("train", "generate", "play"):
             wanted: int | None = getattr(self, name)
             if wanted is not None and wanted > count:
-                yield f"hosts.{name} is {wanted}, and there {there}; lower it, or have more hosts"
+                yield f"hosts.{name} is {wanted}, and there {present}; lower it, or have more hosts"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from titan_rl.config.model_folder import (
     check_chat_template,
     check_model_folder,
     check_training_fit,
+    describe_folders,
     find_model_folder,
-    told_places,
 )
 from titan_rl.config.retired import drop_unchanged
 from titan_rl.config.run import RunConfig
@@ -154,23 +154,23 @@ def _teacher(name: str, key: str, origins: Origins, *, check_files: bool) -> str
                 f"{origins.of(key)}: {key} = {name!r} names no host, or a port that does not exist; write http://HOST:PORT"
             )
         return name
-    places = origins.folders_for(key)
-    if (folder := find_model_folder(name, places)) is not None:
+    folders = origins.folders_for(key)
+    if (folder := find_model_folder(name, folders)) is not None:
         return str(folder)
     if check_files:
         raise ConfigError(
-            f"{origins.of(key)}: {key} = {name!r} is no folder {told_places(places)}; name the folder of a model, a "
-            'run or a checkpoint, the URL of a server, or "self"'
+            f"{origins.of(key)}: {key} = {name!r} is no folder {describe_folders(folders)}; name the folder of a "
+            'model, a run or a checkpoint, the URL of a server, or "self"'
         )
     return name
 
 
-def _with_adapter_folders(config: RunConfig, places: Sequence[Path]) -> RunConfig:
+def _with_adapter_folders(config: RunConfig, folders: Sequence[Path]) -> RunConfig:
     """Copy a config with absolute paths for the folders of `training.adapter.start`, including those in [[adapters]],
     if they are found."""
 
     def found(start: str) -> str:
-        return str(find_model_folder(start, places) or start)
+        return str(find_model_folder(start, folders) or start)
 
     training = config.training
     if training.adapter.start is not None:
@@ -263,14 +263,14 @@ def _with_checked_tasks(config: RunConfig) -> RunConfig:
 
 def _with_checked_files(config: RunConfig) -> RunConfig:
     """Check the files that a config from TOML names."""
-    places = [Path()]
-    folder = find_model_folder(config.model.path, places)
+    folders = [Path()]
+    folder = find_model_folder(config.model.path, folders)
     if folder is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-    check_model_folder(config.model, config.generation, places)
+    check_model_folder(config.model, config.generation, folders)
     check_chat_template(config.model)
     check_training_fit(config)
-    check_adapter_start(config, places)
+    check_adapter_start(config, folders)
     return config
 
 
@@ -386,11 +386,11 @@ def _start(config: RunConfig, origins: Origins) -> str:
     start = config.sft.start
     if not start:
         return ""
-    places = origins.folders_for("sft.start")
-    if (folder := find_model_folder(start, places)) is None:
+    folders = origins.folders_for("sft.start")
+    if (folder := find_model_folder(start, folders)) is None:
         raise ConfigError(
-            f"{origins.of('sft.start')}: sft.start = {start!r} is not a folder {told_places(places)}; leave it out "
-            "to create a tiny model, or name a Hugging Face folder"
+            f"{origins.of('sft.start')}: sft.start = {start!r} is not a folder {describe_folders(folders)}; leave it "
+            "out to create a tiny model, or name a Hugging Face folder"
         )
     return str(folder)
 
@@ -398,12 +398,12 @@ def _start(config: RunConfig, origins: Origins) -> str:
 def _data(sft: SFTConfig, origins: Origins) -> str:
     if not sft.data:
         return ""
-    places = origins.folders_for("sft.data")
-    found = next((path for place in places if (path := place / os.path.expanduser(sft.data)).exists()), None)
+    folders = origins.folders_for("sft.data")
+    found = next((path for folder in folders if (path := folder / os.path.expanduser(sft.data)).exists()), None)
     if found is None:
         raise ConfigError(
-            f"{origins.of('sft.data')}: sft.data = {sft.data!r} does not exist {told_places(places)}; name a file of "
-            "chats in JSON lines, or the folder of a run"
+            f"{origins.of('sft.data')}: sft.data = {sft.data!r} does not exist {describe_folders(folders)}; name a "
+            "file of chats in JSON lines, or the folder of a run"
         )
     if found.is_dir() and not (found / "rollouts.jsonl").is_file():
         raise ConfigError(
@@ -417,10 +417,10 @@ def _out(config: RunConfig, origins: Origins) -> Path:
     the current folder if the command line sets it."""
     key = "sft.out" if config.sft.out else "model.path"
     path = config.sft.out or config.model.path
-    places = origins.folders_for(key)
-    if (folder := find_model_folder(path, places)) is not None:
+    folders = origins.folders_for(key)
+    if (folder := find_model_folder(path, folders)) is not None:
         return folder
-    return (places[0 if origins.of(key) == COMMAND_LINE else 1] / os.path.expanduser(path)).absolute()
+    return (folders[0 if origins.of(key) == COMMAND_LINE else 1] / os.path.expanduser(path)).absolute()
 
 
 def _check_out(sft: SFTConfig) -> None:

@@ -21,14 +21,14 @@ def check_weights(folder: Path) -> None:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        places: dict[str, str] = read_json(folder, index.name).get("weight_map", {})
-        shards = sorted(set(places.values()))
+        shard_of: dict[str, str] = read_json(folder, index.name).get("weight_map", {})
+        shards = sorted(set(shard_of.values()))
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
             raise ModelError(f"{folder} lacks {', '.join(missing)}, which {index.name} names")
         headers = {name: read_header(folder / name) for name in shards}
-        if absent := next((tensor for tensor, shard in places.items() if tensor not in headers[shard]), None):
-            raise ModelError(f"{folder / places[absent]} lacks {absent}, which {index.name} names")
+        if absent := next((tensor for tensor, shard in shard_of.items() if tensor not in headers[shard]), None):
+            raise ModelError(f"{folder / shard_of[absent]} lacks {absent}, which {index.name} names")
         return
     files = sorted(folder.glob("*.safetensors"))
     if not files:

@@ -43,20 +43,20 @@ LARGEST_GPU_GIB = 288
 """Memory of the largest GPU on the market. Smaller GPUs are checked on the machine that has them."""
 
 
-def find_model_folder(path: str, places: Sequence[Path]) -> Path | None:
-    """Find the folder `path` in the first of several places that has it. Return an absolute path, or None if no place
+def find_model_folder(path: str, folders: Sequence[Path]) -> Path | None:
+    """Find the folder `path` in the first of several folders that has it. Return an absolute path, or None if no place
     has it."""
-    folders = (place / os.path.expanduser(path) for place in places)
-    return next((folder.resolve() for folder in folders if folder.is_dir()), None)
+    found = (folder / os.path.expanduser(path) for folder in folders)
+    return next((each.resolve() for each in found if each.is_dir()), None)
 
 
-def told_places(places: Sequence[Path]) -> str:
-    """Describe the searched places, the first of which must be the current folder: `here or in /home/ada/sums`."""
-    others = dict.fromkeys(str(place) for place in places[1:] if place.resolve() != Path.cwd())
+def describe_folders(folders: Sequence[Path]) -> str:
+    """Describe the searched folders, the first of which must be the current one: `here or in /home/ada/sums`."""
+    others = dict.fromkeys(str(folder) for folder in folders[1:] if folder.resolve() != Path.cwd())
     return " or in ".join(["here", *others])
 
 
-def check_model_folder(model: ModelConfig, generation: GenerationConfig, places: Sequence[Path]) -> None:
+def check_model_folder(model: ModelConfig, generation: GenerationConfig, folders: Sequence[Path]) -> None:
     """Check that the policy's folder can be loaded, and that generators with these settings can run the model.
 
     Args:
@@ -67,10 +67,10 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
         ConfigError: The model's folder or a draft model's folder does not exist, or a setting does not fit the model.
     """
     path = model.path
-    folder = find_model_folder(path, places)
+    folder = find_model_folder(path, folders)
     if folder is None:
         raise ConfigError(
-            f"model.path = {path!r} is not a folder {told_places(places)}. Run titan-rl sft first, which "
+            f"model.path = {path!r} is not a folder {describe_folders(folders)}. Run titan-rl sft first, which "
             "trains it on the task's demonstrations, if there are any; titan-rl sft --resume RUN continues a run that "
             "was stopped. Or name "
             "the folder of a model that is there, such as after hf download ORGANIZATION/NAME --local-dir FOLDER"
@@ -106,7 +106,7 @@ def count_adapter(folder: Path, adapter: AdapterConfig) -> int:
     return count
 
 
-def check_adapter_start(config: RunConfig, places: Sequence[Path]) -> None:
+def check_adapter_start(config: RunConfig, folders: Sequence[Path]) -> None:
     """Check the folder of each `training.adapter.start`: its files, its settings, and its layers against the model,
     whose folder has been checked.
 
@@ -119,10 +119,10 @@ def check_adapter_start(config: RunConfig, places: Sequence[Path]) -> None:
         if adapter.start is None:
             continue
         where = f"{key}.start = {adapter.start!r}"
-        if (folder := find_model_folder(adapter.start, places)) is None:
+        if (folder := find_model_folder(adapter.start, folders)) is None:
             raise ConfigError(
-                f"{where} is not a folder {told_places(places)}; name a folder that titan-rl export --adapter or PEFT "
-                "has written"
+                f"{where} is not a folder {describe_folders(folders)}; name a folder that titan-rl export --adapter or "
+                "PEFT has written"
             )
         check_same_settings(read_adapter_config(folder, where), adapter, where)
         check_adapter_weights(folder, Path(config.model.path), adapter.rank, where, adapter)
@@ -135,7 +135,7 @@ def adapters_of(config: RunConfig) -> dict[str, AdapterConfig]:
     return {key: adapter for key, adapter in adapters.items() if adapter.is_on}
 
 
-def told_of_adapter_base(model: ModelConfig, adapter: AdapterConfig) -> str | None:
+def adapter_base_note(model: ModelConfig, adapter: AdapterConfig) -> str | None:
     """Return a note if the adapter to start from was trained on another model; None if it was not, or if its base model
     is not on this machine."""
     if adapter.start is None:

@@ -183,7 +183,7 @@ class RunConfig(Section):
         common, tasks = self.validation, {source.name: source for source in self.tasks}
         if not common.num_prompts:
             return []
-        said = common.suites or [ValidationSuite(name=name, task=name) for name in tasks]
+        suites = common.suites or [ValidationSuite(name=name, task=name) for name in tasks]
         return [
             ResolvedSuite(
                 suite.name,
@@ -192,9 +192,9 @@ class RunConfig(Section):
                 suite.samples_per_prompt or common.samples_per_prompt,
                 common.temperature if suite.temperature is None else suite.temperature,
                 common.interval if suite.interval is None else suite.interval,
-                "validation" if len(said) == 1 else f"validation/{suite.name}",
+                "validation" if len(suites) == 1 else f"validation/{suite.name}",
             )
-            for suite in said
+            for suite in suites
         ]
 
     def sampling_of(self, source: TaskSource) -> SamplingConfig:

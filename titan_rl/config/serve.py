@@ -110,10 +110,10 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
     search_path = SearchPath(config.pythonpath, origins)
     check_functions(config, config.generation, config.routing, origins)
     config = config.model_copy(update={"pythonpath": search_path.needed_for(named_modules(config))})
-    places = origins.folders_for("model.path")
-    if (folder := find_model_folder(config.model.path, places)) is not None:
+    folders = origins.folders_for("model.path")
+    if (folder := find_model_folder(config.model.path, folders)) is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-    check_model_folder(config.model, config.generation, places)
+    check_model_folder(config.model, config.generation, folders)
     return config
 
 
@@ -132,8 +132,8 @@ def check_server_settings(given: Mapping[str, str], name: str, origins: Origins)
     try:
         ServeConfig.model_validate(without_unset(ServeConfig, tables))
     except ValidationError as error:
-        told = explain(error, ServeConfig, of_server).replace(f"{COMMAND_LINE}: ", "")
-        raise ConfigError("\n".join(f"{origins.of(name)}: {name}: {line}" for line in told.splitlines())) from None
+        lines = explain(error, ServeConfig, of_server).replace(f"{COMMAND_LINE}: ", "")
+        raise ConfigError("\n".join(f"{origins.of(name)}: {name}: {line}" for line in lines.splitlines())) from None
 
 
 def dump_serve_config(config: ServeConfig) -> str:

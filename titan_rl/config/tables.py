@@ -60,12 +60,12 @@ def _read_toml(path: Path) -> Tables:
     try:
         tables = parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        there = sorted(str(other) for other in path.parent.glob("*.toml"))
-        hint = f"; that folder has {', '.join(there)}" if there else ""
+        found = sorted(str(other) for other in path.parent.glob("*.toml"))
+        hint = f"; that folder has {', '.join(found)}" if found else ""
         raise ConfigError(f"{path}: no such file{hint}") from None
     except IsADirectoryError:
-        there = sorted(str(other) for other in path.glob("*.toml"))
-        raise ConfigError(f"{path} is a folder; name a TOML file{f' in it: {there[0]}' if there else ''}") from None
+        found = sorted(str(other) for other in path.glob("*.toml"))
+        raise ConfigError(f"{path} is a folder; name a TOML file{f' in it: {found[0]}' if found else ''}") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a TOML file that you may read") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -66,8 +66,8 @@ def find_class(kind: ClassKind, name: object) -> type[Section]:
         problem = f"{module_name} has no {class_name}"
     else:
         problem = f"{class_name} is no subclass of titan_rl.core.settings.Section"
-    there = [key for key, value in vars(module).items() if _is_a(kind, value) and _is_of(value, module_name)]
-    raise ConfigError(f"{problem}; {kind.plural} in {module_name}: {', '.join(there) or 'none'}")
+    candidates = [key for key, value in vars(module).items() if _is_a(kind, value) and _is_of(value, module_name)]
+    raise ConfigError(f"{problem}; {kind.plural} in {module_name}: {', '.join(candidates) or 'none'}")
 
 
 def _is_a(kind: ClassKind, found: object) -> bool:
@@ -163,9 +163,9 @@ def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ..
         if name not in typed:
             near = nearest(name, typed)
             meant = f"nearest: tasks.{near}; " if near else ""
-            there = f"those with one are {', '.join(typed)}" if typed else "none has one"
+            typed_text = f"those with one are {', '.join(typed)}" if typed else "none has one"
             raise ConfigError(
-                f'{origins.of(f"tasks.{name}")}: tasks.{name} has no type = "module:Class"; {meant}{there}'
+                f'{origins.of(f"tasks.{name}")}: tasks.{name} has no type = "module:Class"; {meant}{typed_text}'
             )
     return tuple(_load_source(name, table, origins) for name, table in tables_of.items())
 
@@ -225,9 +225,9 @@ def _load_suite(name: str, table: Any, origins: Origins) -> ValidationSuite:
     fields = _fields(table, origins, prefix)
     own = {"name": name} | {key: fields.pop(key) for key in SUITE_FIELDS if key in fields}
     if "type" in fields:
-        beside = ("sampling", "rollout")
-        of_task = {key: fields.pop(key) for key in beside if key in fields}
-        task = load_task(fields, origins, prefix, beside=(*SUITE_FIELDS, *beside))
+        extra_names = ("sampling", "rollout")
+        of_task = {key: fields.pop(key) for key in extra_names if key in fields}
+        task = load_task(fields, origins, prefix, extra_names=(*SUITE_FIELDS, *extra_names))
         fields = {"task": _made(TaskSource, {"task": task, "name": own["name"], **of_task}, origins, prefix)}
     return _made(ValidationSuite, {**own, **fields}, origins, prefix)
 
@@ -238,7 +238,7 @@ def _load_source(name: str, table: Any, origins: Origins) -> TaskSource:
     own = {"name": name} | {key: fields.pop(key) for key in SOURCE_FIELDS if key in fields}
     if "curriculum" in own:
         own["curriculum"] = _load(CURRICULUM, own["curriculum"], origins, f"{prefix}.curriculum")
-    task = load_task(fields, origins, prefix, beside=SOURCE_FIELDS)
+    task = load_task(fields, origins, prefix, extra_names=SOURCE_FIELDS)
     return _made(TaskSource, {"task": task, **own}, origins, prefix)
 
 
@@ -249,7 +249,7 @@ def _made(section: type[S], fields: dict[str, Any], origins: Origins, prefix: st
         raise ConfigError(explain(error, section, origins, prefix)) from None
 
 
-def load_task(table: Any, origins: Origins, prefix: str = "task", beside: Sequence[str] = ()) -> Task:
+def load_task(table: Any, origins: Origins, prefix: str = "task", extra_names: Sequence[str] = ()) -> Task:
     """Build a task: import the class that `type` names, and validate the other keys as its fields.
 
     Args:
@@ -259,29 +259,29 @@ def load_task(table: Any, origins: Origins, prefix: str = "task", beside: Sequen
     Raises:
         ConfigError: The module or the class does not exist, the class is not a task, or its settings are wrong.
     """
-    return cast("Task", _load(TASK, table, origins, prefix, beside))
+    return cast("Task", _load(TASK, table, origins, prefix, extra_names))
 
 
-def _load(kind: ClassKind, table: Any, origins: Origins, prefix: str, beside: Sequence[str] = ()) -> Section:
+def _load(kind: ClassKind, table: Any, origins: Origins, prefix: str, extra_names: Sequence[str] = ()) -> Section:
     fields = _fields(table, origins, prefix)
     name = fields.pop("type", None)
     try:
         found = find_class(kind, name)
     except ConfigError as error:
         raise ConfigError(f"{origins.of(f'{prefix}.type')}: {prefix}.type = {name!r}: {error}") from error.__cause__
-    if taken := [key for key in found.model_fields if key in beside]:
+    if taken := [key for key in found.model_fields if key in extra_names]:
         raise ConfigError(
             f"{origins.of(f'{prefix}.type')}: {prefix}.type = {name!r}: the class has a field {taken[0]!r}, which is a "
             f"setting of every one of [[{prefix.rpartition('.')[0]}]]; give that field another name"
         )
-    places = {field: origins.folders_for(f"{prefix}.{field}") for field in found.model_fields}
-    places[INNER] = origins.folders_for(prefix)
+    folders = {field: origins.folders_for(f"{prefix}.{field}") for field in found.model_fields}
+    folders[INNER] = origins.folders_for(prefix)
     try:
         # Validated as JSON, because TOML has lists where a field may be a tuple, and strings where it may be an enum.
         given = json.dumps(without_unset(found, fields), default=str)
-        return found.model_validate_json(given, context={"folders": places})
+        return found.model_validate_json(given, context={"folders": folders})
     except ValidationError as error:
-        raise ConfigError(explain(error, found, origins, prefix, beside)) from None
+        raise ConfigError(explain(error, found, origins, prefix, extra_names)) from None
 
 
 def _fields(table: Any, origins: Origins, prefix: str) -> dict[str, Any]:

@@ -348,7 +348,7 @@ def expert_rows(rows: Any) -> ExpertRows:
     free: list[int] = []
     if not hasattr(rows, "dtype"):
         rows = list(rows)
-        if free := [place for place, row in enumerate(rows) if row is None]:
+        if free := [index for index, row in enumerate(rows) if row is None]:
             some = next((row for row in rows if row is not None), None)
             rows = [some if row is None else row for row in rows]
     try:

@@ -234,9 +234,9 @@ def last_lines(path: Path, within: int = 16 << 20, at_once: int = 1 << 16) -> It
             file.seek(start)
             *lines, last = (file.read(size) + rest).split(b"\n")
             if lines:
-                rest, *whole = *lines, *([last] if ends else [])
+                rest, *complete = *lines, *([last] if ends else [])
                 ends = True
-                yield from reversed(whole)
+                yield from reversed(complete)
             else:
                 rest = last
         if ends and not start:

@@ -86,12 +86,12 @@ def read_status(folder: Path) -> RunStatus:
         ended = None if is_held else _last_change(folder)
         state: State = "running" if is_held else "finished" if _has_result(folder) else "stopped"
         return RunStatus(state, _began(folder), ended=ended)
-    if status.state == "running" and not is_held and not _is_heard_of(folder, status):
+    if status.state == "running" and not is_held and not _is_alive_elsewhere(folder, status):
         status.state, status.reason, status.ended = "failed", LOST, _last_change(folder)
     return status
 
 
-def _is_heard_of(folder: Path, status: RunStatus) -> bool:
+def _is_alive_elsewhere(folder: Path, status: RunStatus) -> bool:
     """Whether a run on another machine has changed its lock recently."""
     if status.seen_from in ("", seen_from()):
         return False
@@ -173,7 +173,7 @@ class _Host(msgspec.Struct):
     processes: list[str] = []
 
 
-class _Said(msgspec.Struct):
+class _HostRecords(msgspec.Struct):
     hosts: list[_Host] = []
     events: list[HostEvent] = []
 
@@ -189,10 +189,10 @@ def read_hosts(folder: Path) -> dict[str, Any] | None:
         for a run with a single host and without events.
     """
     try:
-        said = parse_json_as(read_file(folder / HOSTS), _Said)
+        recorded = parse_json_as(read_file(folder / HOSTS), _HostRecords)
     except (OSError, msgspec.MsgspecError):
         return None
-    if len(said.hosts) < 2 and not said.events:
+    if len(recorded.hosts) < 2 and not recorded.events:
         return None
     return {
         "hosts": [
@@ -203,9 +203,9 @@ def read_hosts(folder: Path) -> dict[str, Any] | None:
                 "reason": host.reason,
                 "does": work_of(host.processes),
             }
-            for host in said.hosts
+            for host in recorded.hosts
         ],
-        "events": [msgspec.to_builtins(event) for event in said.events],
+        "events": [msgspec.to_builtins(event) for event in recorded.events],
     }
 
 
@@ -214,9 +214,9 @@ def work_of(processes: Sequence[str]) -> str:
 
     Example: trainer, generator-0 and generator-3 are described as "trainer, 2 generators".
     """
-    kinds = Counter(re.sub(r"-\d+$", "", name).replace("-", " ") for name in sorted(processes, key=_place))
+    kinds = Counter(re.sub(r"-\d+$", "", name).replace("-", " ") for name in sorted(processes, key=_trainer_first))
     return ", ".join(kind if count == 1 else f"{count} {kind}s" for kind, count in kinds.items())
 
 
-def _place(name: str) -> tuple[bool, str]:
+def _trainer_first(name: str) -> tuple[bool, str]:
     return name != "trainer", name

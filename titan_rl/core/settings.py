@@ -177,8 +177,8 @@ PathText = Annotated[str, AfterValidator(_possible)]
 
 
 def _found(path: str, info: ValidationInfo) -> str:
-    places: dict[str, list[Path]] = info.context["folders"] if info.context else {INNER: [Path()]}
-    folders = places.get(info.field_name or INNER, places[INNER])
+    folders_of: dict[str, list[Path]] = info.context["folders"] if info.context else {INNER: [Path()]}
+    folders = folders_of.get(info.field_name or INNER, folders_of[INNER])
     for folder in folders:
         if (found := folder / os.path.expanduser(path)).exists():
             return str(found.resolve())

@@ -75,10 +75,10 @@ def row_sums(box: torch.Tensor, start: int = 0) -> torch.Tensor:
         [...], int64
     """
     words, first = _words(box, start)
-    place = box.ndim - 1, first, words.shape[-1]
+    factor_range = box.ndim - 1, first, words.shape[-1]
     if words.device.type == "cpu" and _multiplies_bytes():
-        return _byte_dot(words, _byte_factors(*place))
-    return word_dot(words, factors(*place, words.device))
+        return _byte_dot(words, _byte_factors(*factor_range))
+    return word_dot(words, factors(*factor_range, words.device))
 
 
 def weighted_sum(sums: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -96,9 +96,9 @@ def checksums_of(sums: Sequence[torch.Tensor]) -> list[int]:
 
     found = [0] * len(sums)
     for device in {each.device for each in sums}:
-        places = [place for place, each in enumerate(sums) if each.device == device]
-        for place, value in zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True):
-            found[place] = value & MASK
+        indices = [index for index, each in enumerate(sums) if each.device == device]
+        for index, value in zip(indices, torch.stack([sums[index] for index in indices]).tolist(), strict=True):
+            found[index] = value & MASK
     return found
 
 
@@ -186,8 +186,8 @@ def factors(dim: int, start: int, count: int, device: torch.device) -> torch.Ten
     """Odd 64-bit numbers, one for each position along a dimension, or for each word along the last.  # [count]"""
     import torch
 
-    places = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device)
-    mixed = places * _signed(0x9E3779B97F4A7C15) + _signed((dim + 1) * 0xD1B54A32D192ED03)
+    positions = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device)
+    mixed = positions * _signed(0x9E3779B97F4A7C15) + _signed((dim + 1) * 0xD1B54A32D192ED03)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
     return (mixed ^ _shifted(mixed, 31)) | 1
@@ -222,8 +222,8 @@ def covers(boxes: Sequence[tuple[Sequence[int], Sequence[int]]], shape: Sequence
         shape: Shape of the tensor.
     """
     inside = all(
-        at >= 0 and at + size <= whole
+        at >= 0 and at + size <= length
         for start, sizes in boxes
-        for at, size, whole in zip(start, sizes, shape, strict=True)
+        for at, size, length in zip(start, sizes, shape, strict=True)
     )
     return inside and sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)

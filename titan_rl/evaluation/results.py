@@ -309,8 +309,8 @@ def _errors(records: Sequence[Record]) -> list[tuple[str, int]]:
 def _error(record: Record) -> str:
     if record.get("reward_failed") is not None:
         return f"a reward that failed: {_first_line(record['reward_failed'])}"
-    place = f" ({record['error_at']})" if record.get("error_at") else ""
-    return f"{record['status']}: {_first_line(record['error'] or 'no reason is known')}{place}"
+    location = f" ({record['error_at']})" if record.get("error_at") else ""
+    return f"{record['status']}: {_first_line(record['error'] or 'no reason is known')}{location}"
 
 
 def _first_line(text: str) -> str:

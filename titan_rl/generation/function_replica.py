@@ -11,7 +11,7 @@ from typing import Any
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.plain import safe_repr
-from titan_rl.core.calls.user_code import place_of
+from titan_rl.core.calls.user_code import source_location
 from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, GenerateFn, SamplingParams, VersionSpan
 
@@ -54,7 +54,7 @@ class FunctionReplica:
 
     @property
     def _what(self) -> str:
-        return f"generate of {place_of(self._generate) or safe_repr(self._generate)}"
+        return f"generate of {source_location(self._generate) or safe_repr(self._generate)}"
 
     async def pull(self, version: int) -> int:
         self._version = max(version, self._version)

@@ -67,10 +67,10 @@ def kv_bytes_of(total_bytes: int, free_bytes: int, *, weight_bytes: int, share: 
     left = part - weight_bytes - WORK_BYTES
     if left <= 0:
         gib = 2**30
-        said = f"generation.gpu_share = {share:g}" if share is not None else f"{1 + neighbours} engines on a GPU"
+        reason = f"generation.gpu_share = {share:g}" if share is not None else f"{1 + neighbours} engines on a GPU"
         raise ModelError(
             f"weights of {weight_bytes / gib:.1f} GiB and {WORK_BYTES / gib:.1f} GiB to work in leave no KV cache of "
-            f"the {part / gib:.1f} GiB that each engine has by {said}, of {total_bytes / gib:.1f} with "
+            f"the {part / gib:.1f} GiB that each engine has by {reason}, of {total_bytes / gib:.1f} with "
             f"{free_bytes / gib:.1f} free; raise generation.tensor_parallel_size or generation.gpu_share, or lower "
             "generation.num_generators"
         )

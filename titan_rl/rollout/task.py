@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.core.calls.cancellation import is_ctrl_c
-from titan_rl.core.calls.user_code import describe, place_of, reason, stood_at
+from titan_rl.core.calls.user_code import describe, reason, record_location, source_location
 from titan_rl.core.console import Console
 from titan_rl.core.errors import DataError
 from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv, TokenEnv
@@ -231,7 +231,7 @@ def calling(call: str, task: str | None = None) -> Generator[None]:
 def wrong_result(task: Task, method: str, text: str) -> TypeError:
     """Make an error about the result of a task's method. `calling` reports it with the method's line."""
     error = TypeError(text)
-    stood_at(error, place_of(getattr(task, method)))
+    record_location(error, source_location(getattr(task, method)))
     return error
 
 

@@ -128,13 +128,13 @@ class CheckpointSaver:
         self._root = root
         self._estimate = estimate
         self._progress = progress
-        self._begun = self._whole = run.version
+        self._copied = self._saved = run.version
         self._run_state: Mapping[str, Any] = {}  # state of the version begun last
         self._wait_s = config.interval_s  # seconds from the end of one checkpoint to the next by time
         self._began_at: float | None = None
         self._ended_at: float | None = None
         self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._tried = -1  # version of the last attempt
         self._wrote = asyncio.Event()
 
@@ -146,25 +146,25 @@ class CheckpointSaver:
             self._ended_at = now
         by_steps = self._config.interval > 0 and step % self._config.interval == 0
         by_time = self._config.interval_s > 0 and now - self._ended_at >= self._wait_s
-        return by_steps or (by_time and self._begun == self._whole) or self._asked.is_set()
+        return by_steps or (by_time and self._copied == self._saved) or self._requested.is_set()
 
     async def soon(self) -> None:
         """Ask for a checkpoint at the loop's next opportunity, and wait until it is written, or is skipped because the
         disk is full. Return at once if the version is already saved."""
         version = self._run.version
         self._tried = -1  # there may be room by now
-        while max(self._whole, self._tried) < version:
+        while max(self._saved, self._tried) < version:
             self._wrote.clear()
-            self._asked.set()
+            self._requested.set()
             await self._wrote.wait()
 
-    async def asked_before(self, waiting: asyncio.Future[Any]) -> bool:
+    async def requested_before(self, waiting: asyncio.Future[Any]) -> bool:
         """Wait until `soon` asks for a checkpoint or `waiting` is done. Return whether the checkpoint came first."""
-        asked = asyncio.ensure_future(self._asked.wait())
+        requested = asyncio.ensure_future(self._requested.wait())
         try:
-            await asyncio.wait([waiting, asked], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([waiting, requested], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
+            requested.cancel()
         return not waiting.done()
 
     async def begin(self, background: asyncio.TaskGroup) -> None:
@@ -175,9 +175,9 @@ class CheckpointSaver:
             CheckpointError: The state cannot be copied.
         """
         await self.written()
-        self._asked.clear()
+        self._requested.clear()
         version = self._run.version
-        if self._whole == version:
+        if self._saved == version:
             return
         try:
             await self._calls.finish(self._copy())
@@ -199,7 +199,7 @@ class CheckpointSaver:
         """
         version = self._run.version
         try:
-            if self._whole != version:
+            if self._saved != version:
                 await self._write_last(version)
         finally:
             self._note_tried(version)
@@ -219,7 +219,7 @@ class CheckpointSaver:
         self._progress.message(f"step {version} is saved")
 
     async def _copy_and_finish(self) -> None:
-        if self._begun != self._run.version:  # otherwise the copy was made before the run was stopped
+        if self._copied != self._run.version:  # otherwise the copy was made before the run was stopped
             await self._copy()
         await self._finish()
 
@@ -233,7 +233,7 @@ class CheckpointSaver:
             try:
                 await self._finish()
             except NoSpaceError as error:
-                self._begun = self._whole
+                self._copied = self._saved
                 self._skip(version, error)
             finally:
                 self._note_tried(version)
@@ -243,26 +243,26 @@ class CheckpointSaver:
         self._began_at = asyncio.get_running_loop().time()
         version = self._run.version
         self._run_state = await self._run.copy_state()
-        self._begun = version
+        self._copied = version
 
     async def _finish(self) -> None:
         try:
             await self._calls.trainer.finish_save()
-            if not is_complete(self._root, self._begun):
-                await in_thread(complete, self._root, self._begun, self._run_state)
+            if not is_complete(self._root, self._copied):
+                await in_thread(complete, self._root, self._copied, self._run_state)
         except NoSpaceError as error:  # another process has used the space meanwhile
             raise NoSpaceError(no_space(self._root, self._size(), free_bytes(self._root))) from error
         finally:
             self._ended_at = asyncio.get_running_loop().time()
         assert self._began_at is not None
         self._wait_s = max(self._config.interval_s, (self._ended_at - self._began_at) * (1 / SHARE - 1))
-        self._whole = self._begun
+        self._saved = self._copied
         keep_last(self._root, self._config.keep)
         self._run.forget_before(min(map(step_of, list_checkpoints(self._root)), default=0))
 
     def _skip(self, version: int, error: NoSpaceError) -> None:
         self._ended_at = asyncio.get_running_loop().time()
-        kept = f"the last is that of step {self._whole}" if self._whole else "there is none yet"
+        kept = f"the last is that of step {self._saved}" if self._saved else "there is none yet"
         self._progress.warning(f"no checkpoint of step {version}: {error}; {kept}, and training continues")
         self._note_tried(version)
 
@@ -308,7 +308,7 @@ class Standing:
     state: RunState
     journal: JournalContents
     lost_records: Sequence[str] = ()  # messages about lost metrics and transcripts
-    told: tuple[str, ...] = ()  # other messages for the user
+    notes: tuple[str, ...] = ()  # other messages for the user
 
     @property
     def losses(self) -> list[str]:
@@ -317,7 +317,7 @@ class Standing:
             f"{complaint}; the run continues from {self.checkpoint}, which is older"
             for complaint in self.damaged.values()
         ]
-        return [*self.told, *aside, *self.journal.losses, *self.lost_records]
+        return [*self.notes, *aside, *self.journal.losses, *self.lost_records]
 
 
 def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
@@ -328,10 +328,10 @@ def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
         CheckpointError: The run is finished, its state cannot be read or is of other tasks, all its checkpoints are
             damaged, its journal is of another run, or `model.path` holds another model than the run began with.
     """
-    checkpoint, damaged = newest_whole(run_dir.checkpoints)
+    checkpoint, damaged = newest_complete(run_dir.checkpoints)
     state = RunState.read(checkpoint or run_dir.path)
     check_unchanged(config, state.settings, source=run_dir.config)
-    told = _check_model(config, state, checkpoint)
+    notes = _check_model(config, state, checkpoint)
     if state.tasks:
         _check_mix(config, state, checkpoint or run_dir.path)
     if is_finished(config, run_dir, checkpoint):
@@ -342,7 +342,7 @@ def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
     journal = read_segments(list_segments(run_dir.journal), state.position)
     transcripts = config.logging.transcripts_per_step > 0 and not run_dir.supervised.is_file()
     lost = run_dir.lost_records(state.step, transcripts=transcripts)
-    return Standing(checkpoint, damaged, state, journal, lost, told)
+    return Standing(checkpoint, damaged, state, journal, lost, notes)
 
 
 def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
@@ -354,7 +354,7 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     """
     stands = find_standing(config, run_dir)
     checkpoint, state, journal = stands.checkpoint, stands.state, stands.journal
-    losses = [*stands.told, *(_set_aside(path, complaint) for path, complaint in stands.damaged.items())]
+    losses = [*stands.notes, *(_set_aside(path, complaint) for path, complaint in stands.damaged.items())]
     losses += stands.lost_records
     if checkpoint is None and not journal.begins and not journal.losses:
         losses.append(f"{run_dir.path} has no checkpoint and no journal: the run starts from the beginning")
@@ -410,7 +410,7 @@ def is_finished(config: RunConfig, run_dir: RunDirectory, newest: Path | None) -
     return export.exists() and export.stat().st_mtime >= newest.stat().st_mtime
 
 
-def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
+def newest_complete(root: Path) -> tuple[Path | None, dict[Path, str]]:
     """Return the newest undamaged checkpoint, or None if there is no checkpoint, and the damage of each newer one.
 
     Raises:

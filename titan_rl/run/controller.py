@@ -131,7 +131,7 @@ class Controller(TrainingLoop):
             trainer, published, router, "drain" if config.generation.pull_mode == "drain" else "hot_swap"
         )
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, sinks=sinks, progress=progress)
-        self._beside = (
+        self._background_validation = (
             BackgroundValidation(
                 self._validation,
                 trainer,
@@ -165,8 +165,8 @@ class Controller(TrainingLoop):
                 self._stages.enter(Stage.VALIDATION, self.version)
                 reward_after = await self._validation.run_once(self.version)
         finally:
-            if self._beside is not None:
-                await self._beside.close()
+            if self._background_validation is not None:
+                await self._background_validation.close()
         await self._export()
         return RunSummary(
             reward_before=self._state.reward_before,
@@ -224,9 +224,9 @@ class Controller(TrainingLoop):
                 if self._saver.is_due(step):
                     await self._save(background)
         await self._pulled(self.version)
-        if self._beside is not None:
+        if self._background_validation is not None:
             self._stages.enter(Stage.VALIDATION, self.version)
-            await self._beside.ended()
+            await self._background_validation.ended()
         self._stages.enter(Stage.CHECKPOINT, self.version)
         await self._saver.written()
 
@@ -234,7 +234,7 @@ class Controller(TrainingLoop):
         """Run BATCH. Meanwhile, the trainer is idle and a requested checkpoint is written."""
         coming = asyncio.ensure_future(self._scheduler.next_batch())
         try:
-            while await self._saver.asked_before(coming):
+            while await self._saver.requested_before(coming):
                 await self._save(background)
                 self._stages.enter(Stage.BATCH, self.version + 1)
             return await coming
@@ -265,8 +265,8 @@ class Controller(TrainingLoop):
         """Run PUBLISH, and begin SYNC in the background."""
         with self._progress.working(f"waiting until the generators have loaded version {step - 1}"):
             await self._pulled(step)
-            if self._beside is not None:
-                await self._beside.before_next_version()
+            if self._background_validation is not None:
+                await self._background_validation.before_next_version()
         self._stages.enter(Stage.PUBLISH, step)
         await self._sync.begin()
         self._reports.add(step, self._stages.metrics())
@@ -299,7 +299,7 @@ class Controller(TrainingLoop):
         if self._validation.is_due(step):
             await self._pulled(step)
             self._stages.enter(Stage.VALIDATION, step)
-            if self._beside is None or not await self._beside.begin(step, background):
+            if self._background_validation is None or not await self._background_validation.begin(step, background):
                 await self._validation.run_suites(step, self._validation.due(step))
 
     async def _save(self, background: asyncio.TaskGroup) -> None:
@@ -310,8 +310,8 @@ class Controller(TrainingLoop):
         await self._saver.begin(background)
 
     async def _before_checkpoint(self) -> None:
-        if self._beside is not None:
-            await self._beside.before_checkpoint(self.version)
+        if self._background_validation is not None:
+            await self._background_validation.before_checkpoint(self.version)
 
     def _report(self, step: int) -> None:
         self._reports.add(step, self._generation.take_metrics(step))

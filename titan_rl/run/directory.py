@@ -91,8 +91,8 @@ def check_run_dir(config: RunConfig) -> None:
     """
     path = Path(config.run_dir).absolute()
     try:
-        there = next(folder for folder in (path, *path.parents) if folder.exists())
-        with tempfile.TemporaryDirectory(dir=there):
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+        with tempfile.TemporaryDirectory(dir=existing):
             pass
     except OSError as error:
         raise ConfigError(

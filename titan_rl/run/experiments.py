@@ -24,13 +24,13 @@ from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.build import (
     find_token_texts,
     is_single_turn,
+    learning_rate_note,
     make_renderer,
     open_rollouters,
-    told_of_learning_rate,
-    told_of_template,
+    template_note,
 )
 from titan_rl.config.changes import check_unchanged
-from titan_rl.config.model_folder import told_of_adapter_base
+from titan_rl.config.model_folder import adapter_base_note
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
@@ -294,14 +294,16 @@ class Experiments:
         name, config, run_dir = experiment.name, experiment.config, experiment.run_dir
         start = await in_thread(experiment.begin)
         training = config.training
-        notes = told_of_learning_rate(training), told_of_adapter_base(config.model, training.adapter)
+        notes = learning_rate_note(training), adapter_base_note(config.model, training.adapter)
         for note in filter(None, notes):
             progress.message(note)
         router, published = self._planes.routers.by_adapter[name], self._planes.routers.published[name]
         async with contextlib.AsyncExitStack() as resources:
             resources.push_async_callback(self._planes.routers.close_router, name)
-            tells = {"the metrics of the run": StepSink(self._metrics, name)}
-            sinks = resources.enter_context(open_sinks(config.logging, run_dir, progress, tells, step=start.state.step))
+            further_sinks = {"the metrics of the run": StepSink(self._metrics, name)}
+            sinks = resources.enter_context(
+                open_sinks(config.logging, run_dir, progress, further_sinks, step=start.state.step)
+            )
             journal = resources.enter_context(open_journal(start, run_dir, progress))
             opening = open_rollouters(config, run_dir.path, progress, self._renderer)
             runners = await resources.enter_async_context(opening)
@@ -360,7 +362,7 @@ class ExperimentsSession(RunSession[RunSummary]):
         return Resumption(None, state)
 
     def _end_messages(self) -> EndMessages:
-        return ExperimentMessages(self.config, self.run_dir, 0, self._begun_by, self._command)
+        return ExperimentMessages(self.config, self.run_dir, 0, self._started_by, self._command)
 
 
 class ExperimentMessages(EndMessages):
@@ -384,13 +386,13 @@ class ExperimentMessages(EndMessages):
 
 
 def run_experiments(
-    config: RunConfig, run_dir: RunDirectory, *, begins: bool, begun_by: str | None, verbosity: Verbosity
+    config: RunConfig, run_dir: RunDirectory, *, begins: bool, started_by: str | None, verbosity: Verbosity
 ) -> tuple[int, RunSummary | None]:
     """Run the experiments of a config to their ends.
 
     Args:
         begins: Whether the run is new, not resumed.
-        begun_by: Command to name if the run fails before it has saved anything.
+        started_by: Command to name if the run fails before it has saved anything.
 
     Returns:
         exit code: 0, or 128 + the number of the signal that stopped the run.
@@ -404,7 +406,7 @@ def run_experiments(
         config,
         run_dir,
         begins=begins,
-        begun_by=begun_by,
+        started_by=started_by,
         command="train",
         processes="titan_rl.cluster.run_processes",
         verbosity=verbosity,
@@ -424,7 +426,7 @@ async def _train(session: ExperimentsSession, resources: contextlib.AsyncExitSta
     with progress.working("starting generators and trainer"):
         planes = await resources.enter_async_context(open_adapter_planes(config, run_dir, progress))
     renderer = await in_thread(partial(make_renderer, config.model, single_turn=is_single_turn(config)))
-    if note := await in_thread(told_of_template, config.model):
+    if note := await in_thread(template_note, config.model):
         progress.message(note)
     resources.enter_context(LoopWatchdog(progress))
     resources.enter_context(settled_heap())

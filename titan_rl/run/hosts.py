@@ -68,7 +68,7 @@ async def workers_started(
     kind = find_provider(hosts.provider)
     async with contextlib.AsyncExitStack() as opened:
         with status("starting workers", verbosity):
-            started = await _begun(opened, hosts.provider, kind, ProviderSpec(hosts, logs, StderrConsole()))
+            started = await _start_workers(opened, hosts.provider, kind, ProviderSpec(hosts, logs, StderrConsole()))
         addresses = _addresses_of(hosts.provider, started)
         by_address = hosts.model_copy(update={"provider": None, "addresses": addresses})
         if too_few := [*by_address.too_few_of(len(by_address.addresses))]:
@@ -80,7 +80,9 @@ async def workers_started(
         yield StartedWorkers(config.model_copy(update={"hosts": by_address}), provided)
 
 
-async def _begun(opened: contextlib.AsyncExitStack, name: str, kind: ProviderKind, spec: ProviderSpec) -> Iterable[str]:
+async def _start_workers(
+    opened: contextlib.AsyncExitStack, name: str, kind: ProviderKind, spec: ProviderSpec
+) -> Iterable[str]:
     """Start a provider's workers. They end with the stack.
 
     Raises:
@@ -128,8 +130,8 @@ def _of_provider(name: str) -> Generator[None]:
 
 def _problem(name: str, error: Exception) -> ProviderError:
     logger.warning("hosts.provider %s failed", name, exc_info=error)
-    place = where(error)
-    return ProviderError(f"hosts.provider {name}: {reason(error)}" + (f" ({place})" if place else ""))
+    location = where(error)
+    return ProviderError(f"hosts.provider {name}: {reason(error)}" + (f" ({location})" if location else ""))
 
 
 def _addresses_of(name: str, started: object) -> tuple[str, ...]:

@@ -17,13 +17,13 @@ from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.build import (
     find_token_texts,
     is_single_turn,
+    learning_rate_note,
     make_renderer,
     open_rollouters,
-    told_of_learning_rate,
-    told_of_template,
+    template_note,
 )
 from titan_rl.config.hosts import check_own_machine
-from titan_rl.config.model_folder import told_of_adapter_base
+from titan_rl.config.model_folder import adapter_base_note
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.watchdog import LoopWatchdog
@@ -61,7 +61,7 @@ def run_training(
     *,
     parts: Parts | None = None,
     name: str | None = None,
-    begun_by: str | None = None,
+    started_by: str | None = None,
     verbosity: Verbosity = Verbosity.NORMAL,
 ) -> RunEnd:
     """Run a config to its end.
@@ -70,7 +70,7 @@ def run_training(
         resume: Folder of an earlier run with this config, which is continued from its newest checkpoint.
         parts: Objects that replace what the settings name.
         name: Last part of the name of a new run's folder; by default, the result of `run_name`.
-        begun_by: Command to name if the run fails before it has saved anything.
+        started_by: Command to name if the run fails before it has saved anything.
 
     Raises:
         TitanRLError: The error that ended the run.
@@ -86,13 +86,13 @@ def run_training(
             from titan_rl.run.experiments import run_experiments
 
             begins = resume is None
-            code, summary = run_experiments(config, run_dir, begins=begins, begun_by=begun_by, verbosity=verbosity)
+            code, summary = run_experiments(config, run_dir, begins=begins, started_by=started_by, verbosity=verbosity)
             return RunEnd(code, run_dir.path, summary)
         session = RunSession[RunSummary](
             config,
             run_dir,
             begins=resume is None,
-            begun_by=begun_by,
+            started_by=started_by,
             command="train",
             processes="titan_rl.cluster.run_processes" if parts.needs_processes else None,
             others=parts.sinks,
@@ -106,12 +106,12 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
     config, run_dir, progress = session.config, session.run_dir, session.progress
     parts = replace(parts, provided=session.provided)
     if parts.trainer is None:
-        notes = told_of_learning_rate(config.training), told_of_adapter_base(config.model, config.training.adapter)
+        notes = learning_rate_note(config.training), adapter_base_note(config.model, config.training.adapter)
         for note in filter(None, notes):
             progress.message(note)
     journal = resources.enter_context(open_journal(session.start, run_dir, progress))
-    async with asyncio.TaskGroup() as beside:  # during the start, which takes longer than a renderer's imports
-        making = beside.create_task(_make_renderer(session, parts), name="renderer")
+    async with asyncio.TaskGroup() as startup:  # during the start, which takes longer than a renderer's imports
+        making = startup.create_task(_make_renderer(session, parts), name="renderer")
         planes = await _start_planes(session, parts, resources)
     renderer = making.result()
     resources.enter_context(LoopWatchdog(progress))  # after the imports, which block the event loop
@@ -171,7 +171,7 @@ async def _make_renderer(session: RunSession[RunSummary], parts: Parts) -> Rende
         return parts.renderer
     model = session.config.model
     renderer = await in_thread(partial(make_renderer, model, single_turn=is_single_turn(session.config)))
-    if parts.trainer is None and (note := await in_thread(told_of_template, model)):
+    if parts.trainer is None and (note := await in_thread(template_note, model)):
         session.progress.message(note)
     return renderer
 

@@ -90,8 +90,8 @@ class Parts:
             )
         if self.trainer is not None:
             _check_members("trainer", self.trainer, Trainer, unless=SELDOM_ASKED)
-        for place, replica in enumerate(self.replicas or ()):
-            _check_members(f"replicas[{place}]", replica, Replica)
+        for index, replica in enumerate(self.replicas or ()):
+            _check_members(f"replicas[{index}]", replica, Replica)
         workers = config.rollout.num_workers
         if workers and (self.renderer is not None or self.replicas is not None):
             raise ConfigError(

@@ -127,9 +127,9 @@ def rehearse(config: RunConfig, console: Console) -> list[Rehearsal]:
         try:
             return call_within(play, LIMIT_S + GRACE_S, "a group of each task")
         except OutOfTimeError as error:  # code that blocks the event loop also blocks its time limits
-            place = where(error)
+            location = where(error)
             raise DataError(
-                f"{error} without a model" + ("" if place is None else f": {place} blocks, and does not return")
+                f"{error} without a model" + ("" if location is None else f": {location} blocks, and does not return")
             ) from None
 
 
@@ -328,20 +328,20 @@ def _unread(messages: Sequence[Message], renderer: Renderer) -> Iterator[str]:
     if opening and not any(message.get("content") for message in opening):
         yield "the first prompt has no text"
         return
-    for place, message in enumerate(opening):
+    for index, message in enumerate(opening):
         content = message.get("content")
         if content is None:
-            yield f"message {place} of the first prompt has no content: {dict(message)!r}"
+            yield f"message {index} of the first prompt has no content: {dict(message)!r}"
         if not isinstance(content, str) or not content.strip():
             continue
-        longer = [*opening[:place], {**message, "content": f"{content}\n{content}"}, *opening[place + 1 :]]
+        longer = [*opening[:index], {**message, "content": f"{content}\n{content}"}, *opening[index + 1 :]]
         try:
             is_shown = list(renderer.render_ids(opening)) != list(renderer.render_ids(longer))
         except Exception:  # the template refuses an incomplete conversation
             continue
         if not is_shown:
             yield (
-                f"message {place} of the first prompt is not shown to the model: the renderer leaves out what has the "
+                f"message {index} of the first prompt is not shown to the model: the renderer leaves out what has the "
                 f"role {message.get('role')!r}"
             )
 
@@ -371,9 +371,9 @@ def describe(rehearsal: Rehearsal, max_context: int) -> Iterator[str]:
         yield f"{rehearsal.task}: the first prompt has {rehearsal.num_prompt_tokens} of {max_context} tokens:"
         yield from (f"  | {line}" for line in rehearsal.prompt.splitlines())
     ends = Counter(str(rollout.status) for rollout in rehearsal.group.rollouts)
-    told = ", ".join(f"{count} {status}" for status, count in ends.items())
+    statuses = ", ".join(f"{count} {status}" for status, count in ends.items())
     rewards = " ".join(map(_reward, rehearsal.group.rollouts))
-    yield f"{rehearsal.task}: {len(rehearsal.group.rollouts)} rollouts of a mock policy: {told}; rewards: {rewards}"
+    yield f"{rehearsal.task}: {len(rehearsal.group.rollouts)} rollouts of a mock policy: {statuses}; rewards: {rewards}"
     yield from (f"{rehearsal.task}: error: {problem}" for problem in rehearsal.problems)
 
 

@@ -116,7 +116,7 @@ class RunSession(Generic[S]):
 
     Args:
         begins: Whether the run is new, not resumed.
-        begun_by: Command to name if the run fails before it has saved anything.
+        started_by: Command to name if the run fails before it has saved anything.
         command: Command of `titan-rl` that resumes the run.
         processes: Module that starts the run's processes; None if the run starts none.
         others: Metric sinks besides those that the settings name, by their names for messages.
@@ -134,7 +134,7 @@ class RunSession(Generic[S]):
         run_dir: RunDirectory,
         *,
         begins: bool,
-        begun_by: str | None,
+        started_by: str | None,
         command: str,
         processes: str | None,
         others: Mapping[str, MetricSink] | None = None,
@@ -145,7 +145,7 @@ class RunSession(Generic[S]):
         self.provided: ProvidedHosts | None = None
         self.summary: S | None = None
         self._begins = begins
-        self._begun_by = begun_by if begins else None
+        self._started_by = started_by if begins else None
         self._command = command
         self._processes = processes
         self._others = others
@@ -201,7 +201,7 @@ class RunSession(Generic[S]):
         return begin_run(self.config, self.run_dir)
 
     def _end_messages(self) -> EndMessages:
-        return EndMessages(self.config, self.run_dir, self.start.state.step, self._begun_by, self._command)
+        return EndMessages(self.config, self.run_dir, self.start.state.step, self._started_by, self._command)
 
     @property
     def num_steps(self) -> int:
@@ -322,10 +322,10 @@ def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = Fals
         if not config.adapters:
             return find_standing(config, run_dir).losses
         check_unfinished(config, run_dir)
-        begun = _begun_adapters(config, run_dir)
+        started = _started_adapters(config, run_dir)
         return [
             f"{each.name}: {loss}"
-            for each, folder in begun
+            for each, folder in started
             if not _is_over(each, folder)
             for loss in find_standing(each, folder).losses
         ]
@@ -337,16 +337,16 @@ def check_unfinished(config: RunConfig, run_dir: RunDirectory) -> None:
     Raises:
         CheckpointError: All adapters are finished.
     """
-    begun = _begun_adapters(config, run_dir)
-    if len(begun) == len(config.adapters) and all(_is_over(each, folder) for each, folder in begun):
-        first, _ = begun[0]
+    started = _started_adapters(config, run_dir)
+    if len(started) == len(config.adapters) and all(_is_over(each, folder) for each, folder in started):
+        first, _ = started[0]
         raise CheckpointError(
             f"{run_dir.path}: all adapters have trained all their steps; give one of them more, for example with "
             f"--adapters.{first.name}.training.steps {2 * first.training.steps}"
         )
 
 
-def _begun_adapters(config: RunConfig, run_dir: RunDirectory) -> list[tuple[RunConfig, RunDirectory]]:
+def _started_adapters(config: RunConfig, run_dir: RunDirectory) -> list[tuple[RunConfig, RunDirectory]]:
     folders = {name: run_dir.path / ADAPTERS / name for name in config.experiments}
     return [
         (each, RunDirectory(folders[name]))
@@ -364,7 +364,7 @@ class EndMessages:
 
     Args:
         step: Step of the checkpoint from which the run begins.
-        begun_by: Command that began the run; None if the run is resumed.
+        started_by: Command that started the run; None if the run is resumed.
         command: Command of `titan-rl` that resumes the run.
     """
 
@@ -373,13 +373,13 @@ class EndMessages:
         config: RunConfig,
         run_dir: RunDirectory,
         step: int,
-        begun_by: str | None = None,
+        started_by: str | None = None,
         command: str = "train",
     ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._step = step
-        self._begun_by = begun_by
+        self._started_by = started_by
         self._command = shlex.join(["titan-rl", command, "--resume", str(run_dir.path)])
 
     @property
@@ -409,8 +409,8 @@ class EndMessages:
             return (
                 f"the run stands at {unsaved}; fix the error, then continue from {self._start()} with: {self._command}"
             )
-        if self._begun_by is not None and not self._step and self._has_no_journal():
-            return f"nothing was trained or saved; fix the error, then run: {self._begun_by}"
+        if self._started_by is not None and not self._step and self._has_no_journal():
+            return f"nothing was trained or saved; fix the error, then run: {self._started_by}"
         saved = f"step {self._step} is saved; " if self._step else ""
         return f"{saved}fix the error, then continue with: {self._command}"
 

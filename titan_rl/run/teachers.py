@@ -191,19 +191,19 @@ class TokenCheck:
         """Compare the tokenizer of a teacher's model folder with the policy's; see `compare`."""
         self.compare(name, load_tokenizer(folder).encode(self.text, add_special_tokens=False))
 
-    def compare(self, name: str, theirs: Sequence[int]) -> None:
+    def compare(self, name: str, tokens: Sequence[int]) -> None:
         """Compare a teacher's tokens of `text` with the policy's.
 
         Raises:
             ConfigError: The tokens differ. The message has the first difference.
         """
-        own, theirs = self._own, list(theirs)
-        if theirs == own:
+        own, tokens = self._own, list(tokens)
+        if tokens == own:
             return
-        at = next((i for i, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b), min(len(own), len(theirs)))
+        at = next((i for i, (a, b) in enumerate(zip(own, tokens, strict=False)) if a != b), min(len(own), len(tokens)))
         raise ConfigError(
             f"the teacher {name} has another tokenizer than the policy: of the same text, token {at} is "
-            f"{theirs[at : at + 1] or 'missing'} there and {own[at : at + 1] or 'missing'} here. A teacher scores the "
+            f"{tokens[at : at + 1] or 'missing'} there and {own[at : at + 1] or 'missing'} here. A teacher scores the "
             "policy's own tokens, so both must make the same of a text; use a teacher of the same model family"
         )
 
@@ -238,11 +238,11 @@ async def check_tokens(
                 f"the teacher {name} cannot be checked: {endpoint} answered {answer.status_code}: {answer.text[:200]}; "
                 "a teacher's server has to tokenize, as titan-rl serve and vLLM do"
             )
-        theirs = [int(token) for token in answer.json()["tokens"]]
+        tokens = [int(token) for token in answer.json()["tokens"]]
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise GenerationError(f"the teacher {name} cannot be reached at {endpoint}: {error!r}") from error
     except (LookupError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the teacher {name} cannot be checked: {endpoint} sent no list of tokens") from error
-    check.compare(name, theirs)
+    check.compare(name, tokens)

@@ -209,7 +209,7 @@ class RecoveringTrainer:
         self._changed = asyncio.Event()
         self._in_flight = 0  # number of calls in progress
         self._version = 0  # as reported by the trainer
-        self._begun: int | None = None  # version of the last publication, which may be under way
+        self._last_published: int | None = None  # version of the last publication, which may be under way
         self._is_published = False
         self._saving: _Save | None = None
         self._recovery_s = 0.0  # seconds of recovery since the last step
@@ -230,7 +230,7 @@ class RecoveringTrainer:
 
     async def begin_publish(self) -> None:
         await self._call("begin_publish")
-        self._begun, self._is_published = self._version, False
+        self._last_published, self._is_published = self._version, False
 
     async def finish_publish(self) -> Manifest:
         manifest = await self._call("finish_publish")
@@ -345,7 +345,7 @@ class RecoveringTrainer:
                 try:
                     with self._progress.working("starting the trainer again"):
                         trainer = await self._group.restart()
-                    said = await self._bring_back(trainer)
+                    description = await self._bring_back(trainer)
                 except ActorDiedError as error:
                     why, excused = str(error), error.excused
                     if trainer is not None:
@@ -355,7 +355,7 @@ class RecoveringTrainer:
                     break
         self._trainer, self._is_up = trainer, True
         self._recovery_s += recovery.seconds
-        self._warn(f"trainer is there again after {recovery.seconds:.0f} s, {said}")
+        self._warn(f"trainer is there again after {recovery.seconds:.0f} s, {description}")
         self._notify()
 
     async def _bring_back(self, trainer: EndingTrainer) -> str:
@@ -363,14 +363,14 @@ class RecoveringTrainer:
         checkpoint = await self._load_newest(trainer)
         first = at = 0 if checkpoint is None else step_of(checkpoint)
         with self._progress.working("training again", lambda: f"{at - first} of {self._version - first} steps"):
-            await self._repeat_begun(trainer, at)
+            await self._repeat_unfinished(trainer, at)
             async with contextlib.aclosing(self._steps.since(checkpoint, self._version)) as steps:
                 async for samples in steps:
                     result = await self._step(trainer, step_from(at), samples)
                     if result.version != step_from(at):
                         raise TrainingError(f"step {step_from(at)}, trained again, gave version {result.version}")
                     at = result.version
-                    await self._repeat_begun(trainer, at)
+                    await self._repeat_unfinished(trainer, at)
         if self._is_published:
             await self._publish_again(trainer)
         steps = "1 step was" if at == first + 1 else f"{at - first} steps were"
@@ -388,19 +388,19 @@ class RecoveringTrainer:
                     return checkpoint
         return None
 
-    async def _repeat_begun(self, trainer: EndingTrainer, version: int) -> None:
+    async def _repeat_unfinished(self, trainer: EndingTrainer, version: int) -> None:
         """Repeat a save or publication that the previous trainer had begun at a version and may not have finished."""
         checkpoint = self._saving
         if checkpoint is not None and checkpoint.version == version and not _has(checkpoint):
             await trainer.begin_save(checkpoint.root, checkpoint.run_state)
-        if self._begun == version:
+        if self._last_published == version:
             await trainer.begin_publish()
 
     async def _publish_again(self, trainer: EndingTrainer) -> None:
         try:
             self._published.announce(await trainer.finish_publish())
         except StateDictError as error:  # generators that serve have the version
-            self._warn(f"version {self._begun} is not published again: {error}")
+            self._warn(f"version {self._last_published} is not published again: {error}")
 
 
 @contextlib.asynccontextmanager

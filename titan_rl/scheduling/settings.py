@@ -90,7 +90,7 @@ class SchedulingConfig(Section):
         made = check({**preset, **given})
         made.__pydantic_fields_set__.difference_update(preset.keys() - given.keys())
         if made.mode is not None and all(getattr(made, name) != value for name, value in MODES[made.mode].items()):
-            others = " and ".join(f"{name} = {_told(getattr(made, name))}" for name in MODES[made.mode])
+            others = " and ".join(f"{name} = {_as_toml(getattr(made, name))}" for name in MODES[made.mode])
             raise ValueError(f'mode = "{made.mode}" has no effect where {others}; leave mode out, or the others')
         return made
 
@@ -160,7 +160,7 @@ class SchedulingConfig(Section):
         if self.mode is None:
             return None
         preset = _preset({"mode": self.mode, **{name: getattr(self, name) for name in self.model_fields_set}})
-        shown = {name: f"{name} = {_told(getattr(self, name))}" for name in type(self).model_fields}
+        shown = {name: f"{name} = {_as_toml(getattr(self, name))}" for name in type(self).model_fields}
         sets = [shown[name] for name in preset if name not in self.model_fields_set]
         given = [shown[name] for name in shown if name in self.model_fields_set and name != "mode"]
         text = f'scheduling.mode = "{self.mode}" sets {" and ".join(sets) or "nothing that is not given"}'
@@ -173,5 +173,5 @@ def _preset(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in preset.items() if name != "max_group_age" or given.get("window") is None}
 
 
-def _told(value: object) -> str:
+def _as_toml(value: object) -> str:
     return "none" if value is None else f'"{value}"' if isinstance(value, str) else str(value)

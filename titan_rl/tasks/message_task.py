@@ -18,7 +18,7 @@ from pydantic import Field
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.calls.threads import DaemonThreads
-from titan_rl.core.calls.user_code import Failure, place_of, thread_place
+from titan_rl.core.calls.user_code import Failure, source_location, thread_location
 from titan_rl.core.errors import ConfigError, DataError, TitanRLError
 from titan_rl.core.settings import Section
 from titan_rl.rollout.environment.messages import MessageTokenEnv
@@ -87,7 +87,7 @@ class _Game:
             if time.monotonic() >= self._ends_by + GRACE_S:
                 raise DataError(
                     f"a demonstration failed: the environment took longer than {self._limit_s:g} s: "
-                    f"{thread_place(thread.ident)} blocks the event loop; await there, or make it a plain method"
+                    f"{thread_location(thread.ident)} blocks the event loop; await there, or make it a plain method"
                 )
         return playing.result()
 
@@ -136,7 +136,9 @@ class _Game:
             if isinstance(said, str):
                 return {"role": "assistant", "content": said}
             if not isinstance(said, Mapping):
-                raise TypeError(f"the player of {place_of(self._player)} gave {said!r}; text or a message is expected")
+                raise TypeError(
+                    f"the player of {source_location(self._player)} gave {said!r}; text or a message is expected"
+                )
         return cast("Message", said)
 
     def _within(self) -> EndsWith:

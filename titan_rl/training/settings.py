@@ -263,9 +263,9 @@ class TrainingConfig(Section):
         preset = _preset(given)
         made = check({**preset, **given})
         made.__pydantic_fields_set__.difference_update(preset.keys() - given.keys())
-        telling = [name for name, value in preset.items() if value != cls.model_fields[name].default]
-        if telling and all(getattr(made, name) != preset[name] for name in telling):
-            others = " and ".join(f"{name} = {_told(getattr(made, name))}" for name in telling)
+        non_default = [name for name, value in preset.items() if value != cls.model_fields[name].default]
+        if non_default and all(getattr(made, name) != preset[name] for name in non_default):
+            others = " and ".join(f"{name} = {_as_toml(getattr(made, name))}" for name in non_default)
             raise ValueError(
                 f'algorithm = "{made.algorithm}" has no effect where {others}; leave algorithm out, or the others'
             )
@@ -288,9 +288,9 @@ class TrainingConfig(Section):
         if self.algorithm == "grpo":
             return None
         preset = _preset({"algorithm": self.algorithm, **{name: getattr(self, name) for name in self.model_fields_set}})
-        told = {name: f"{name} = {_told(getattr(self, name))}" for name in preset}
-        sets = [told[name] for name in told if name not in self.model_fields_set]
-        given = [told[name] for name in told if name in self.model_fields_set]
+        shown = {name: f"{name} = {_as_toml(getattr(self, name))}" for name in preset}
+        sets = [shown[name] for name in shown if name not in self.model_fields_set]
+        given = [shown[name] for name in shown if name in self.model_fields_set]
         text = f'training.algorithm = "{self.algorithm}" sets {" and ".join(sets) or "nothing that is not given"}'
         return f"{text}; given: {', '.join(given)}" if given else text
 
@@ -320,7 +320,7 @@ class TrainingConfig(Section):
         return self.data_parallel * self.ranks_a_row
 
     @model_validator(mode="after")
-    def _offloads_what_is_there(self) -> Self:
+    def _offloads_existing_state(self) -> Self:
         if twice := {part for part in self.offload if self.offload.count(part) > 1}:
             raise ValueError(f"offload has {', '.join(sorted(twice))} more than once")
         if "activations" in self.offload and self.activation_checkpointing != "full":
@@ -398,7 +398,7 @@ class TrainingConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _compiles_whole_matrices(self) -> Self:
+    def _compiles_undivided_matrices(self) -> Self:
         if self.compile and self.tensor_parallel > 1:
             raise ValueError(
                 f"compile = true with tensor_parallel = {self.tensor_parallel}: torch cannot compile a block whose "
@@ -430,7 +430,7 @@ def _preset(given: Mapping[str, Any]) -> dict[str, Any]:
     return preset
 
 
-def _told(value: object) -> str:
+def _as_toml(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(str, cast('tuple[object, ...]', value)))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)

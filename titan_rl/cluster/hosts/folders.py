@@ -173,8 +173,8 @@ def _known_to_git(folder: Path) -> list[Path] | None:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
-        here = Path(place)
+    for root, folders, names in os.walk(folder):
+        here = Path(root)
         folders[:] = [
             name
             for name in folders

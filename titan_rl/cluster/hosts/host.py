@@ -71,9 +71,9 @@ class Host:
     def path(self, path: str | Path) -> Path:
         """Path on the host of a file of this machine."""
         path = Path(path)
-        for here, there in self.folders.items():
+        for here, remote in self.folders.items():
             if path.is_relative_to(here):
-                return there / path.relative_to(here)
+                return remote / path.relative_to(here)
         return path
 
     def search_path(self, folders: str) -> str:
@@ -93,7 +93,7 @@ class WorkerConnection:
     Attributes:
         worker: HOST:PORT in the settings.
         address: Address of the host.
-        has_begun: Whether the worker has answered.
+        has_answered: Whether the worker has answered.
         id: Identity of the worker, once it has answered. A restarted worker has another.
         link: Makes calls that fail at once when the worker ends or sends nothing for `silence_s` seconds.
     """
@@ -109,7 +109,7 @@ class WorkerConnection:
     ) -> None:
         self.worker = worker
         self.address = address
-        self.has_begun = False
+        self.has_answered = False
         self.id = ""
         self._is_busy = False
         self.link = RemoteProcess(f"host at {worker}")
@@ -136,7 +136,7 @@ class WorkerConnection:
                     f"the worker at {self.worker} is in use by another run, and serves one run at a time: stop that "
                     "run first, or use other workers"
                 ) from None
-            if self.has_begun:
+            if self.has_answered:
                 raise
             raise ActorDiedError(
                 f"the process that listens at {self.worker} does not respond like a worker of this titan_rl version; "
@@ -161,17 +161,17 @@ class WorkerConnection:
     async def _listen(self) -> None:
         try:
             while True:
-                said = await receive(self._reader)
-                self._silence.heard()
-                self.has_begun = True
-                self.id = str(said.get("id", ""))
-                self._is_busy = bool(said.get("busy"))
-                if (known := said.get("known")) and not self._monarch.done():
+                message = await receive(self._reader)
+                self._silence.reset()
+                self.has_answered = True
+                self.id = str(message.get("id", ""))
+                self._is_busy = bool(message.get("busy"))
+                if (known := message.get("known")) and not self._monarch.done():
                     problem = f"{known} and {self.worker} are one worker, and this run has it; name each worker once"
                     self._monarch.set_exception(ConfigError(problem))
                     self._monarch.exception()  # marks it as retrieved
-                if said.get("monarch") and not self._monarch.done():
-                    self._monarch.set_result(str(said["monarch"]))
+                if message.get("monarch") and not self._monarch.done():
+                    self._monarch.set_result(str(message["monarch"]))
         except ConnectionError:
             self.link.end("its worker has ended")
 
@@ -364,8 +364,8 @@ class JoiningHost:
             console.message(f"copying {folder}, {size / (1 << 20):.1f} MiB, to {host.name}")
             chunks = chunks_of(folder, files)
             while (chunk := await in_thread(next, chunks, None)) is not None:
-                there = await host.link.call(self._agent.receive, number, *chunk, timeout_s=ATTACH_TIMEOUT_S)
-                host.folders = {**host.folders, folder: there}
+                remote = await host.link.call(self._agent.receive, number, *chunk, timeout_s=ATTACH_TIMEOUT_S)
+                host.folders = {**host.folders, folder: remote}
         if python_path := os.environ.get("PYTHONPATH"):
             host.environment = {**host.environment, "PYTHONPATH": host.search_path(python_path)}
 
@@ -380,17 +380,17 @@ class JoiningHost:
         begin = self._agent.start_watchdog
         host.ping_socket = await host.link.call(begin, watcher.settings, timeout_s=ATTACH_TIMEOUT_S)
         async with host.link.alive(GREETING_S):
-            await watcher.heard.wait()
+            await watcher.first_heartbeat.wait()
         self._end_meeting()
 
     @property
-    def was_there(self) -> bool:
+    def has_answered(self) -> bool:
         """Whether its worker has answered."""
-        return self._connection is not None and self._connection.has_begun
+        return self._connection is not None and self._connection.has_answered
 
     async def is_lost(self) -> bool:
         """Whether it was in contact and is lost. This may take a moment to determine."""
-        return self._connection is not None and self.was_there and await self._connection.is_lost()
+        return self._connection is not None and self.has_answered and await self._connection.is_lost()
 
     @property
     def lost(self) -> str:

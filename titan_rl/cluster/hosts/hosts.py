@@ -203,14 +203,14 @@ class Hosts:
         finally:
             left = [host_joining for host_joining in joining if not host_joining.record.is_present]
             for host_joining in left:
-                self.lifecycles.join_failed(host_joining.record, host_joining.lost if host_joining.was_there else "")
+                self.lifecycles.join_failed(host_joining.record, host_joining.lost if host_joining.has_answered else "")
             await asyncio.gather(*[host_joining.give_back() for host_joining in left])
 
     async def _take_in(self, joining: Sequence[JoiningHost], begins: bool) -> list[Host]:
         lost: dict[str, str] = {}  # by worker: the reason
         question = self._question()
 
-        async def all_there(step: Callable[[JoiningHost], Coroutine[Any, Any, None]]) -> list[JoiningHost]:
+        async def run_on_all(step: Callable[[JoiningHost], Coroutine[Any, Any, None]]) -> list[JoiningHost]:
             failed: dict[str, str] = {}  # by worker; all are listed, so that one start reports every problem
 
             async def one(host_joining: JoiningHost) -> None:
@@ -237,7 +237,7 @@ class Hosts:
 
         with self._token.shown():
             self._expected = await in_thread(look, question)
-            met = await all_there(lambda host_joining: host_joining.look(question))
+            met = await run_on_all(lambda host_joining: host_joining.look(question))
         taken = [record.name for record in self.lifecycles if self.lifecycles.named(record.name) is record]
         names = free_names([host_joining.facts.hostname for host_joining in met], taken)
         for host_joining, name in zip(met, names, strict=True):
@@ -248,7 +248,7 @@ class Hosts:
         for host_joining in met:
             self._compare_clocks(host_joining)
         state = HostState.UP if begins else HostState.STARTING
-        prepared = await all_there(lambda host_joining: self._prepare(host_joining, state))
+        prepared = await run_on_all(lambda host_joining: self._prepare(host_joining, state))
         for worker, reason in lost.items():
             self.notify(f"the run starts without the host at {worker}: {reason}; it may join later")
         return [host_joining.host for host_joining in prepared]

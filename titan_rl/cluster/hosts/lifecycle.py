@@ -273,7 +273,7 @@ class HostHistory:
         self.states: Sequence[HostStatus] = ()
         self.events: list[HostEvent] = []
         self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
-        self._begun = False
+        self._is_initialized = False
         self._known: dict[str, str] = {}  # state of each host by its name, or by its address if it has no name
         self._counts: Counter[str] = Counter()  # number of events since the last metrics
         self._silences: dict[str, float] = {}  # longest silence of each host since the last metrics, in seconds
@@ -299,7 +299,7 @@ class HostHistory:
             if (host.name or host.state == "gone") and (before := self._known.get(key)) != host.state:
                 self._known[key] = host.state
                 self._became(key, host, before)
-        self._begun = True
+        self._is_initialized = True
         if self.is_of_several:
             for host in states:
                 if host.name:
@@ -339,7 +339,7 @@ class HostHistory:
             lane.close()
 
     def _became(self, name: str, host: HostStatus, before: str | None) -> None:
-        if (not self._begun and host.state != "gone") or (before == "draining" and host.state == "in the run"):
+        if (not self._is_initialized and host.state != "gone") or (before == "draining" and host.state == "in the run"):
             return
         if (what := BECOMES.get(host.state)) is not None:
             self._counts[what] += 1

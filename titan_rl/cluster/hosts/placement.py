@@ -35,8 +35,8 @@ def least_gpu_bytes() -> int | None:
     missing or fails."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-        return min(int(line) for line in told.splitlines()) * 2**20
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return min(int(line) for line in output.splitlines()) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
@@ -95,12 +95,12 @@ def place_trainer_again(
         ConfigError: The remaining hosts cannot take the ranks.
     """
     hosts = list(dict.fromkeys(place.host for place in before))
-    there = [host for host in hosts if host in gpus]
-    if there == hosts:
+    present = [host for host in hosts if host in gpus]
+    if present == hosts:
         return tuple(before)
     free = {host: [gpu for gpu in own if (host, gpu) not in taken] for host, own in gpus.items()}
-    others = sorted((host for host in gpus if host not in there), key=lambda host: -len(free[host]))
-    candidates = [*there, *others][: len(hosts)]
+    others = sorted((host for host in gpus if host not in present), key=lambda host: -len(free[host]))
+    candidates = [*present, *others][: len(hosts)]
     for count in range(len(candidates), 0, -1):
         num_ranks, a_host = len(before), len(before) // count
         if num_ranks % count == 0 and a_host % training.tensor_parallel == 0:
@@ -128,10 +128,10 @@ def place_generators(
     placed: list[tuple[ProcessPlace, ...]] = []
     for index in range(generation.num_generators):
         host, on_host = hosts[index % len(hosts)], index // len(hosts)
-        if there := gpus[host]:
-            _check("generation.tensor_parallel_size", size, host, there)
-        left = [gpu for gpu in there if (host, gpu) not in taken]
-        free = left if len(left) >= size else there
+        if host_gpus := gpus[host]:
+            _check("generation.tensor_parallel_size", size, host, host_gpus)
+        left = [gpu for gpu in host_gpus if (host, gpu) not in taken]
+        free = left if len(left) >= size else host_gpus
         own = tuple(free[at % len(free)] for at in range(on_host * size, (on_host + 1) * size)) if free else ()
         placed.append(tuple(ProcessPlace(host, own, rank) for rank in range(size)))  # ranks access each other's GPUs
     return tuple(placed)
@@ -229,10 +229,10 @@ def choose_transport(
     each = TRAINED_BYTES + (NUM_KEPT + config.validates_beside_training) * BYTES[config.model.dtype]
     count = count_parameters(Path(config.model.path)) if parameters is None else parameters
     need = each * count / config.training.num_ranks
-    told = f"{need / 2**30:.1f} GiB of parameters and published versions on a trainer's GPU of {total / 2**30:.0f}"
+    memory = f"{need / 2**30:.1f} GiB of parameters and published versions on a trainer's GPU of {total / 2**30:.0f}"
     if need > ROOM * total:
-        return "shared_memory", f"{told} leave activations too little"
-    return "cuda_ipc", f"trainer and generators have GPUs of one host, with room: {told}"
+        return "shared_memory", f"{memory} leave activations too little"
+    return "cuda_ipc", f"trainer and generators have GPUs of one host, with room: {memory}"
 
 
 def _check(field: str, num_ranks: int, host: str, gpus: Sequence[str]) -> None:

@@ -79,13 +79,13 @@ async def compare_clocks(
     differences: list[ClockDifference] = []
     for _ in range(ASKED):
         before = now()
-        there = await ask()
+        remote = await ask()
         after = now()
         half_ns = (after.steady_ns - before.steady_ns) // 2
         differences.append(
             ClockDifference(
-                (there.wall_ns - before.wall_ns - half_ns) / 1e9,
-                there.steady_ns - before.steady_ns - half_ns,
+                (remote.wall_ns - before.wall_ns - half_ns) / 1e9,
+                remote.steady_ns - before.steady_ns - half_ns,
                 half_ns / 1e9,
             )
         )
@@ -317,9 +317,9 @@ def _install(package: str, wanted: str) -> str:
 def _file_differences(expected: HostFacts, name: str, facts: HostFacts, needs: HostNeeds) -> Iterator[HostDifference]:
     if facts.model != expected.model:
         nothing = f"no {needs.model}" if facts.model is None else f"nothing of a model in {needs.model}"
-        there = f"checksum {facts.model}" if facts.model else nothing
+        found = f"checksum {facts.model}" if facts.model else nothing
         fix = "copy the folder there, or set hosts.sync = true"
-        yield HostDifference(name, "model", f"checksum {expected.model}", there, fix)
+        yield HostDifference(name, "model", f"checksum {expected.model}", found, fix)
     for module, problem in facts.missing.items():
         if module not in expected.missing:
             fix = "copy its folder there, or set hosts.sync = true"
@@ -352,11 +352,11 @@ def _gpu_differences(
             yield HostDifference(name, f"GPUs, {what}", f"{needed}", f"{len(found[name].gpus)}", fix)
 
 
-def _size(size: int, whole: Callable[[float], int]) -> str:
-    """Format a size with one decimal. `whole` rounds up for a need and down for a supply, so that the two never look
-    the same."""
+def _size(size: int, round_to_int: Callable[[float], int]) -> str:
+    """Format a size with one decimal. `round_to_int` rounds up for a need and down for a supply, so that the two never
+    look the same."""
     unit, name = next((each for each in UNITS if size >= each[0]), UNITS[-1])
-    return f"{whole(10 * size / unit) / 10:.1f} {name}"
+    return f"{round_to_int(10 * size / unit) / 10:.1f} {name}"
 
 
 def table(different: list[HostDifference]) -> str:

@@ -66,9 +66,9 @@ class HostFiles:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._asked = run_dir / "hosts.jsonl"
+        self._requests = run_dir / "hosts.jsonl"
         self._states = run_dir / HOSTS
-        self._read = self._asked.stat().st_size if self._asked.exists() else 0
+        self._read = self._requests.stat().st_size if self._requests.exists() else 0
 
     def begin(self) -> None:
         """Remove the answers of an earlier process of this run. Requests from now on are answered once the run's
@@ -78,7 +78,7 @@ class HostFiles:
     def new_requests(self) -> list[HostRequest]:
         """Return the requests since the previous call, or since this object was made."""
         try:
-            with self._asked.open("rb") as file:
+            with self._requests.open("rb") as file:
                 file.seek(self._read)
                 lines = file.read().splitlines(keepends=True)
         except OSError:  # there are no requests, or the file cannot be read at the moment
@@ -104,22 +104,22 @@ class HostFiles:
         """Whether the run is in progress."""
         return read_status(self._run_dir).state == "running"
 
-    def states(self, wait_s: float = 0.0, waits: Callable[[], object] = lambda: None) -> HostStates:
+    def states(self, wait_s: float = 0.0, on_wait: Callable[[], object] = lambda: None) -> HostStates:
         """Read the current statuses, or the last ones of a run that has ended.
 
         Args:
             wait_s: Longest wait for the processes of a run that is still starting, in seconds.
-            waits: Called if there is such a wait.
+            on_wait: Called if there is such a wait.
 
         Raises:
             ConfigError: The run's processes are not up yet, or were not when it ended.
         """
         until = time.monotonic() + wait_s
-        if wait_s and self._said() is None and self.goes_on:
-            waits()
-        while time.monotonic() < until and self._said() is None and self.goes_on:
+        if wait_s and self._read_states() is None and self.goes_on:
+            on_wait()
+        while time.monotonic() < until and self._read_states() is None and self.goes_on:
             time.sleep(POLL_S)
-        if (states := self._said()) is None:
+        if (states := self._read_states()) is None:
             raise ConfigError(
                 f"the run in {self._run_dir} does not list its hosts: they are listed once its processes have started, "
                 "and never where it has none"
@@ -131,12 +131,12 @@ class HostFiles:
         do: Wish,
         what: str,
         wait_s: float,
-        asked: Callable[[], object] = lambda: None,
+        on_wait: Callable[[], object] = lambda: None,
     ) -> None:
         """Send a request to the run, and wait until it is done. A run that is still starting answers after that.
 
         Args:
-            asked: Called if the run does not answer at once. The run carries out the request even if nobody waits.
+            on_wait: Called if the run does not answer at once. The run carries out the request even if nobody waits.
 
         Raises:
             ConfigError: The run has ended, or refuses with a reason.
@@ -147,19 +147,19 @@ class HostFiles:
         allowed = stat.S_IMODE(self._run_dir.stat().st_mode) & 0o666  # readable by everyone who may read the folder
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
-            with open(os.open(self._asked, flags, allowed), "ab") as file:
+            with open(os.open(self._requests, flags, allowed), "ab") as file:
                 file.write(msgspec.json.encode(request) + b"\n")
         except OSError as error:
             raise ConfigError(
-                f"{self._asked} cannot be written: {error.strerror}; it must be a writable file, not a link"
+                f"{self._requests} cannot be written: {error.strerror}; it must be a writable file, not a link"
             ) from None
         began, promised = time.monotonic(), False
         while (waited := time.monotonic() - began) < wait_s:
             if waited >= PROMISE_S and not promised:
                 promised = True
-                asked()
+                on_wait()
             time.sleep(POLL_S)
-            answer = None if (said := self._said()) is None else said.answers.get(request.id)
+            answer = None if (states := self._read_states()) is None else states.answers.get(request.id)
             if answer:
                 raise ConfigError(answer)
             if answer == "":
@@ -174,7 +174,7 @@ class HostFiles:
         again = "" if state == "finished" else f"; titan-rl {command} --resume {self._run_dir} continues it"
         raise ConfigError(f"the run in {self._run_dir} has ended: {how}{again}")
 
-    def _said(self) -> HostStates | None:
+    def _read_states(self) -> HostStates | None:
         try:
             return parse_json_as(read_file(self._states), HostStates)
         except (OSError, msgspec.MsgspecError):

@@ -99,16 +99,16 @@ class WorkerServer:
                 hello = await receive(reader)
             name = printable(str(hello.get("name", "")))[:LONGEST_NAME]
             guest = _Guest(str(hello.get("run", "")), str(hello.get("worker", "")), name)
-            mine = {run: other for run, other in self._runs.items() if other.run == guest.run}
-            known = next((other.worker for other in mine.values() if other.worker != guest.worker), None)
+            own_runs = {run: other for run, other in self._runs.items() if other.run == guest.run}
+            known = next((other.worker for other in own_runs.values() if other.worker != guest.worker), None)
             if not guest.run or known is not None:
                 send(writer, {"id": self._id} | ({} if known is None else {"known": known}))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(HELLO_S):
                         await reader.read(1)  # until the run has read the answer
                 return
-            others = [run for run in self._runs if run not in mine]
-            run = asyncio.ensure_future(self._take(guest, [*mine], others, reader, writer))
+            others = [run for run in self._runs if run not in own_runs]
+            run = asyncio.ensure_future(self._take(guest, [*own_runs], others, reader, writer))
             self._runs[run] = guest
             run.add_done_callback(self._runs.pop)
             with contextlib.suppress(asyncio.CancelledError):
@@ -132,19 +132,19 @@ class WorkerServer:
             earlier: Earlier connections of the same run, which are ended.
             others: Other runs that came before, and have to end first.
         """
-        says: dict[str, Any] = {"id": self._id, "monarch": ""}
+        state: dict[str, Any] = {"id": self._id, "monarch": ""}
         if others:
-            says["busy"] = True
-        beating = asyncio.ensure_future(_beat(writer, says))
+            state["busy"] = True
+        beating = asyncio.ensure_future(_beat(writer, state))
         try:
             for run in earlier:
                 run.cancel()
             await asyncio.gather(*earlier, return_exceptions=True)
             if others and not await _end_before(others, reader):
                 return
-            says.pop("busy", None)
+            state.pop("busy", None)
             async with _monarch(writer.get_extra_info("sockname")[0]) as (process, address):
-                says["monarch"] = address
+                state["monarch"] = address
                 with self._announced(guest, writer.get_extra_info("peername")[0]):
                     with contextlib.suppress(TimeoutError, ConnectionError):
                         async with asyncio.timeout(MEETING_S):
@@ -179,9 +179,9 @@ async def _end_before(others: list[asyncio.Task[None]], reader: asyncio.StreamRe
         await asyncio.gather(gone, return_exceptions=True)
 
 
-async def _beat(writer: asyncio.StreamWriter, says: dict[str, Any]) -> None:
+async def _beat(writer: asyncio.StreamWriter, state: dict[str, Any]) -> None:
     while not writer.is_closing():
-        send(writer, says)
+        send(writer, state)
         await asyncio.sleep(BEAT_S)
 
 

@@ -72,7 +72,7 @@ class HealthTracker:
     def __init__(self, longest_look_s: float, now: float = 0.0) -> None:
         self._longest_look_s = longest_look_s
         self._looked_at = now
-        self._heard = False  # since the previous look
+        self._has_answered = False  # since the previous look
         self._moved = False
         self._moves: int | None = None
         self._at_work = False
@@ -85,7 +85,7 @@ class HealthTracker:
             moves: Count of its progress so far.
             at_work: Whether it has work.
         """
-        self._heard = True
+        self._has_answered = True
         self._moved = self._moved or moves != self._moves
         self._moves, self._at_work = moves, at_work
 
@@ -98,16 +98,16 @@ class HealthTracker:
         """
         passed = min(now - self._looked_at, self._longest_look_s)
         self._looked_at = now
-        self._silent_s = 0.0 if self._heard or computed else self._silent_s + passed
+        self._silent_s = 0.0 if self._has_answered or computed else self._silent_s + passed
         self._still_s = 0.0 if self._moved or computed or not self._at_work else self._still_s + passed
         self._stopped_s = self._stopped_s + passed if stopped else 0.0
-        self._heard = self._moved = False
+        self._has_answered = self._moved = False
         return ProcessHealth(self._silent_s, self._still_s if self._at_work else None, self._stopped_s)
 
     @property
     def is_quiet(self) -> bool:
         """Whether it has given no sign of life since the previous `look`, so that its CPU use must be measured."""
-        return not self._heard or (self._at_work and not self._moved)
+        return not self._has_answered or (self._at_work and not self._moved)
 
 
 def hang_reason(health: Iterable[ProcessHealth], limit_s: float) -> str | None:
@@ -137,23 +137,23 @@ class WorkProgress:
 
     def __init__(self) -> None:
         self._moves = 0
-        self._begun = 0
+        self._num_in_progress = 0
 
     @contextmanager
     def in_progress(self) -> Generator[None]:
         """Context manager: mark the block as work, which must progress. Its begin and its end count as progress."""
-        self._begun += 1
+        self._num_in_progress += 1
         self._moves += 1
         try:
             yield
         finally:
-            self._begun -= 1
+            self._num_in_progress -= 1
             self._moves += 1
 
     @property
     def answer(self) -> bytes:
         """Answer to a ping."""
-        return ANSWER.pack(self._moves % 2**64, self._begun > 0)
+        return ANSWER.pack(self._moves % 2**64, self._num_in_progress > 0)
 
 
 def answer_pings(path: Path, work: WorkProgress) -> None:
@@ -307,14 +307,14 @@ class _CheckedProcess:
         self._health = HealthTracker(LONGEST_CHECK_S, self._clock.now())
         self._looked_at = self._clock.now()
         self._used: TreeUse | None = None  # at the last look if it was quiet then
-        self._asked = False
-        self._ask()
+        self._ping_pending = False
+        self._ping()
 
     def ended(self, how: str) -> None:
         self._checks.note_end(self.watched.pid, how)
 
     def answered(self, answer: bytes) -> None:
-        self._asked = False
+        self._ping_pending = False
         moves, at_work = ANSWER.unpack(answer)
         self._health.answered(moves, at_work=at_work)
 
@@ -327,17 +327,17 @@ class _CheckedProcess:
             and computed_between(before, self._used, now - self._looked_at)
         )
         self._looked_at = now
-        self._ask()
+        self._ping()
         return self._health.look(now, computed=computed, stopped=is_stopped(self.watched.pid))
 
     def close(self) -> None:
         self.watched.close()
 
-    def _ask(self) -> None:
-        if not self._asked:
+    def _ping(self) -> None:
+        if not self._ping_pending:
             with contextlib.suppress(OSError, RuntimeError):  # the process has ended
                 self._writer.write(PING)
-                self._asked = True
+                self._ping_pending = True
 
 
 class LocalHealthChecks:

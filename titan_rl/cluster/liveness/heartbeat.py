@@ -26,7 +26,7 @@ class SilenceTimer:
     Example: a host may be silent for 3 s, and is checked four times a second:
 
         silence = SilenceTimer(limit_s=3.0, longest_look_s=0.5, now=clock.now())
-        silence.heard()
+        silence.reset()
         silence.look(clock.now())  # False: it is alive
     """
 
@@ -37,7 +37,7 @@ class SilenceTimer:
         self.silent_s = 0.0
         self._longest_s = 0.0
 
-    def heard(self) -> None:
+    def reset(self) -> None:
         self.silent_s = 0.0
 
     def look(self, now: float) -> bool:
@@ -193,7 +193,7 @@ class HostWatchdog:
             if self._silence.look(now):
                 self._end(f"nothing has been heard of the controller for {self._settings.lease_s:g} s")
             if not is_stopped(os.getppid()):  # nobody else would notice that it cannot start processes
-                self._starter.heard()
+                self._starter.reset()
             if self._starter.look(now):
                 self._end(f"what starts processes here has been stopped for {self._settings.lease_s:g} s")
 
@@ -262,7 +262,7 @@ class HostWatchdog:
             return ""
 
     def _take(self, message: dict[str, Any]) -> None:
-        self._silence.heard()
+        self._silence.reset()
         known = message.get("known", 0)
         self._ends = {pid: (first, how) for pid, (first, how) in self._ends.items() if first > known}
         for pid in message.get("kill", ()):

@@ -129,7 +129,7 @@ class HostMonitor:
                 send(writer, answer)
                 host.kill -= report.ended.keys()
                 if not host.over:
-                    host.silence.heard()
+                    host.silence.reset()
                     call_in(host.loop, host.watcher.receive, report)
         except (ConnectionError, TimeoutError, KeyError, TypeError, ValueError):
             pass  # the watchdog connects again
@@ -153,7 +153,7 @@ class RemoteWatcher:
         name: Name of the host.
         settings: Settings for the watchdog on the host.
         reason: Reason why the host is gone; None while it is in contact.
-        heard: Event that is set once a heartbeat of the host has arrived.
+        first_heartbeat: Event that is set once a heartbeat of the host has arrived.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class RemoteWatcher:
         self.name = name
         self.settings = settings
         self.reason: str | None = None
-        self.heard = asyncio.Event()
+        self.first_heartbeat = asyncio.Event()
         self._owner = owner
         self._monitor = monitor
         self._silence = silence
@@ -186,7 +186,7 @@ class RemoteWatcher:
         self._monitor.command(self.settings.token, set(), DISMISSED)
 
     def receive(self, report: Report) -> None:
-        self.heard.set()
+        self.first_heartbeat.set()
         for pid, how in report.ended.items():
             watched = self._watched.pop(pid, None)
             if watched is None:

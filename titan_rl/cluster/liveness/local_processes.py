@@ -124,8 +124,8 @@ def _status_of_child(descriptor: int) -> int | None:
 
 def _status_of_collected(descriptor: int) -> int | None:
     with contextlib.suppress(OSError):  # an older kernel
-        asked = _INFO.pack(_INFO_EXIT, *[0] * 13)
-        mask, *_, status = _INFO.unpack(fcntl.ioctl(descriptor, _GET_INFO, asked))
+        request = _INFO.pack(_INFO_EXIT, *[0] * 13)
+        mask, *_, status = _INFO.unpack(fcntl.ioctl(descriptor, _GET_INFO, request))
         if mask & _INFO_EXIT:
             return status
     return None

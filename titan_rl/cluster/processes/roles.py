@@ -64,12 +64,12 @@ class Respawns:
         limit = self._limits.get(role)
         if limit is None:
             return False, ""
-        before, said = self._replaced[role], f"{limit.setting} = {limit.value}"
+        before, setting = self._replaced[role], f"{limit.setting} = {limit.value}"
         if before >= limit.value:
             were = "1 was" if before == 1 else f"{before} were"
-            return False, f", and is not replaced: {said}, and {were} replaced before; find out why, or raise it"
+            return False, f", and is not replaced: {setting}, and {were} replaced before; find out why, or raise it"
         self._replaced[role] += 1
-        return True, f" ({before + 1} of {said})"
+        return True, f" ({before + 1} of {setting})"
 
     def reset(self, role: Role) -> None:
         """Allow all replacements of a role again."""

@@ -10,7 +10,7 @@ from titan_rl.core.errors import ProviderError
 
 
 def addresses_of(
-    names: Sequence[str], said: Mapping[str, str] | None = None, *, fix: str = "fix DNS or /etc/hosts"
+    names: Sequence[str], known: Mapping[str, str] | None = None, *, fix: str = "fix DNS or /etc/hosts"
 ) -> dict[str, str]:
     """Find an IP address for each host by its name.
 
@@ -18,13 +18,13 @@ def addresses_of(
     address from which this host reaches the first of the others.
 
     Args:
-        said: Addresses that are known already, by name.
+        known: Addresses that are known already, by name.
         fix: Remedy for a name that cannot be resolved, for the error message.
 
     Raises:
         ProviderError: A name cannot be resolved here.
     """
-    found = {name: (said or {}).get(name) or _resolved(name, fix) for name in names}
+    found = {name: (known or {}).get(name) or _resolved(name, fix) for name in names}
     elsewhere = next((address for address in found.values() if not names_this_machine(address)), None)
     if elsewhere is not None:
         own = source_towards(elsewhere)

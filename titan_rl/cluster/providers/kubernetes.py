@@ -106,7 +106,7 @@ async def found_by(find: Callable[[str], str], names: Sequence[str], wait_s: flo
     return [found[name] for name in names]
 
 
-def folder_there(settings: ProviderSettings) -> str:
+def remote_folder(settings: ProviderSettings) -> str:
     """Current folder of the pods."""
     return settings.kubernetes.folder
 

@@ -24,7 +24,7 @@ class ProviderKind:
         workers: Starts a worker on each host, yields the addresses, such as "10.0.0.2:22222", and ends the workers that
             it started at the end of the block.
         render: Makes the text that `titan-rl launch` submits.
-        folder_there: Returns the folder to which relative paths refer on hosts whose files differ from this machine's,
+        remote_folder: Returns the folder to which relative paths refer on hosts whose files differ from this machine's,
             for example for the model. None if hosts have the same files.
         ends_with_workers: Whether ending all workers is meant to end the run, because no others will replace them.
         submit: Submits the rendered text, and returns a description of the result. None if there is nothing to submit
@@ -32,7 +32,7 @@ class ProviderKind:
     """
 
     workers: Callable[[ProviderSpec], Workers]
-    folder_there: Callable[[ProviderSettings], str] | None = None
+    remote_folder: Callable[[ProviderSettings], str] | None = None
     ends_with_workers: bool = False
     render: Callable[[Submission], str] | None = None
     submit: Callable[[Submission, str], str] | None = None
@@ -42,7 +42,7 @@ BY_NAME = {
     "ssh": ProviderKind(ssh.workers, render=ssh.render),
     "slurm": ProviderKind(slurm.workers, ends_with_workers=True, render=slurm.render, submit=slurm.submit),
     "kubernetes": ProviderKind(
-        kubernetes.workers, folder_there=kubernetes.folder_there, render=kubernetes.render, submit=kubernetes.submit
+        kubernetes.workers, remote_folder=kubernetes.remote_folder, render=kubernetes.render, submit=kubernetes.submit
     ),
 }
 """Built-in providers, by their names in `hosts.provider`."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from titan_rl.cluster.providers.addresses import addresses_of, with_port
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, command, worker_command
-from titan_rl.cluster.providers.tools import rendered, run_tool, said_by, unused_word
+from titan_rl.cluster.providers.tools import rendered, run_tool, tool_output, unused_word
 from titan_rl.cluster.providers.workers import KeptWorkers, kept_workers, tethered
 from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ConfigError
@@ -31,11 +31,11 @@ class Nodes:
     """Nodes of an allocation by name, in Slurm's order.
 
     Attributes:
-        there: Nodes that can run processes.
-        going: Nodes in `there` that are being drained or are failing.
+        present: Nodes that can run processes.
+        going: Nodes in `present` that are being drained or are failing.
     """
 
-    there: Sequence[str]
+    present: Sequence[str]
     going: Sequence[str]
 
 
@@ -61,27 +61,27 @@ async def nodes_of(job: str) -> Nodes:
     Raises:
         ProviderError: Slurm does not answer.
     """
-    said = await said_by(["scontrol", "--oneliner", "show", "job", job])
-    named = re.search(r"\sNodeList=(\S+)", said)
+    output = await tool_output(["scontrol", "--oneliner", "show", "job", job])
+    named = re.search(r"\sNodeList=(\S+)", output)
     if named is None or named[1] in ("(null)", "None"):
         return Nodes((), ())
     names = await _names(named[1])
-    states = _states(await said_by(["scontrol", "--oneliner", "show", "node", named[1]]))
-    there = [name for name in names if not _is(states.get(name, ""), DEAD)]
-    return Nodes(there, [name for name in there if _is(states.get(name, ""), GOING)])
+    states = _states(await tool_output(["scontrol", "--oneliner", "show", "node", named[1]]))
+    present = [name for name in names if not _is(states.get(name, ""), DEAD)]
+    return Nodes(present, [name for name in present if _is(states.get(name, ""), GOING)])
 
 
 async def _names(nodes: str) -> list[str]:
     """Expand a list of nodes. Example: node[1-2] becomes node1 and node2."""
-    return (await said_by(["scontrol", "show", "hostnames", nodes])).split()
+    return (await tool_output(["scontrol", "show", "hostnames", nodes])).split()
 
 
-def _states(said: str) -> dict[str, str]:
+def _states(output: str) -> dict[str, str]:
     """Parse the states of nodes by name.
 
     Example: a line with NodeName=node1 and State=ALLOCATED+DRAIN gives {"node1": "ALLOCATED+DRAIN"}.
     """
-    lines = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in said.splitlines()]
+    lines = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in output.splitlines()]
     return {line["NodeName"]: line.get("State", "") for line in lines if "NodeName" in line}
 
 
@@ -149,8 +149,8 @@ class AllocatedWorkers:
         move."""
         nodes = await nodes_of(self._job)
         self._going = nodes.going
-        self._kept.let_go(self._kept.hosts - {*nodes.there})
-        fresh = [node for node in nodes.there if node not in self._kept.hosts]
+        self._kept.let_go(self._kept.hosts - {*nodes.present})
+        fresh = [node for node in nodes.present if node not in self._kept.hosts]
         for node, words in await _commands_of(self._settings, fresh):
             self._kept.keep(node, words)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from titan_rl.cluster.providers.addresses import addresses_of, with_port
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, worker_command
-from titan_rl.cluster.providers.tools import said_by
+from titan_rl.cluster.providers.tools import tool_output
 from titan_rl.cluster.providers.workers import kept_workers, tethered
 from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ProviderError
@@ -78,7 +78,7 @@ async def _addresses(hosts: Mapping[str, str], options: Sequence[str]) -> dict[s
 
 async def _name(host: str, options: Sequence[str]) -> str:
     """Hostname that ssh connects to, which `~/.ssh/config` may define."""
-    known = await said_by(["ssh", *options, "-G", host])
+    known = await tool_output(["ssh", *options, "-G", host])
     for line in known.splitlines():
         key, _, value = line.partition(" ")
         if key == "hostname" and value:

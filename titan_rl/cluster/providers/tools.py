@@ -16,7 +16,7 @@ from titan_rl.core.errors import ProviderError
 ANSWER_S = 60.0
 
 
-async def said_by(words: Sequence[str]) -> str:
+async def tool_output(words: Sequence[str]) -> str:
     """Run `run_tool` in a thread."""
     return await asyncio.to_thread(run_tool, words)
 

@@ -34,8 +34,8 @@ def tethered(words: Sequence[str], folder: str | None = None) -> list[str]:
     Args:
         folder: Working directory, if it exists there.
     """
-    there = "" if folder is None else f"cd {shlex.quote(folder)} 2>/dev/null; "
-    return ["sh", "-c", f"{there}{_TETHERED}", "sh", *words]
+    change_folder = "" if folder is None else f"cd {shlex.quote(folder)} 2>/dev/null; "
+    return ["sh", "-c", f"{change_folder}{_TETHERED}", "sh", *words]
 
 
 class WorkerProcess:
@@ -82,7 +82,7 @@ class WorkerProcess:
         return await asyncio.shield(self._following)
 
     @property
-    def was_told_to(self) -> bool:
+    def ended_on_request(self) -> bool:
         """Whether it ended in order after SIGTERM, as `titan-rl worker` does."""
         return self._process.returncode == 128 + signal.SIGTERM
 
@@ -105,9 +105,9 @@ class WorkerProcess:
         assert self._process.stdout is not None
         recent = b""
         with self.log.open("ab", buffering=0) as log:
-            while said := await self._process.stdout.read(1 << 16):
-                log.write(said)
-                recent += said
+            while output := await self._process.stdout.read(1 << 16):
+                log.write(output)
+                recent += output
                 if not self._address.done() and (listens := LISTENS.search(recent)):
                     self._address.set_result(listens[1].decode())
                 recent = recent[-KEPT:]
@@ -233,7 +233,7 @@ class KeptWorkers:
             self._console.warning(f"the run starts without {host}, and will try it again: {problem}")
 
     async def _keep(self, host: str, kept: _Kept) -> None:
-        clock, wait_s, told = asyncio.get_running_loop().time, self._first_wait_s, ""
+        clock, wait_s, reported = asyncio.get_running_loop().time, self._first_wait_s, ""
         while True:
             kept.listens_since = None
             ended = await self._run(host, kept)
@@ -243,11 +243,11 @@ class KeptWorkers:
             is_first, kept.problem = not kept.tried.is_set(), ended
             kept.tried.set()
             if kept.listens_since is not None and clock() - kept.listens_since >= self._most_wait_s:
-                wait_s, told = self._first_wait_s, ""
+                wait_s, reported = self._first_wait_s, ""
             logger.info("%s; another is started in %g s", ended, wait_s)
-            if not is_first and told != ended:  # `begin` reports the first failure
+            if not is_first and reported != ended:  # `begin` reports the first failure
                 self._console.warning(f"{ended}; another is started as soon as possible")
-            told = ended
+            reported = ended
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, self._most_wait_s)
 
@@ -265,7 +265,7 @@ class KeptWorkers:
                 self._console.warning(f"a worker listens on {host} again")
             kept.tried.set()
             ended = await worker.ended()
-            return None if worker.was_told_to else ended
+            return None if worker.ended_on_request else ended
         except ProviderError as error:
             return str(error)
         finally:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 from titan_rl.core.calls.cancellation import passes
-from titan_rl.core.calls.user_code import stood_at, summary, task_place
+from titan_rl.core.calls.user_code import record_location, summary, task_location
 from titan_rl.core.errors import StrayCancellationError
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class BoundedCall(Generic[T]):
         self._late = late
         self._timer: asyncio.TimerHandle | None = None
         self._expired = False
-        self._stood_at: str | None = None
+        self._location: str | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def when(self) -> float | None:
@@ -96,7 +96,7 @@ class BoundedCall(Generic[T]):
             if (cancelled := await self._end()) is not None:
                 raise cancelled
             late = OutOfTimeError(self._late)
-            stood_at(late, self._stood_at)
+            record_location(late, self._location)
             raise late
         try:
             return task.result()
@@ -107,7 +107,7 @@ class BoundedCall(Generic[T]):
     def _expire(self) -> None:
         if not self._task.done():
             self._expired = True
-            self._stood_at = task_place(self._task)
+            self._location = task_location(self._task)
             self._wake()
 
     def _wake(self, _: object = None) -> None:

@@ -21,7 +21,7 @@ from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import StrayCancellationError
 
 
-def asked_to_cancel(task: asyncio.Task[Any] | None = None) -> bool:
+def cancel_requested(task: asyncio.Task[Any] | None = None) -> bool:
     """Whether `task`, by default the current one, has been cancelled and the request still stands.
 
     The task may be done. True outside a task, where this cannot be known: the cancellation then propagates.
@@ -52,7 +52,7 @@ def stray_cancellation_fails(what: str) -> Generator[None]:
     try:
         yield
     except asyncio.CancelledError as error:
-        if asked_to_cancel():
+        if cancel_requested():
             raise
         raise StrayCancellationError(f"{what} was cancelled, although nobody requested it") from error
 
@@ -132,7 +132,7 @@ class FirstError:
         try:
             yield
         except Exception as last:
-            if self._error is None or self._error in _told_by(last):
+            if self._error is None or self._error in _causes_of(last):
                 raise
             hidden = self._error
             logger.warning("cleaning up failed", exc_info=last)
@@ -141,7 +141,7 @@ class FirstError:
             raise hidden from hidden.__cause__
 
 
-def _told_by(error: BaseException) -> Iterator[BaseException]:
+def _causes_of(error: BaseException) -> Iterator[BaseException]:
     """An error with its causes, and the members of groups with theirs."""
     seen: set[int] = set()
     waiting: list[BaseException] = [error]

@@ -20,8 +20,8 @@ def search_in(folders: Iterable[str]) -> None:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
-    place = sys.path.index(here) + 1
-    sys.path[place:place] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    index = sys.path.index(here) + 1
+    sys.path[index:index] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
 
 
 def import_module(name: str) -> ModuleType:
@@ -85,16 +85,16 @@ def _find(setting: str, name: str, known: Mapping[str, T], noun: str, fits: Call
     except ConfigError as error:
         raise ConfigError(f"{setting} = {name!r}: {error}") from error.__cause__
     if not fits(found):
-        there = ", ".join(_names(import_module(module_name), fits)) or "none"
-        raise ConfigError(f"{setting} = {name!r}: {module_name} has no {noun} {attribute}; it has: {there}")
+        names = ", ".join(_names(import_module(module_name), fits)) or "none"
+        raise ConfigError(f"{setting} = {name!r}: {module_name} has no {noun} {attribute}; it has: {names}")
     return found
 
 
 def name_of(function: object) -> str | None:
     """The name "module:function" of a function; None if it cannot be imported by this name."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    there = sys.modules.get(str(module))
-    if name is None or there is None or find_attribute(there, name) is not function:
+    imported = sys.modules.get(str(module))
+    if name is None or imported is None or find_attribute(imported, name) is not function:
         return None
     return f"{module}:{name}"
 

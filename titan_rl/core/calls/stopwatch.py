@@ -38,13 +38,13 @@ class Stopwatch:
         limit_s: Time limit.
         waited_s: Seconds of pauses in which the request is known to have waited.
         charged_s: Seconds that were counted elsewhere and added by `charge`.
-        asked_s: Total seconds of requests, from the call to the answer; concurrent requests count separately.
+        request_s: Total seconds of requests, from the call to the answer; concurrent requests count separately.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.waited_s = 0.0
         self.charged_s = 0.0
-        self.asked_s = 0.0
+        self.request_s = 0.0
         self._loop = asyncio.get_running_loop()
         self.limit_s = limit_s
         self._used_s = 0.0
@@ -56,7 +56,7 @@ class Stopwatch:
         self._timer: asyncio.TimerHandle | None = None  # after pauses it fires too early, and is set again
         self._at_limit: list[Callable[[], object]] = []
         self._enders: list[Callable[[], object]] = []
-        self._has_told = False  # whether `end_requests` has called an ender
+        self._has_ended_requests = False  # whether `end_requests` has called an ender
 
     @property
     def used_s(self) -> float:
@@ -124,8 +124,8 @@ class Stopwatch:
         enders, self._enders = self._enders, []
         for end in enders:
             end()
-        self._has_told = self._has_told or bool(enders)
-        return self._has_told
+        self._has_ended_requests = self._has_ended_requests or bool(enders)
+        return self._has_ended_requests
 
     def change(self, by: int, *, waits: bool) -> None:
         """Add `by` to the number of pauses.
@@ -246,7 +246,7 @@ SILENCE_S = 3.0
 
 
 @contextmanager
-def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]]:
+def moving_with_tokens(is_streamed: bool = True) -> Generator[Callable[[bool], None]]:
     """Context of a streamed request, in which time counts from the first tokens on. Call the yielded function for each
     message of the request: True if it has tokens, False if it has none, as of a request that waits in the engine.
 
@@ -254,9 +254,9 @@ def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]
     reports the difference. Later silence counts for `SILENCE_S`, because a running engine sends messages more often.
 
     Args:
-        is_told: Whether the request has such messages. Without them all time counts.
+        is_streamed: Whether the request has such messages. Without them all time counts.
     """
-    if (watch := current()) is None or not is_told:
+    if (watch := current()) is None or not is_streamed:
         yield lambda has_tokens: None
         return
     with watch.pause(waits=False) as first:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
 from titan_rl.core.calls.bounded import OutOfTimeError
-from titan_rl.core.calls.user_code import stood_at, thread_place
+from titan_rl.core.calls.user_code import record_location, thread_location
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -65,9 +65,9 @@ def call_within(
         if progress is not None and (now := progress()) != seen:
             began, seen = time.monotonic(), now
         elif not outcome.done() and time.monotonic() - began >= limit_s:
-            place = thread_place(thread.ident)
+            location = thread_location(thread.ident)
             late = OutOfTimeError(f"{what} took longer than {limit_s:g} s{advice and '; '}{advice}")
-            stood_at(late, place)
+            record_location(late, location)
             raise late
     return outcome.result()
 
@@ -258,5 +258,5 @@ class _Job:
         self._pool.give_up(self)
         if not self.outcome.done():
             late = OutOfTimeError(f"it took longer than {self.timeout_s:g} s")
-            stood_at(late, thread_place(self._thread_id))
+            record_location(late, thread_location(self._thread_id))
             self.outcome.set_exception(late)

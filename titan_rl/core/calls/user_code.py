@@ -61,8 +61,8 @@ class Failure:
 
 def describe(error: BaseException) -> str:
     """Type, text and place of an exception: `KeyError: 'answer' (env.py:17 in step)`."""
-    place = where(error)
-    return summary(error) + (f" ({place})" if place else "")
+    location = where(error)
+    return summary(error) + (f" ({location})" if location else "")
 
 
 def is_async(function: object) -> bool:
@@ -100,25 +100,25 @@ def where(error: BaseException) -> str | None:
     The path is relative to the current directory if the file is below it.
     """
     for one in _chain(error):
-        place = innermost(traceback.extract_tb(one.__traceback__)) or getattr(one, _STOOD_AT, None)
-        if place is not None:
-            return place
+        location = innermost(traceback.extract_tb(one.__traceback__)) or getattr(one, _STOOD_AT, None)
+        if location is not None:
+            return location
     return None
 
 
-def stood_at(error: BaseException, place: str | None) -> None:
+def record_location(error: BaseException, location: str | None) -> None:
     """Record the line at which a call was abandoned, for `where`: the traceback has no line of user code."""
-    if place is not None:
-        setattr(error, _STOOD_AT, place)
+    if location is not None:
+        setattr(error, _STOOD_AT, location)
 
 
-def thread_place(thread_id: int | None) -> str | None:
+def thread_location(thread_id: int | None) -> str | None:
     """The innermost line of user code that a thread is executing."""
     frame = None if thread_id is None else sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage]
     return None if frame is None else innermost(traceback.extract_stack(frame))
 
 
-def task_place(task: asyncio.Task[Any]) -> str | None:
+def task_location(task: asyncio.Task[Any]) -> str | None:
     """The innermost line of user code at which a task is waiting."""
     frames: list[traceback.FrameSummary] = []
     waits: Any = task.get_coro()
@@ -161,7 +161,7 @@ def callers(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[str, str
 _STOOD_AT = "_titan_rl_stood_at"
 
 
-def place_of(function: Callable[..., object]) -> str | None:
+def source_location(function: Callable[..., object]) -> str | None:
     """Place of a function's definition, as `env.py:17 in step`; None for one that is not written in Python.
 
     Used for errors without a line of user code, such as that of a function that hangs.

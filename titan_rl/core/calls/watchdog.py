@@ -95,16 +95,16 @@ class LoopWatchdog:
                 self._wait_for_turn(tick)
 
     def _wait_for_turn(self, tick: float) -> None:
-        began, ticks, told_at = time.monotonic(), 0, 0
+        began, ticks, reported_at = time.monotonic(), 0, 0
         while not self._turned.wait(tick):
             if self._ended.is_set():  # the loop's thread is in `__exit__`, and waits for this thread
                 return
             ticks += 1  # not seconds: a process that was stopped has not been blocked
-            if ticks >= max(_TICKS, 2 * told_at):
-                told_at = ticks
+            if ticks >= max(_TICKS, 2 * reported_at):
+                reported_at = ticks
                 self._report_blocker(ticks * tick)
         took = time.monotonic() - began
-        if told_at:
+        if reported_at:
             self._blocker = None
             self._report(f"the event loop continues after {took:.0f} s")
         elif took >= self._blocked_after_s:  # this thread could not run either

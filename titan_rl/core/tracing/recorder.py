@@ -150,15 +150,15 @@ class Tracing:
         most_bytes: Largest size of a file.
         boot: Boot id of the machine to whose monotonic clock `offset_ns` belongs.
         offset_ns: Difference between the time since 1970 and the monotonic clock of that machine, in nanoseconds.
-        there_ns: Difference between the time since 1970 and the monotonic clock of another host, for the processes that
-            record there. None if that clock was not compared with this machine's.
+        remote_offset_ns: Difference between the time since 1970 and the monotonic clock of another host, for the
+            processes that record there. None if that clock was not compared with this machine's.
     """
 
     folder: str
     most_bytes: int
     boot: str
     offset_ns: int
-    there_ns: int | None = None
+    remote_offset_ns: int | None = None
 
     @classmethod
     def begin(cls, folder: Path, most_bytes: int) -> Tracing:
@@ -168,7 +168,7 @@ class Tracing:
     def on_host(self, ahead_ns: int) -> Tracing:
         """The same settings for a host whose monotonic clock is `ahead_ns` ahead of this machine's. Its events are
         recorded in this machine's time."""
-        return replace(self, there_ns=self.offset_ns - ahead_ns)
+        return replace(self, remote_offset_ns=self.offset_ns - ahead_ns)
 
 
 class OpenSpan(Protocol):
@@ -214,7 +214,7 @@ class TraceRecorder:
         self.tracing = tracing
         own = _offset_ns()
         is_same_clock = tracing.boot == _boot() and abs(own - tracing.offset_ns) < ONE_CLOCK_S * 1e9
-        elsewhere = own if tracing.there_ns is None else tracing.there_ns
+        elsewhere = own if tracing.remote_offset_ns is None else tracing.remote_offset_ns
         self._offset_ns = tracing.offset_ns if is_same_clock else elsewhere
         self._process = process
         self._pid = _number(process)

@@ -238,7 +238,7 @@ class Track:
         kind = kind or self._kind
         state = self._state = Span(name, f"{kind},{IDLE}" if idle else kind, self._pool, False, args)
         state.begin_ns = state.written_ns = self._counted_ns = now
-        self._place(state)
+        self._enter_lane(state)
 
     def note(self, **args: Any) -> None:
         """Add args to the current state."""
@@ -259,7 +259,7 @@ class Track:
         self._ns.clear()
         return taken
 
-    def _place(self, state: Span) -> None:
+    def _enter_lane(self, state: Span) -> None:
         recorder = _recorder
         if recorder is None:
             return

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl.config.adapter_folder import check_adapter_weights
-from titan_rl.config.build import told_of_template
+from titan_rl.config.build import template_note
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.serve import load_serve_config
 from titan_rl.core.console import Console
@@ -217,7 +217,7 @@ async def export_policy(
     if as_adapter:
         shutil.rmtree(logs, ignore_errors=True)
         return source.name
-    if note := told_of_template(model):
+    if note := template_note(model):
         console.message(note)
     shutil.rmtree(logs, ignore_errors=True)
     return source.name

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from titan_rl.core.calls.bounded import bounded
-from titan_rl.core.calls.cancellation import asked_to_cancel
+from titan_rl.core.calls.cancellation import cancel_requested
 from titan_rl.core.errors import EngineDeadError, GenerationError, StateDictError, StrayCancellationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import GaugeSummary, PauseMode
@@ -280,7 +280,7 @@ class BackgroundTasks:
         self._tasks.discard(task)
         if not task.cancelled():
             error = task.exception()
-        elif not asked_to_cancel(task):
+        elif not cancel_requested(task):
             error = StrayCancellationError(f"{task.get_name()!r} was cancelled, although nobody requested it")
         else:
             return

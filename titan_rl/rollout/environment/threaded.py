@@ -13,7 +13,14 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from titan_rl.core.calls.user_code import describe, is_async, place_of, stood_at, task_place, thread_place
+from titan_rl.core.calls.user_code import (
+    describe,
+    is_async,
+    record_location,
+    source_location,
+    task_location,
+    thread_location,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +58,7 @@ class ThreadedEnv:
 
     async def close(self) -> None:
         """Close the environment. Returns at once if an abandoned call is still running; closing follows it."""
-        if self._calls.has_begun:
+        if self._calls.has_started:
             await self._calls.end_with(self, "_close_made")
 
     def _make_and_reset(self) -> Any:
@@ -87,9 +94,9 @@ class _Call:
             with suppress(RuntimeError):  # the task's event loop is closed
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
-    def place(self) -> str | None:
+    def location(self) -> str | None:
         """Line of user code at which the call's coroutine waits; None if no coroutine runs."""
-        return None if (task := self._task) is None else task_place(task)
+        return None if (task := self._task) is None else task_location(task)
 
     def run(self, runner: asyncio.Runner) -> None:
         """Run the call; called in the thread."""
@@ -137,7 +144,7 @@ class CallsInThread:
         self._gave_up = self._is_ended = False
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         return self._thread is not None
 
     async def run(self, owner: Any, name: str, *arguments: Any) -> Any:
@@ -151,7 +158,7 @@ class CallsInThread:
             return await call.answer
         except asyncio.CancelledError as error:
             if call.answer.cancelled():
-                stood_at(error, call.place() or thread_place(self._thread.ident))
+                record_location(error, call.location() or thread_location(self._thread.ident))
                 call.abandon()
                 self._gave_up = True
                 logger.warning("gave up on a call in thread %s", self._thread.name)
@@ -270,8 +277,8 @@ def expected(given: Any, kind: type[T], env: object, name: str) -> T:
     while isinstance(env, ThreadedEnv):
         env = env.made
     method: Any = getattr(env, name, None)
-    place = None if method is None else place_of(method)
-    whose = f"{name} of {type(env).__name__}" if place is None else f"{name} of {place.partition(' in ')[0]}"
+    location = None if method is None else source_location(method)
+    whose = f"{name} of {type(env).__name__}" if location is None else f"{name} of {location.partition(' in ')[0]}"
     raise TypeError(f"{whose} gave {_kind_of(given)}; {_with_article(kind.__name__)} is expected")
 
 

@@ -13,9 +13,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from titan_rl.core.calls.cancellation import asked_to_cancel, is_ctrl_c, passes
+from titan_rl.core.calls.cancellation import cancel_requested, is_ctrl_c, passes
 from titan_rl.core.calls.stopwatch import Stopwatch
-from titan_rl.core.calls.user_code import Failure, describe, stood_at, task_place, where
+from titan_rl.core.calls.user_code import Failure, describe, record_location, task_location, where
 from titan_rl.core.errors import PromptTooLongError, StrayCancellationError
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.environment.threaded import EnvMethods
@@ -108,7 +108,7 @@ class EndsWith:
             error = late
         if error is None or passes(error, self._task):
             return
-        if isinstance(error, asyncio.CancelledError) and asked_to_cancel():
+        if isinstance(error, asyncio.CancelledError) and cancel_requested():
             return
         # Any other cancellation comes from an awaited object, such as a future of a client that closed. Other
         # BaseExceptions may be the SystemExit of a tool written as a program.
@@ -159,14 +159,14 @@ class EnvCalls:
         self.has_seats = hasattr(env, "play_seats") and isinstance(env, SeatedEnv)
         self.is_agent = hasattr(env, "play") and isinstance(env, AgentEnv)
 
-    def own_seconds(self, asked_s: float) -> float:
+    def own_seconds(self, request_s: float) -> float:
         """Seconds spent in calls so far, without `close` and without the requests made in them.
 
         Args:
-            asked_s: Seconds of the rollout's requests.
+            request_s: Seconds of the rollout's requests.
         """
         asks_policy = self.has_seats or self.is_agent  # the requests are made within the environment's calls
-        return max(0.0, self._seconds - asked_s) if asks_policy else self._seconds
+        return max(0.0, self._seconds - request_s) if asks_policy else self._seconds
 
     async def reset(self) -> Any:
         return await self._run("env reset", "reset")
@@ -192,12 +192,12 @@ class EnvCalls:
             return None
         cancelled = await _settle(call, timeout_s)
         if not call.is_over:
-            place = task_place(task)
+            location = task_location(task)
             task.cancel()
             cancelled = await _settle(call, 1.0) or cancelled
             self._leave_behind_unless_over(call, task)
             late = TimeoutError(f"it took longer than {timeout_s:g} s")
-            stood_at(late, place or (None if call.failure is None else where(call.failure)))
+            record_location(late, location or (None if call.failure is None else where(call.failure)))
             call.failure = late
         call.log_failure()
         if call.failure is not None and is_ctrl_c(call.failure):
@@ -222,7 +222,7 @@ class EnvCalls:
         except asyncio.CancelledError as error:
             if call.begun and not call.is_over:
                 call.is_given_up = True
-                stood_at(error, task_place(task))
+                record_location(error, task_location(task))
                 task.cancel()
                 await _settle(call, CLEANUP_S)
                 self._leave_behind_unless_over(call, task)

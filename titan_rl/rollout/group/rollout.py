@@ -94,7 +94,7 @@ class RolloutRunner:
                         rollout.metrics["close_failed"] = 1.0
                         rollout.error = rollout.error or f"close: {failure.error}"
                     rollout.metrics |= {"seconds": loop.time() - start, "own_seconds": watch.used_s}
-                    rollout.metrics["env_seconds"] = 0.0 if env is None else env.own_seconds(watch.asked_s)
+                    rollout.metrics["env_seconds"] = 0.0 if env is None else env.own_seconds(watch.request_s)
 
     def _make_env(self, sample: Any) -> TokenEnv | AgentEnv | SeatedEnv:
         if self.limits.env_in_thread:

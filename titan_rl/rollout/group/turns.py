@@ -122,7 +122,7 @@ async def generate_within(
             raise
         return Completion(request_id, [], [], FinishReason.ABORT, ())
     finally:
-        watch.asked_s += loop.time() - began
+        watch.request_s += loop.time() - began
     completion = completion_of(answer, sampling.max_tokens)
     took.args["tokens"] = len(completion.token_ids)
     if completion.finish_reason is not FinishReason.ABORT:

@@ -15,7 +15,7 @@ from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.plain import safe_repr, snapshot
 from titan_rl.core.calls.threads import DaemonThreads
-from titan_rl.core.calls.user_code import is_async, place_of, summary, where
+from titan_rl.core.calls.user_code import is_async, source_location, summary, where
 from titan_rl.core.errors import RewardError
 from titan_rl.rollout.copies import completion_to_give
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
@@ -126,7 +126,7 @@ class UserFunction:
             raise RewardError(
                 f"reward {self._name!r} took longer than {timeout_s:g} s on {about}; "
                 "raise its timeout_s, or the rubric's, or make it faster",
-                where(error) or place_of(self._fn),
+                where(error) or source_location(self._fn),
             ) from error
         except Exception as error:
             raise failed(self._name, about, error) from error

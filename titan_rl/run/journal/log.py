@@ -173,11 +173,11 @@ class LogWriter:
             with self._lock:
                 if self._pending_bytes <= self._max_pending_bytes:
                     return
-                progress, there_is_room = self._progress, loop.create_future()
-                self._waiting.append((loop, there_is_room))
+                progress, has_room = self._progress, loop.create_future()
+                self._waiting.append((loop, has_room))
             try:
                 async with asyncio.timeout(self._stall_s):
-                    await there_is_room
+                    await has_room
             except TimeoutError:
                 self._raise_stalled(progress)
 
@@ -294,9 +294,9 @@ class LogWriter:
             if self._pending_bytes > self._max_pending_bytes and self._failure is None:
                 return
             waiting, self._waiting = self._waiting, []
-        for loop, there_is_room in waiting:
+        for loop, has_room in waiting:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_set, there_is_room)
+                loop.call_soon_threadsafe(_set, has_room)
 
     def _release_waiters(self, item: bytes | Path | threading.Event | None) -> None:
         """Release the callers that wait for `item` or a later one, because the thread has ended."""

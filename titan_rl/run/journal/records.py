@@ -120,10 +120,10 @@ def completion_of(stored: StoredCompletion) -> Completion:
 def stored_rollout(rollout: Rollout) -> StoredRollout:
     turns: list[StoredTurn] = []
     last_on_line: dict[int, int] = {}  # index of the last turn, by the id() of the array that turns share
-    for place, turn in enumerate(rollout.turns):
+    for index, turn in enumerate(rollout.turns):
         prompt = token_array(turn.prompt_token_ids)
         window = prompt.window()
-        base = place - 1 if window is None else last_on_line.get(id(window[0]), place - 1)
+        base = index - 1 if window is None else last_on_line.get(id(window[0]), index - 1)
         count = num_shared(rollout.turns[base], turn) if base >= 0 else 0
         advantages = turn.token_advantages
         turns.append(
@@ -139,7 +139,7 @@ def stored_rollout(rollout: Rollout) -> StoredRollout:
             )
         )
         if (end := end_on_line(turn)) is not None:
-            last_on_line[id(end[0])] = place
+            last_on_line[id(end[0])] = index
     return StoredRollout(replace(rollout, turns=[]), turns)
 
 
@@ -378,7 +378,7 @@ def _with_text(rollout: Rollout, text: TextFn, message: Callable[[Message], Mess
         rollout,
         failure=failure,
         error=None if rollout.error is None else text(rollout.error),
-        messages=[message(said) for said in rollout.messages],
+        messages=[message(each) for each in rollout.messages],
         turns=[replace(turn, rewards=names(turn.rewards)) for turn in rollout.turns],
         reward_breakdown=names(rollout.reward_breakdown),
         metrics=names(rollout.metrics),

@@ -87,8 +87,8 @@ def _try(subject: str, code: str, fix: str, timeout_s: float) -> Finding:
         return Finding(subject, "missing", f"did not end within {timeout_s:g} s", fix)
     if done.returncode == 0:
         return Finding(subject, "ok", json.loads(done.stdout.splitlines()[-1]))
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return Finding(subject, "missing", said[-1] if said else f"ended with code {done.returncode}", fix)
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return Finding(subject, "missing", lines[-1] if lines else f"ended with code {done.returncode}", fix)
 
 
 def _machine() -> Iterator[Finding]:

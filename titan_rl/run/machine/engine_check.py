@@ -102,7 +102,7 @@ def _scores(policy: Policy, sequences: Sequence[Sequence[int]]) -> list[list[flo
 def _difference(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> float:
     """Largest absolute difference; infinite if one of them is NaN."""
     pairs = zip(found, expected, strict=True)
-    errors = (torch.tensor(mine) - torch.tensor(theirs) for mine, theirs in pairs)
+    errors = (torch.tensor(own) - torch.tensor(other) for own, other in pairs)
     return max(float(error.abs().nan_to_num(torch.inf).max()) for error in errors)
 
 

@@ -61,11 +61,11 @@ def run_environment(pythonpath: Sequence[str] = ()) -> Generator[None]:
     """
     clean_up_after_dead_runs(scratch_root())
     kept = process_scratch()
-    ours = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    additions = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     if pythonpath:
-        ours["PYTHONPATH"] = os.pathsep.join([*pythonpath, *filter(None, [os.environ.get("PYTHONPATH")])])
+        additions["PYTHONPATH"] = os.pathsep.join([*pythonpath, *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory(prefix="", dir=kept, ignore_cleanup_errors=True) as folder:
-        variables = ours | {"TMPDIR": folder, "MONARCH_LOG_SUFFIX": kept.name}
+        variables = additions | {"TMPDIR": folder, "MONARCH_LOG_SUFFIX": kept.name}
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         tempfile.tempdir = None  # Python reads it from the environment again

@@ -116,7 +116,7 @@ def plan_memory(config: RunConfig, num_gpus: int, limit: int) -> Fit:
     """
     ranks = [rank_memory(config.model, each.training) for each in config.experiments.values()]
     rank = RankMemory.of_adapters(ranks) if ranks else rank_memory(config.model, config.training)
-    return _place(config, rank, num_gpus, limit)
+    return _fit_on(config, rank, num_gpus, limit)
 
 
 def savings(config: RunConfig, before: Fit) -> list[Saving]:
@@ -269,7 +269,7 @@ def _try_all(config: RunConfig, chosen: Sequence[Saving], before: Fit) -> Fit | 
     return _try(config, chosen[-1].setting, chosen[-1].value, before) if chosen else None
 
 
-def _place(config: RunConfig, rank: RankMemory, num_gpus: int, limit: int) -> Fit:
+def _fit_on(config: RunConfig, rank: RankMemory, num_gpus: int, limit: int) -> Fit:
     gpus = {HOST: [str(number) for number in range(num_gpus)]}
     trainer = place_trainer(config.training, [HOST], gpus)
     generators = place_generators(config.generation, [HOST], gpus, trainer)

@@ -136,7 +136,7 @@ def check_needs(config: RunConfig) -> None:
             this machine lacks. The message names the setting and the fix.
     """
     if config.hosts.elsewhere:
-        _check_places(config, _gpus_of_a_pod(config))
+        _check_placement(config, _gpus_of_a_pod(config))
         return
     gpus = visible_gpus()
     if not gpus:
@@ -146,7 +146,7 @@ def check_needs(config: RunConfig) -> None:
             'model.dtype = "float32", and vLLM computes adapters in bfloat16 only where generators have GPUs; set '
             'model.dtype = "bfloat16"'
         )
-    _check_places(config, gpus)
+    _check_placement(config, gpus)
     guesses = config.generation.speculative
     if guesses.method == "suffix" and config.generation.engine == "vllm" and find_spec("arctic_inference") is None:
         raise ConfigError(
@@ -270,7 +270,7 @@ def _check_without_gpus(config: RunConfig) -> None:
         raise ConfigError(f"statedict.transport = {transport!r}, and this machine has no GPU; set it to 'auto'")
 
 
-def _check_places(config: RunConfig, gpus: tuple[str, ...]) -> None:
+def _check_placement(config: RunConfig, gpus: tuple[str, ...]) -> None:
     """Check that the ranks of trainer and generators can be placed.
 
     Args:

@@ -40,7 +40,7 @@ class Operation:
         self._operations = operations
         self.text = text
         self.began = began
-        self.num_told = 0
+        self.num_reports = 0
         self._note = note
 
     @property
@@ -81,7 +81,7 @@ class Operations:
         self._operations: list[Operation] = []
         self._over = threading.Event()
         self._ticking: threading.Thread | None = None
-        self.tells = False
+        self.shows_lines = False
         """Whether lines about long operations are shown."""
 
     def begin(self, text: str, note: Callable[[], str] | None = None) -> Operation:
@@ -93,7 +93,7 @@ class Operations:
     def ended(self, operation: Operation, *, failed: bool) -> None:
         with self._lock:
             self._operations.remove(operation)
-        if operation.num_told and self.tells and not failed:
+        if operation.num_reports and self.shows_lines and not failed:
             self._console.message(f"{operation.text} took {format_seconds(self._clock.now() - operation.began)}")
 
     def shown(self, after_s: float = SHOWN_AFTER_S) -> Sequence[tuple[Operation, float]]:
@@ -108,19 +108,19 @@ class Operations:
         """Show lines about long operations: first after `TOLD_AFTER_S`, then every `TOLD_EVERY_S`."""
         for operation, seconds in self.shown(TOLD_AFTER_S):
             due = 1 + int(seconds // TOLD_EVERY_S)
-            if operation.num_told < due:
-                operation.num_told = due
+            if operation.num_reports < due:
+                operation.num_reports = due
                 self._console.message(f"still {operation.described(seconds)}")
 
     def start_ticking(self) -> None:
         """Show lines from a separate thread, because a long operation may block the other threads. The thread is a
         daemon, so that it does not keep the program from ending."""
-        self.tells = True
+        self.shows_lines = True
         self._ticking = threading.Thread(target=self._tick_on, name="operations", daemon=True)
         self._ticking.start()
 
     def stop_ticking(self) -> None:
-        self.tells = False
+        self.shows_lines = False
         self._over.set()
         if self._ticking is not None and self._ticking is not threading.current_thread():
             self._ticking.join(STOP_WITHIN_S)

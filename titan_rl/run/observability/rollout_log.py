@@ -112,7 +112,7 @@ class RolloutLog:
         self._tokens = tokens
         self._writing = BestEffort("writing rollouts.jsonl", console)
         self._errors = ErrorCounts()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._lost: Counter[str] = Counter()  # number of groups whose reward failed, by kind of error
         self._lost_texts: dict[str, str] = {}
         self._of_a_kind: Counter[tuple[int, str, str]] = Counter()  # number of transcripts by step, phase and kind
@@ -124,8 +124,8 @@ class RolloutLog:
             return
         self._errors.add([rollout])
         kind = error_kind(rollout)
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._reported:
+            self._reported.add(kind)
             logger.error("rollout %s ended in %s", rollout.rollout_id, error_in_full(rollout))
             self._console.warning(f"rollout {rollout.rollout_id} ended in {error_text(rollout)}")
 

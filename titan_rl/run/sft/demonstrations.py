@@ -79,8 +79,8 @@ def _demonstrations(task: Task, count: float, limits: RolloutConfig) -> list[Fou
         with calling(call):
             for number, demonstration in enumerate(islice(cast("Any", task.demonstrations(int(count))), int(count))):
                 if not isinstance(demonstration, Demonstration):
-                    told = f"number {number} is {demonstration!r}; it must be a titan_rl.Demonstration"
-                    raise wrong_result(task, "demonstrations", told)
+                    problem = f"number {number} is {demonstration!r}; it must be a titan_rl.Demonstration"
+                    raise wrong_result(task, "demonstrations", problem)
                 found.append((f"demonstration {number} of {name}", demonstration))
 
     try:
@@ -254,8 +254,8 @@ class TokenSource:
         encoded = [(number, self._encoded(number)) for number in numbers]
         self.too_long |= {number for number, tokens in encoded if len(tokens.token_ids) > self._max_context}
         samples = [
-            tokens.sample(f"{place}/{number}")
-            for place, (number, tokens) in enumerate(encoded)
+            tokens.sample(f"{index}/{number}")
+            for index, (number, tokens) in enumerate(encoded)
             if number not in self.too_long
         ]
         if not samples:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from titan_rl.cluster.hosts.elastic import hosts_watcher
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.cluster.hosts.requests import HostFiles
-from titan_rl.config.build import make_renderer, told_of_template
+from titan_rl.config.build import make_renderer, template_note
 from titan_rl.config.conflicts import reset_without_effect
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
@@ -245,7 +245,7 @@ def run_sft(
     resume: Path | None = None,
     *,
     name: str | None = None,
-    begun_by: str | None = None,
+    started_by: str | None = None,
     verbosity: Verbosity = Verbosity.NORMAL,
 ) -> int:
     """Train a model on demonstrations, from beginning to end.
@@ -254,7 +254,7 @@ def run_sft(
         config: Result of `load_sft_config`.
         resume: Folder of an earlier run with this config, which is continued from its newest checkpoint.
         name: Last part of the name of a new run's folder.
-        begun_by: Command to name if the run fails before it has saved anything.
+        started_by: Command to name if the run fails before it has saved anything.
 
     Returns:
         The exit code: 0, or 128 + the number of the signal that ended the run in order.
@@ -277,7 +277,7 @@ def run_sft(
             ready,
             run_dir,
             begins=resume is None,
-            begun_by=begun_by,
+            started_by=started_by,
             command="sft",
             processes="titan_rl.cluster.trainer_processes",
             verbosity=verbosity,
@@ -331,12 +331,12 @@ def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[
     samples = tokens.samples(plan[0])
     lengths = [len(sample.token_ids) for sample in samples]
     learned = sum(sample.num_trained_tokens for sample in samples)
-    told = "".join(f"{loss}\ntitan-rl: " for loss in losses) + (
+    summary = "".join(f"{loss}\ntitan-rl: " for loss in losses) + (
         f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held out; "
         f"the first step learns {learned:,} of {sum(lengths):,} tokens, {max(lengths)} in the longest conversation"
     )
     shown = ready.sft.model_copy(update={"start": config.sft.start})
-    return ready.model_copy(update={"sft": shown, "model": config.model, "training": config.training}), told
+    return ready.model_copy(update={"sft": shown, "model": config.model, "training": config.training}), summary
 
 
 def _token_source(model: Any, found: list[Found]) -> TokenSource:
@@ -364,7 +364,7 @@ async def _teach(
     from titan_rl.cluster.trainer_processes import start_trainer
 
     config, run_dir, progress = session.config, session.run_dir, session.progress
-    if note := told_of_template(config.model):
+    if note := template_note(config.model):
         progress.message(note)
     for loss in session.start.losses:
         progress.warning(loss)

@@ -163,11 +163,13 @@ class Validation:
             )
         judged = [group for group in groups if group.failure is None]
         figures = {f"{suite.prefix}/{name}": value for name, value in measured(suite.source.task, judged).items()}
-        told = "".join(f", {name.removeprefix(f'{suite.prefix}/')} {value:.3f}" for name, value in figures.items())
+        figures_text = "".join(
+            f", {name.removeprefix(f'{suite.prefix}/')} {value:.3f}" for name, value in figures.items()
+        )
         left_out = f", without those that failed: {errors.describe()}" if errors.num_errors else ""
         which = "" if suite.prefix == ALONE else f" of {suite.name}"
         self._progress.message(
-            f"validation{which} at step {version}: reward {metrics[_mean_of(suite)]:.3f}{told}{left_out}"
+            f"validation{which} at step {version}: reward {metrics[_mean_of(suite)]:.3f}{figures_text}{left_out}"
         )
         return metrics | figures
 

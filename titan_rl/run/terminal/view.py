@@ -76,7 +76,7 @@ class LiveLines(Live):
 
     def __init__(self, console: Console, display: Display, *, vanish: bool = False) -> None:
         self._display = display
-        self._asked: Sequence[Text] = ()
+        self._next_lines: Sequence[Text] = ()
         self._drawn: Sequence[Text] = ()
         self._width = console.width
         super().__init__(
@@ -89,8 +89,8 @@ class LiveLines(Live):
         )
 
     def _lines(self) -> Group:
-        self._asked = self._display.lines()
-        return Group(*self._asked)
+        self._next_lines = self._display.lines()
+        return Group(*self._next_lines)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         width = self.console.width
@@ -100,7 +100,7 @@ class LiveLines(Live):
             drawn._shape = (width, max(rows, 1))
         self._width = width
         processed = super().process_renderables(renderables)
-        self._drawn = self._asked
+        self._drawn = self._next_lines
         return processed
 
 
@@ -305,12 +305,12 @@ def _host_lines(look: RunLook, room: int, ascii_only: bool) -> list[Text]:
     if not look.hosts:
         return []
     up, other = ("+", "x") if ascii_only else ("●", "✗")
-    there = [host for host in look.hosts if host.state == "in the run"]
+    present = [host for host in look.hosts if host.state == "in the run"]
     rest = [host for host in look.hosts if host.state != "in the run"]
-    shown = [*rest[:MOST_HOSTS], *(there if len(look.hosts) <= MOST_HOSTS else ())]
+    shown = [*rest[:MOST_HOSTS], *(present if len(look.hosts) <= MOST_HOSTS else ())]
     items = [
         Text.assemble(
-            (f"{up} ", "green") if host in there else (f"{other} ", "yellow" if host.state != "gone" else "bold red"),
+            (f"{up} ", "green") if host in present else (f"{other} ", "yellow" if host.state != "gone" else "bold red"),
             host.name or host.address,
             (f" {work_of(host.processes)}" if host.processes else "", "dim"),
             (f" {host.state}" if host in rest else "", "yellow"),
@@ -318,7 +318,7 @@ def _host_lines(look: RunLook, room: int, ascii_only: bool) -> list[Text]:
         )
         for host in shown
     ]
-    count = Text(f"{len(there)} of {len(look.hosts)} hosts are in the run", style="dim")
+    count = Text(f"{len(present)} of {len(look.hosts)} hosts are in the run", style="dim")
     return flow([Text("hosts", style="dim"), *items, *([count] if len(shown) < len(look.hosts) else [])], room, gap=2)
 
 

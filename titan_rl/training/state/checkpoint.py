@@ -46,7 +46,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         _flush(temporary)
-        put_in_place(temporary, path)
+        rename_completed(temporary, path)
     except (NoSpaceError, CheckpointError):
         raise
     except Exception as error:
@@ -55,7 +55,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def put_in_place(written: Path, path: Path) -> None:
+def rename_completed(written: Path, path: Path) -> None:
     """Rename a finished folder to `path` beside it. An existing folder there stays valid until the rename.
 
     Raises:
