@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_rl.generation.gpu_share import GPU_SHARE, WORK_BYTES
 from titan_rl.run.machine.fit import CONTEXT_BYTES
-from titan_rl.training.memory import rank_memory, whole_parameters
+from titan_rl.training.memory import rank_memory, total_parameters
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +86,7 @@ def _engines() -> Iterator[str]:
 
 def _engine(file: str, size: int) -> str:
     hf = _config(file)
-    weights = ceil(2 * whole_parameters(hf, "torchtitan") / size)
+    weights = ceil(2 * total_parameters(hf, "torchtitan") / size)
     kv_heads = max(1, hf["num_key_value_heads"] // size)  # vLLM copies heads if there are fewer than ranks
     token = 2 * 2 * hf["num_hidden_layers"] * kv_heads * hf["head_dim"]
     cache = GPU_SHARE * LIMIT_GIB * GIB - weights - WORK_BYTES

@@ -179,7 +179,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", self._checked_logit_bias())
         keep_integer(self, "num_continued", 0, _MAX_INT, "an integer of at least 0")
         if self.constraint is not None:
-            self._check_beside_constraint()
+            self._check_constraint_combination()
 
     def _checked_logit_bias(self) -> tuple[tuple[int, float], ...]:
         given: Any = self.logit_bias
@@ -192,7 +192,7 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.logit_bias is {given!r}; it must be token ids with values in [-100, 100]")
         return tuple(sorted(checked))
 
-    def _check_beside_constraint(self) -> None:
+    def _check_constraint_combination(self) -> None:
         if not isinstance(self.constraint, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"SamplingParams.constraint is {self.constraint!r}; it must be JSON as a string, or None")
         if self.min_tokens:

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.cluster.hosts.preflight import ASKED, LIMIT_S, ClockDifference, Clocks, compare_clocks
+from titan_rl.cluster.hosts.preflight import LIMIT_S, NUM_ROUND_TRIPS, ClockDifference, Clocks, compare_clocks
 
 S = 1_000_000_000
-trips = st.lists(st.tuples(st.integers(0, 2 * S), st.integers(0, 2 * S)), min_size=ASKED, max_size=ASKED)
+trips = st.lists(
+    st.tuples(st.integers(0, 2 * S), st.integers(0, 2 * S)), min_size=NUM_ROUND_TRIPS, max_size=NUM_ROUND_TRIPS
+)
 
 
 class Link:
@@ -48,7 +50,7 @@ async def test_they_are_as_far_apart_as_is_said_give_or_take_half_a_round_trip(
 
 
 async def test_over_a_link_that_is_alike_in_both_directions_it_is_exact() -> None:
-    link = Link(-2 * S, 7 * S, [(S // 4, S // 4)] * ASKED)
+    link = Link(-2 * S, 7 * S, [(S // 4, S // 4)] * NUM_ROUND_TRIPS)
     assert await compare_clocks(link.ask, link.now) == ClockDifference(-2.0, 7 * S, 0.25)
 
 

@@ -168,7 +168,7 @@ async def test_the_last_one_says_what_it_does_for_as_long_as_it_takes(disk: Disk
     assert disk.saved == [(5, 7200.0)]
     assert disk.said[0] == f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"
     assert disk.said[-1] == "step 5 is saved"
-    assert len(disk.said) == 2 + 7200 / checkpointing.TELL_EVERY_S - 1
+    assert len(disk.said) == 2 + 7200 / checkpointing.REPORT_EVERY_S - 1
 
 
 @pytest.mark.looptime

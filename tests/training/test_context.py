@@ -63,7 +63,7 @@ def test_each_token_is_one_ranks_and_all_ranks_have_as_many(num_tokens: int, siz
     assert sorted(torch.cat([mine for mine, _ in found]).tolist()) == tokens.tolist()
     for share, (mine, at) in zip(shares, found, strict=True):
         assert torch.equal(share.tokens_P[at], mine)
-        assert torch.equal(share.order_T[share.place_T], torch.arange(share.num_tokens))
+        assert torch.equal(share.order_T[share.gathered_position_T], torch.arange(share.num_tokens))
         assert len(share.tokens_P) == 2 * len(share.chunks[0])
         assert not len(share.chunks[0]) % multiple_of
 

@@ -126,11 +126,11 @@ def test_a_place_is_where_the_line_is() -> None:
     index = RolloutIndex()
     index.add(lines)
     for place, record in enumerate(records):
-        found = index.place(place)
+        found = index.byte_range(place)
         assert found is not None
         offset, length = found
         assert json.loads(whole[offset : offset + length]) == record
-    assert index.place(3) is None
+    assert index.byte_range(3) is None
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_what_is_no_transcript_is_left_out_and_counted(broken: bytes) -> None:
     index.add([(0, broken), (9, b'{"rollout_id": "g/0"}')])
     assert len(index) == 1
     assert index.num_broken == (1 if broken else 0)
-    assert index.place(0) == (9, 21)
+    assert index.byte_range(0) == (9, 21)
 
 
 def test_long_texts_are_searched_at_both_ends() -> None:

@@ -153,7 +153,7 @@ class AdapterRouters:
     def pulled(self, name: str) -> None:
         """Note a pull of one adapter, during which the requests of the others waited."""
         for router in self.by_adapter.values():
-            router.note_alive(name)
+            router.hear_from(name)
 
     def trouble(self) -> str | None:
         """Reason why the requests of an adapter cannot be answered at present; None while all can."""

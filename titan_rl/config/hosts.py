@@ -71,7 +71,7 @@ def _seconds(time_limit: str) -> float:
     return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False)) or math.inf
 
 
-SAID_BY_SETTINGS = {
+REPLACED_BY_SETTINGS = {
     "--nodes": "count",
     "-N": "count",
     "--signal": "drain_s",
@@ -220,7 +220,7 @@ class ProviderSettings(Section):
             if not option.startswith("-"):
                 raise ValueError(f"options has {option!r}, which must begin with -, as --partition=gpu does")
             name, value = _split_option(option)
-            if setting := SAID_BY_SETTINGS.get(name):
+            if setting := REPLACED_BY_SETTINGS.get(name):
                 raise ValueError(f"options has {option!r}, which the job's script sets itself; set {setting} instead")
             if problem := AGAINST_THE_SCRIPT.get(name):
                 raise ValueError(f"options has {option!r}, and {problem}")
@@ -365,8 +365,8 @@ def _address(text: str) -> str:
     try:
         return join_address(*split_address(text))
     except ValueError as error:
-        said = str(error).removeprefix(f"{text!r} ")
-        raise PydanticCustomError("address", "{said}", {"said": said}) from None
+        message = str(error).removeprefix(f"{text!r} ")
+        raise PydanticCustomError("address", "{said}", {"said": message}) from None
 
 
 def _one_interface(host: str) -> str:

@@ -148,7 +148,7 @@ class EvaluationRun:
         self._suites: list[Suite] = []
         self._is_complete = False
         self._began = time.monotonic()
-        self._told = self._began
+        self._reported_at = self._began
         self._seconds = 0.0
         self._measures: dict[str, dict[str, float]] = {}
 
@@ -159,12 +159,12 @@ class EvaluationRun:
             ConfigError: The folder has an evaluation with other settings.
             TitanRLError: The error that ended the evaluation.
         """
-        opening = open_suites(self._config, self._settings, self._policy, self._place, self._progress)
+        opening = open_suites(self._config, self._settings, self._policy, self._path, self._progress)
         async with opening as self._suites:
             if self._folder is not None:
                 self._lines = self._folder.begin(self._made_with(), self._suites)
             if self._lines:
-                self._progress.message(f"{self._policy.name}: {len(self._lines)} samples are already in {self._place}")
+                self._progress.message(f"{self._policy.name}: {len(self._lines)} samples are already in {self._path}")
             self._progress.count(sum(len(suite.prompts) * suite.samples_per_prompt for suite in self._suites))
             try:
                 with LoopWatchdog(self._progress):
@@ -204,7 +204,7 @@ class EvaluationRun:
         return Evaluation(policy.name, policy.version, results, self._seconds, self._is_complete, folder)
 
     @property
-    def _place(self) -> Path:
+    def _path(self) -> Path:
         return Path() if self._folder is None else self._folder.path
 
     def _measure(self) -> None:
@@ -222,8 +222,8 @@ class EvaluationRun:
             self._folder.append(lines)
         self._lines += ({name: value for name, value in line.items() if name != "messages"} for line in lines)
         now = time.monotonic()
-        self._progress.reached(_sampled(len(self._lines), self._lines, (now - self._told) / max(len(lines), 1)))
-        self._told = now
+        self._progress.reached(_sampled(len(self._lines), self._lines, (now - self._reported_at) / max(len(lines), 1)))
+        self._reported_at = now
 
     def _made_with(self) -> dict[str, Any]:
         """Policy and settings that both parts of a stopped evaluation must have in common. The number and places of

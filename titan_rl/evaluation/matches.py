@@ -92,13 +92,13 @@ async def play_matches(
     errors = ErrorCounts()
     slots = asyncio.Semaphore(max(1, in_flight // (suite.samples_per_prompt * len(seats))))
 
-    async def play(i: int, j: int, place: int) -> None:
+    async def play(i: int, j: int, index: int) -> None:
         pair = Pair(policies[names[i]], policies[names[j]], seats)
         async with slots:
             group = await suite.runner.run_group(
                 pair,
-                suite.prompts[place],
-                group_id=f"elo-{suite.group_ids}-{i}-{j}-{place}",
+                suite.prompts[index],
+                group_id=f"elo-{suite.group_ids}-{i}-{j}-{index}",
                 group_size=suite.samples_per_prompt,
                 sampling=suite.sampling,
             )
@@ -107,8 +107,8 @@ async def play_matches(
 
     async with asyncio.TaskGroup() as tasks:
         for i, j in results:
-            for place in range(len(suite.prompts)):
-                tasks.create_task(play(i, j, place))
+            for index in range(len(suite.prompts)):
+                tasks.create_task(play(i, j, index))
     if lost := next((pair for pair, of_pair in results.items() if not of_pair), None):
         pair = f"{names[lost[0]]} against {names[lost[1]]}"
         raise DataError(f"no game of {pair} had a result at task {suite.name}: {errors.describe()}")

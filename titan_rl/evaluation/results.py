@@ -94,10 +94,15 @@ def read_evaluation(path: str | Path) -> Evaluation:
         raise DataError(f"{path} has {len(several)} evaluations, name one: {', '.join(map(str, several))}")
     file = several[0] / RESULTS if several[0].is_dir() else several[0]
     try:
-        told = parse_json(file.read_text(encoding="utf-8"))
-        tasks = {name: TaskResult.from_json(result) for name, result in told["tasks"].items()}
+        content = parse_json(file.read_text(encoding="utf-8"))
+        tasks = {name: TaskResult.from_json(result) for name, result in content["tasks"].items()}
         return Evaluation(
-            told["policy"], told["version"], tasks, told["seconds"], told["is_complete"], file.absolute().parent
+            content["policy"],
+            content["version"],
+            tasks,
+            content["seconds"],
+            content["is_complete"],
+            file.absolute().parent,
         )
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}; name the folder of an evaluation, which has a {RESULTS}") from None
@@ -190,12 +195,12 @@ class TaskResult:
         return asdict(self) | counts | {"unreached_success": self.unreached_success}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> TaskResult:
-        values = {name: told[name] for name in cls.__dataclass_fields__ if name in told or name != "best_breakdown"}
+    def from_json(cls, fields: Mapping[str, Any]) -> TaskResult:
+        values = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields or name != "best_breakdown"}
         for name in ("avg_at", "pass_at"):
-            values[name] = {int(k): Estimate(**estimate) for k, estimate in told[name].items()}
-        values["reward"] = None if told["reward"] is None else Estimate(**told["reward"])
-        values["errors"] = [(text, count) for text, count in told["errors"]]
+            values[name] = {int(k): Estimate(**estimate) for k, estimate in fields[name].items()}
+        values["reward"] = None if fields["reward"] is None else Estimate(**fields["reward"])
+        values["errors"] = [(text, count) for text, count in fields["errors"]]
         return cls(**values)
 
 
@@ -297,8 +302,8 @@ def _values(record: Record) -> dict[str, float]:
 def _tokens(record: Record) -> float | None:
     """Number of completion tokens: the number that an endpoint has reported, if it has, otherwise the number of known
     tokens; None if unknown."""
-    told = record["metrics"].get("completion_tokens")
-    return told if told is not None else record["num_completion_tokens"] or None
+    num_tokens = record["metrics"].get("completion_tokens")
+    return num_tokens if num_tokens is not None else record["num_completion_tokens"] or None
 
 
 def _errors(records: Sequence[Record]) -> list[tuple[str, int]]:

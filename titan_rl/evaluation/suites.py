@@ -84,23 +84,23 @@ async def play_suites(
     """
     are_done = {_prompt_of(line) for line in done}
     left = (
-        (suite, place, prompt)
+        (suite, index, prompt)
         for suite in suites
-        for place, prompt in enumerate(suite.prompts)
-        if (suite.name, place, digest(prompt)) not in are_done
+        for index, prompt in enumerate(suite.prompts)
+        if (suite.name, index, digest(prompt)) not in are_done
     )
     lost = _LostInARow(min(max_lost, sum(len(suite.prompts) for suite in suites)))
 
     async def play_some() -> None:
-        for suite, place, prompt in left:
+        for suite, index, prompt in left:
             group = await suite.runner.run_group(
                 generate,
                 prompt,
-                group_id=f"{suite.group_ids}-{place}",
+                group_id=f"{suite.group_ids}-{index}",
                 group_size=suite.samples_per_prompt,
                 sampling=suite.sampling,
             )
-            on_prompt(group, [*_lines(suite, place, group, version)])
+            on_prompt(group, [*_lines(suite, index, group, version)])
             lost.count(group)
 
     largest = max((suite.samples_per_prompt for suite in suites), default=1)
@@ -124,8 +124,8 @@ def finished_lines(lines: Iterable[Mapping[str, Any]], suites: Sequence[Suite]) 
         siblings.setdefault(_prompt_of(line), []).append(line)
     finished: list[Mapping[str, Any]] = []
     for suite in suites:
-        for place, prompt in enumerate(suite.prompts):
-            of_it = siblings.get((suite.name, place, digest(prompt)), [])
+        for index, prompt in enumerate(suite.prompts):
+            of_it = siblings.get((suite.name, index, digest(prompt)), [])
             played = {line["sibling"] for line in of_it}  # a game has a line for each seat
             if len(played) == suite.samples_per_prompt and not any(map(is_fault, of_it)):
                 finished += of_it
@@ -136,12 +136,12 @@ def _prompt_of(line: Mapping[str, Any]) -> tuple[str, int, str]:
     return line["task"], line["prompt"], line["prompt_digest"]
 
 
-def _lines(suite: Suite, place: int, group: RolloutGroup, version: int) -> Iterator[Record]:
+def _lines(suite: Suite, index: int, group: RolloutGroup, version: int) -> Iterator[Record]:
     about = {
         "step": version,
         "phase": PHASE,
         "task": suite.name,
-        "prompt": place,
+        "prompt": index,
         "prompt_digest": digest(group.sample),
     }
     if group.failure is not None:

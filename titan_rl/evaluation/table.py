@@ -43,9 +43,9 @@ def as_json(evaluations: Sequence[Evaluation], ratings: Sequence[Ratings] = ()) 
             if found:
                 about = {"task": name, "policy": other.policy, "from": first.policy}
                 differences.append({**about, **asdict(found)})
-    told = [evaluation.to_json() for evaluation in evaluations]
+    results = [evaluation.to_json() for evaluation in evaluations]
     rated = {"elo": [each.to_json() for each in ratings]} if ratings else {}
-    return json.dumps({"evaluations": told, "differences": differences, **rated})
+    return json.dumps({"evaluations": results, "differences": differences, **rated})
 
 
 def _block(name: str, evaluations: Sequence[Evaluation]) -> str:

@@ -60,8 +60,8 @@ class EngineRequest:
         object.__setattr__(self, "prompt_token_ids", prompt)
         sampling: object = self.sampling
         if not isinstance(sampling, SamplingParams):
-            told = safe_repr(sampling)[:100]
-            raise RequestError(f"sampling of request {self.request_id!r} is {told}; it must be a SamplingParams")
+            shown = safe_repr(sampling)[:100]
+            raise RequestError(f"sampling of request {self.request_id!r} is {shown}; it must be a SamplingParams")
         for name, text in (("request_id", self.request_id), ("session_id", self.session_id)):
             if not _is_text(text) and (text is not None or name == "request_id"):
                 raise RequestError(f"{name} is {safe_repr(text)[:100]}; it must be text that UTF-8 can encode")

@@ -235,7 +235,7 @@ class VLLMRequests:
             RequestError: the request can never run.
         """
         if self._guesses:
-            _check_beside_guesses(request.request_id, request.sampling)
+            _check_speculation(request.request_id, request.sampling)
         prompt = self._token_ids(f"request {request.request_id!r}", request.prompt_token_ids)
         room = self._max_context - len(prompt)
         if not prompt or room < 1:
@@ -346,7 +346,7 @@ def _structured(sampling: SamplingParams) -> StructuredOutputsParams | None:
     return params
 
 
-def _check_beside_guesses(request_id: str, sampling: SamplingParams) -> None:
+def _check_speculation(request_id: str, sampling: SamplingParams) -> None:
     """Check that speculative decoding supports a request's sampling parameters.
 
     Raises:

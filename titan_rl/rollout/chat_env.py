@@ -137,14 +137,14 @@ class ChatEnv:
         messages: list[Message] = snapshot(rollout.messages)
         deadline = asyncio.get_running_loop().time() + self._limits.generate_timeout_s
         async with EndsWith(RolloutStatus.ERROR_GENERATE, deadline):
-            asked = self._chat(
+            request = self._chat(
                 messages,
                 tools=tools,
                 request_id=f"{rollout.rollout_id}/{turn}",
                 session_id=rollout.rollout_id,
                 sampling=replace(policy.sampling, seed=seed),
             )
-            reply = await _unless(policy.time_is_up, asked)
+            reply = await _unless(policy.time_is_up, request)
         if reply is None:
             status = RolloutStatus.TRUNCATED_TIME if rollout.turns else RolloutStatus.ERROR_TIMEOUT
             raise RolloutEnded(status, f"its own time is up: rollout_timeout_s is {policy.time_s:g}")

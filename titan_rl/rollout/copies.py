@@ -42,15 +42,15 @@ class Contexts:
             TypeError: the tokens are not integers.
             OverflowError: a token id is too large.
         """
-        prompt, said = token_array(turn.prompt_token_ids), token_array(turn.completion.token_ids)
+        prompt, completion = token_array(turn.prompt_token_ids), token_array(turn.completion.token_ids)
         line = self._line_before(prompt)
         line.extend(prompt[len(line) :].array())
-        line.extend(said.array())
+        line.extend(completion.array())
         end = len(prompt)
         return replace(
             turn,
             prompt_token_ids=NumberArray(line, 0, end),
-            completion=replace(turn.completion, token_ids=NumberArray(line, end, end + len(said))),
+            completion=replace(turn.completion, token_ids=NumberArray(line, end, end + len(completion))),
         )
 
     def _line_before(self, prompt: NumberArray[int]) -> array[int]:
@@ -93,10 +93,16 @@ def context_after(turn: Turn) -> NumberArray[int]:
 
 def end_on_line(turn: Turn) -> tuple[array[int], int] | None:
     """Array that a turn shares with others, and the end of its completion in it; None if it shares no array."""
-    prompt, said = token_array(turn.prompt_token_ids).window(), token_array(turn.completion.token_ids).window()
-    if prompt is None or said is None or prompt[0] is not said[0] or prompt[2] != said[1] or prompt[1]:
+    prompt, completion = token_array(turn.prompt_token_ids).window(), token_array(turn.completion.token_ids).window()
+    if (
+        prompt is None
+        or completion is None
+        or prompt[0] is not completion[0]
+        or prompt[2] != completion[1]
+        or prompt[1]
+    ):
         return None
-    return said[0], said[2]
+    return completion[0], completion[2]
 
 
 def token_ids_of(given: Any, what: str) -> list[int]:
@@ -111,14 +117,14 @@ def token_ids_of(given: Any, what: str) -> list[int]:
         ValueError: an integer is not a token id.
     """
     tokens: list[int] = []
-    for place, token in enumerate(given):
+    for position, token in enumerate(given):
         try:
             if isinstance(token, bool):
                 raise TypeError
             tokens.append(index(token))
         except TypeError as error:
-            told = safe_repr(token)[:100]
-            raise TypeError(f"{what} has {told} at {place}; token ids are integers") from error
+            shown = safe_repr(token)[:100]
+            raise TypeError(f"{what} has {shown} at {position}; token ids are integers") from error
     if tokens and not 0 <= min(tokens) <= max(tokens) <= LARGEST_TOKEN_ID:
         wrong = next(token for token in tokens if not 0 <= token <= LARGEST_TOKEN_ID)
         raise ValueError(f"{what} has token {wrong}; token ids are between 0 and {LARGEST_TOKEN_ID}")

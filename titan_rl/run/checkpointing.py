@@ -76,7 +76,7 @@ def _folder(root: Path, version: int) -> Path:
 SHARE = 0.1
 """Largest share of the run's time that writing checkpoints by `checkpoint.interval_s` may take."""
 
-TELL_EVERY_S = 30.0
+REPORT_EVERY_S = 30.0
 
 
 class SavedRun(Protocol):
@@ -210,7 +210,7 @@ class CheckpointSaver:
         self._progress.message(f"saving step {version}, {gigabytes(size)}, to {path}")
         writing = asyncio.ensure_future(self._copy_and_finish())
         try:
-            while not (await asyncio.wait([writing], timeout=TELL_EVERY_S))[0]:
+            while not (await asyncio.wait([writing], timeout=REPORT_EVERY_S))[0]:
                 written = sum(map(size_of, being_written(self._root, path.name)))
                 self._progress.message(f"saving step {version}: {gigabytes(written)} of {gigabytes(size)} are written")
         finally:

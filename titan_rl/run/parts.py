@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from titan_rl.cluster.rollout_workers import WorkerPool
     from titan_rl.cluster.trainer_processes import TrainerProcesses
 
-SELDOM_ASKED = frozenset({"load", "measure"})
+RARELY_CALLED = frozenset({"load", "measure"})
 """Methods of a trainer that only resumed and supervised runs call."""
 
 
@@ -89,7 +89,7 @@ class Parts:
                 "adapters out, or name functions in the settings"
             )
         if self.trainer is not None:
-            _check_members("trainer", self.trainer, Trainer, unless=SELDOM_ASKED)
+            _check_members("trainer", self.trainer, Trainer, unless=RARELY_CALLED)
         for index, replica in enumerate(self.replicas or ()):
             _check_members(f"replicas[{index}]", replica, Replica)
         workers = config.rollout.num_workers

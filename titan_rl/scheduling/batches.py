@@ -84,9 +84,9 @@ def check_age(groups: Sequence[RolloutGroup], version: int, bound: int, max_stal
 
 
 class ReadyQueue:
-    """Groups of one task that wait for a batch, by their places in the task's order.
+    """Groups of one task that wait for a batch, by their indices in the task's order.
 
-    A finished group is eligible if it overtakes an unfinished one by fewer than `window` places: over all batches
+    A finished group is eligible if it overtakes an unfinished one by fewer than `window` positions: over all batches
     together, a group is overtaken by at most `window - 1` others. Each operation on a group takes O(log groups).
 
     Example: the groups at 4 to 7 wait, and all but 4 are finished. With a window of 3 only 5 and 6 may overtake it:
@@ -96,33 +96,33 @@ class ReadyQueue:
     """
 
     def __init__(self) -> None:
-        self._indices: dict[int, int] = {}  # indices in the data of all waiting groups, by place
-        self._unfinished: list[int] = []  # heap of places; those not in `_open` are ignored
-        self._open = set[int]()  # places of unfinished groups
-        self._beyond: list[int] = []  # heap of finished places outside the window at the last `count`
-        self._eligible = set[int]()  # finished places within the window
+        self._indices: dict[int, int] = {}  # indices in the data of all waiting groups, by task index
+        self._unfinished: list[int] = []  # heap of task indices; those not in `_open` are ignored
+        self._open = set[int]()  # task indices of unfinished groups
+        self._beyond: list[int] = []  # heap of finished task indices outside the window at the last `count`
+        self._eligible = set[int]()  # finished task indices within the window
 
-    def add(self, place: int, index: int, version: int = 0) -> None:
+    def add(self, task_index: int, index: int, version: int = 0) -> None:
         """Append an admitted group.
 
         Args:
-            place: Place of the group in its task's order.
+            task_index: Index of the group in its task's order.
             index: Position of the group in the data.
             version: Newest version pulled; never less than that of the previous group.
         """
-        self._indices[place] = index
-        self._open.add(place)
-        heapq.heappush(self._unfinished, place)
+        self._indices[task_index] = index
+        self._open.add(task_index)
+        heapq.heappush(self._unfinished, task_index)
 
-    def finish(self, place: int) -> None:
-        self._open.discard(place)
-        heapq.heappush(self._beyond, place)
+    def finish(self, task_index: int) -> None:
+        self._open.discard(task_index)
+        heapq.heappush(self._beyond, task_index)
 
-    def remove(self, place: int) -> None:
+    def remove(self, task_index: int) -> None:
         """Remove a group that is in a batch or was dropped."""
-        del self._indices[place]
-        self._open.discard(place)
-        self._eligible.discard(place)
+        del self._indices[task_index]
+        self._open.discard(task_index)
+        self._eligible.discard(task_index)
 
     def count(self, window: int) -> int:
         """Number of eligible groups. The window never shrinks."""
@@ -130,21 +130,22 @@ class ReadyQueue:
             heapq.heappop(self._unfinished)
         limit = self._unfinished[0] + window if self._unfinished else math.inf
         while self._beyond and self._beyond[0] < limit:
-            place = heapq.heappop(self._beyond)
-            if place in self._indices and place not in self._open:  # a group that is generated again is open once more
-                self._eligible.add(place)
+            task_index = heapq.heappop(self._beyond)
+            # A group that is generated again is open once more.
+            if task_index in self._indices and task_index not in self._open:
+                self._eligible.add(task_index)
         return len(self._eligible)
 
     def first(self, count: int) -> list[int]:
         """Indices of the first `count` eligible groups, in order. Call the method `count` first."""
-        return [self._indices[place] for place in heapq.nsmallest(count, self._eligible)]
+        return [self._indices[task_index] for task_index in heapq.nsmallest(count, self._eligible)]
 
-    def finished_but(self, places: Set[int]) -> Self:
-        """Copy of this queue in which all groups have finished except those at `places`. O(groups)."""
+    def finished_but(self, task_indices: Set[int]) -> Self:
+        """Copy of this queue in which all groups have finished except those at `task_indices`. O(groups)."""
         later = copy(self)
         vars(later).update({name: copy(value) for name, value in vars(self).items()})
-        for place in self._open - places:
-            later.finish(place)
+        for task_index in self._open - task_indices:
+            later.finish(task_index)
         return later
 
 
@@ -157,24 +158,24 @@ class AgedQueue(ReadyQueue):
     def __init__(self, max_age: int) -> None:
         super().__init__()
         self._max_age = max_age
-        self._versions: dict[int, int] = {}  # newest version pulled at the admission of each group, by place
+        self._versions: dict[int, int] = {}  # newest version pulled at the admission of each group, by task index
         self._waiting: Counter[int] = Counter()  # number of waiting groups by version
         self._finished: Counter[int] = Counter()  # number of finished groups by version
 
-    def add(self, place: int, index: int, version: int = 0) -> None:
-        super().add(place, index, version)
-        self._versions[place] = version
+    def add(self, task_index: int, index: int, version: int = 0) -> None:
+        super().add(task_index, index, version)
+        self._versions[task_index] = version
         self._waiting[version] += 1
 
-    def finish(self, place: int) -> None:
-        super().finish(place)
-        self._finished[self._versions[place]] += 1
+    def finish(self, task_index: int) -> None:
+        super().finish(task_index)
+        self._finished[self._versions[task_index]] += 1
 
-    def remove(self, place: int) -> None:
-        version = self._versions.pop(place)
-        if place not in self._open:
+    def remove(self, task_index: int) -> None:
+        version = self._versions.pop(task_index)
+        if task_index not in self._open:
             self._finished[version] -= 1
-        super().remove(place)
+        super().remove(task_index)
         self._waiting[version] -= 1
         if not self._waiting[version]:
             del self._waiting[version], self._finished[version]
@@ -200,8 +201,8 @@ class AgedQueue(ReadyQueue):
 
     def first(self, count: int) -> list[int]:
         """Indices of the first `count` finished groups, in order."""
-        finished = (place for place in self._indices if place not in self._open)
-        return [self._indices[place] for place in heapq.nsmallest(count, finished)]
+        finished = (task_index for task_index in self._indices if task_index not in self._open)
+        return [self._indices[task_index] for task_index in heapq.nsmallest(count, finished)]
 
 
 class WaitingGroups:
@@ -226,7 +227,7 @@ class WaitingGroups:
         self._queues = defaultdict[str | None, ReadyQueue](
             ReadyQueue if settings.max_group_age is None else partial(AgedQueue, settings.max_group_age)
         )  # queues by task
-        self._places: dict[int, tuple[str | None, int]] = {}  # task and place of each group, by index
+        self._queue_keys: dict[int, tuple[str | None, int]] = {}  # task and task index of each group, by index
         self._turns: Counter[str | None] = Counter()  # turns of the next batch, by task; empty if not known
         self._num_finished = 0
         self.num_changes = 0  # additions and removals
@@ -253,19 +254,19 @@ class WaitingGroups:
         """
         index = lease.index
         self._leases[index] = lease
-        task, place = None, index
+        task, task_index = None, index
         if self._order is not None:
             self._order.admitted(index)
-            task, place = self._order.task_of(index), self._order.place_of(index)
-        self._places[index] = task, place
-        self._queues[task].add(place, index, version)
+            task, task_index = self._order.task_of(index), self._order.task_index_of(index)
+        self._queue_keys[index] = task, task_index
+        self._queues[task].add(task_index, index, version)
         self._turns.clear()
         self.num_changes += 1
 
     def finished(self, lease: Lease) -> None:
         """Mark a group as finished."""
-        task, place = self._places[lease.index]
-        self._queues[task].finish(place)
+        task, task_index = self._queue_keys[lease.index]
+        self._queues[task].finish(task_index)
         self._num_finished += 1
         if lease.group is not None and (versions := lease.group.versions):
             heapq.heappush(self._by_age, (max(versions), lease.index))
@@ -275,8 +276,8 @@ class WaitingGroups:
 
     def remove(self, lease: Lease) -> None:
         del self._leases[lease.index]
-        task, place = self._places.pop(lease.index)
-        self._queues[task].remove(place)
+        task, task_index = self._queue_keys.pop(lease.index)
+        self._queues[task].remove(task_index)
         self._num_finished -= lease.group is not None
         self.num_changes += 1
 
@@ -343,11 +344,11 @@ class WaitingGroups:
             size: Number of groups.
             version: Version from which the step on the batch starts.
         """
-        suspended: defaultdict[str | None, set[int]] = defaultdict(set)  # places of the suspended groups, by task
+        suspended: defaultdict[str | None, set[int]] = defaultdict(set)  # task indices of the suspended groups, by task
         for index, lease in self._leases.items():
             if lease.state is GroupState.SUSPENDED:
-                task, place = self._places[index]
-                suspended[task].add(place)
+                task, task_index = self._queue_keys[index]
+                suspended[task].add(task_index)
                 if self._batches_again and index in self._batches_again[0]:
                     return False
         turns = self._next_turns(size)

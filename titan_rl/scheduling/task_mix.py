@@ -186,8 +186,8 @@ class OpenGroup:
 
     task: str
     sample: int
-    place: int  # place among all groups of the task
-    is_told: bool = False  # whether its curriculum has received its result
+    task_index: int  # index among all groups of the task
+    has_result: bool = False  # whether its curriculum has received its result
     in_batch: bool = False
 
 
@@ -197,7 +197,7 @@ class Position:
 
     weights: dict[str, float]
     shares: Shares
-    places: dict[str, int]  # number of groups that each task has had
+    num_assigned: dict[str, int]  # number of groups that each task has had
     curricula: dict[str, CurriculumState]
     turns: TaskTurns = field(default_factory=TaskTurns)
     open: dict[int, OpenGroup] = field(default_factory=dict[int, OpenGroup])  # by position in the data
@@ -211,12 +211,12 @@ class Position:
         return {
             "weights": dict(self.weights),
             "taken": dict(self.shares.taken),
-            "places": dict(self.places),
+            "places": dict(self.num_assigned),
             "turns": self.turns.all(),
             "old_turns": self.turns.num_old,
             "curricula": {name: json_copy(name, state) for name, state in self.curricula.items()},
             "open": [
-                [index, group.task, group.sample, group.place, group.is_told]
+                [index, group.task, group.sample, group.task_index, group.has_result]
                 for index, group in sorted(self.open.items())
             ],
         }
@@ -354,9 +354,9 @@ class TaskMix:
             self._apply(event)
         for index in [index for index in self._at.open if is_dropped(index)]:
             self._apply(Dropped(index))  # otherwise its turn would wait for a group that never runs
-        by_place = sorted(self._at.open, key=self.place_of)
-        self._restored = {  # groups that are not admitted yet, by task, in the order of their places
-            name: {index: None for index in by_place if self._at.open[index].task == name} for name in tasks
+        in_task_order = sorted(self._at.open, key=self.task_index_of)
+        self._restored = {  # groups that are not admitted yet, by task, in the order of their task indices
+            name: {index: None for index in in_task_order if self._at.open[index].task == name} for name in tasks
         }
         if self._at.weights != weights:  # turns dealt with other weights are not compensated
             self._at.weights, self._at.shares = weights, Shares(weights)
@@ -411,9 +411,9 @@ class TaskMix:
         share = self._at.shares.of(task)
         return window if share == 1 else max(1, math.floor((window - 1) * share))
 
-    def place_of(self, index: int) -> int:
-        """Place of an open group among all groups that its task has had."""
-        return self._at.open[index].place
+    def task_index_of(self, index: int) -> int:
+        """Index of an open group among all groups that its task has had."""
+        return self._at.open[index].task_index
 
     def task_of(self, index: int) -> str | None:
         """Task of the group at a position; None if it has not begun, or is settled."""
@@ -421,7 +421,7 @@ class TaskMix:
 
     def finished(self, index: int, rewards: Sequence[float]) -> None:
         """Note that the group at a position has ended with these rewards. Its curriculum receives them once."""
-        if not self._at.open[index].is_told:
+        if not self._at.open[index].has_result:
             self._happens(Result(index, tuple(rewards)))
 
     def dropped(self, index: int) -> None:
@@ -483,10 +483,10 @@ class TaskMix:
                     at.turns.deal(task)
                 with calling(f"curriculum.given({sample}), {task!r}"):
                     self._tasks[task].curriculum.given(at.curricula[task], sample)
-                at.open[index] = OpenGroup(task, sample, at.places[task])
-                at.places[task] += 1
-            case Result(rewards=rewards) if group is not None and not group.is_told:
-                group.is_told = True
+                at.open[index] = OpenGroup(task, sample, at.num_assigned[task])
+                at.num_assigned[task] += 1
+            case Result(rewards=rewards) if group is not None and not group.has_result:
+                group.has_result = True
                 with calling(f"curriculum.finished({group.sample}, {list(rewards)}), {group.task!r}"):
                     self._tasks[group.task].curriculum.finished(at.curricula[group.task], group.sample, rewards)
             case Dropped(index) if group is not None:
@@ -498,8 +498,8 @@ class TaskMix:
     def _next_sample(self, task: str) -> int:
         with calling(f"curriculum.next_sample, {task!r}"):
             state = self._at.curricula[task]
-            place = self._at.places[task]
-            is_checked = place & (place - 1) == 0  # 0, 1, 2, 4, 8 ...: a state may be large
+            num_assigned = self._at.num_assigned[task]
+            is_checked = num_assigned & (num_assigned - 1) == 0  # 0, 1, 2, 4, 8 ...: a state may be large
             before = repr(state) if is_checked else ""
             sample: Any = self._tasks[task].curriculum.next_sample(state)
             if is_checked and repr(state) != before:

@@ -178,10 +178,10 @@ class Judge(FunctionReward[Any]):
         given: list[list[float]] = [[] for _ in rollouts]
         early, late = list[float](), list[float]()
         for shown, verdict in zip(orders, verdicts, strict=True):
-            for place, (i, value) in enumerate(zip(shown, numbers(verdict.value), strict=True)):
+            for index, (i, value) in enumerate(zip(shown, numbers(verdict.value), strict=True)):
                 given[i].append(value)
-                if 2 * place + 1 != len(shown):
-                    (early if 2 * place + 1 < len(shown) else late).append(value)
+                if 2 * index + 1 != len(shown):
+                    (early if 2 * index + 1 < len(shown) else late).append(value)
         bias = fmean(early) - fmean(late) if early else 0.0
         for rollout in rollouts:
             self._note(rollout.rollout_id, verdicts, len(rollouts), position_bias=bias)
@@ -224,15 +224,15 @@ class Judge(FunctionReward[Any]):
 
     def _note(self, rollout_id: str, verdicts: Sequence[Verdict], num_rollouts: int, **more: float) -> None:
         """Record a rollout's share of the cost of the verdicts, which are about `num_rollouts` rollouts."""
-        asked = [verdict for verdict in verdicts if not verdict.is_cached]
+        fresh = [verdict for verdict in verdicts if not verdict.is_cached]
         prompt, completion = (
-            sum(verdict.prompt_tokens for verdict in asked) / num_rollouts,
-            sum(verdict.completion_tokens for verdict in asked) / num_rollouts,
+            sum(verdict.prompt_tokens for verdict in fresh) / num_rollouts,
+            sum(verdict.completion_tokens for verdict in fresh) / num_rollouts,
         )
         noted = {
-            "seconds": max((verdict.seconds for verdict in asked), default=0.0),
+            "seconds": max((verdict.seconds for verdict in fresh), default=0.0),
             "tokens": prompt + completion,
-            "cached": 1 - len(asked) / len(verdicts),
+            "cached": 1 - len(fresh) / len(verdicts),
             **more,
         }
         if self._price is not None:

@@ -174,7 +174,7 @@ class JudgeCalls:
         self.outage = Outage(f"judge {name!r}")
         self._next_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._places = asyncio.Semaphore(in_flight)
+        self._slots = asyncio.Semaphore(in_flight)
         self._running: dict[str, asyncio.Task[Verdict]] = {}
 
     async def ask(self, question: JudgeQuestion, check: Callable[[Any], object]) -> Verdict:
@@ -210,7 +210,7 @@ class JudgeCalls:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._running, self._next_at = loop, {}, 0.0
-            self._places = asyncio.Semaphore(self._in_flight)
+            self._slots = asyncio.Semaphore(self._in_flight)
 
     def _ended(self, key: str, task: asyncio.Task[Verdict]) -> None:
         self._running.pop(key, None)
@@ -220,7 +220,7 @@ class JudgeCalls:
     async def _answer(self, key: str, question: JudgeQuestion, check: Callable[[Any], object]) -> Verdict:
         clock = asyncio.get_running_loop().time
         began = clock()
-        async with self._places:
+        async with self._slots:
             verdict = await self._until_answered(question.ask)
         try:
             check(verdict.value)

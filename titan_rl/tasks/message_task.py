@@ -127,19 +127,19 @@ class _Game:
         async with EndsWith(RolloutStatus.ERROR_ENV):
             self._ends_by = time.monotonic() + self._limit_s
             try:
-                said: Any = await DaemonThreads(1, "player").run(lambda: self._player(messages), self._limit_s)
-                if inspect.isawaitable(said):
+                answer: Any = await DaemonThreads(1, "player").run(lambda: self._player(messages), self._limit_s)
+                if inspect.isawaitable(answer):
                     self._ends_by = time.monotonic() + self._limit_s
-                    said = await bounded(said, self._limit_s, "the player")
+                    answer = await bounded(answer, self._limit_s, "the player")
             except OutOfTimeError as error:
                 raise OutOfTimeError("the player took longer than env_timeout_s") from error
-            if isinstance(said, str):
-                return {"role": "assistant", "content": said}
-            if not isinstance(said, Mapping):
+            if isinstance(answer, str):
+                return {"role": "assistant", "content": answer}
+            if not isinstance(answer, Mapping):
                 raise TypeError(
-                    f"the player of {source_location(self._player)} gave {said!r}; text or a message is expected"
+                    f"the player of {source_location(self._player)} gave {answer!r}; text or a message is expected"
                 )
-        return cast("Message", said)
+        return cast("Message", answer)
 
     def _within(self) -> EndsWith:
         self._ends_by = time.monotonic() + self._limit_s

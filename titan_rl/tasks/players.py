@@ -301,14 +301,14 @@ class EndpointPlayer:
             GenerationError: the endpoint refuses the request, or its answer is not a message.
             TimeoutError: the endpoint has not answered in time.
         """
-        asked = {"max_tokens": self._settings.max_tokens, "temperature": self._settings.temperature}
+        limits = {"max_tokens": self._settings.max_tokens, "temperature": self._settings.temperature}
         body = {"model": self._settings.model, "messages": [plain_json(message) for message in messages]}
-        body |= {name: value for name, value in asked.items() if value is not None}
+        body |= {name: value for name, value in limits.items() if value is not None}
         async with asyncio.timeout(self._settings.timeout_s):
             response = await self._post(body)
         try:
-            said = response.json()["choices"][0]["message"]
-            return {"role": "assistant", "content": str(said.get("content") or "")}
+            message = response.json()["choices"][0]["message"]
+            return {"role": "assistant", "content": str(message.get("content") or "")}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise GenerationError(f"{self._url} sent an answer that is not a message: {error!r}") from error
 

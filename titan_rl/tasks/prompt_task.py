@@ -92,5 +92,5 @@ def answer_rubric(reward: AnswerReward, *, in_thread: bool = False) -> Rubric:
 
 def answer_of(rollout: Rollout) -> str:
     """Text of the last message that the policy wrote; empty if there is none."""
-    said = [message for message in rollout.messages if message.get("role") == "assistant"]
-    return str(said[-1].get("content") or "") if said else ""
+    answers = [message for message in rollout.messages if message.get("role") == "assistant"]
+    return str(answers[-1].get("content") or "") if answers else ""

@@ -49,7 +49,7 @@ class ServedClassifier:
         timeout_s: float = 60.0,
         transport: Any = None,
     ) -> None:
-        self.name = f"{model} at {url}, {_told(label)}"
+        self.name = f"{model} at {url}, {_describe_label(label)}"
         self._endpoint = f"{url.rstrip('/').removesuffix('/v1')}/classify"
         self._model, self._label, self._timeout_s, self._transport = model, label, timeout_s, transport
         self._key = os.environ.get(api_key)
@@ -66,7 +66,7 @@ class ServedClassifier:
         response = await self._asking().post(body, {})
         try:
             data = sorted(response.json()["data"], key=lambda each: each["index"])
-            scores = [float(each["probs"][_place(self._label, len(each["probs"]))]) for each in data]
+            scores = [float(each["probs"][_output_index(self._label, len(each["probs"]))]) for each in data]
         except RequestError:
             raise
         except (LookupError, TypeError, ValueError) as error:
@@ -105,7 +105,7 @@ class LocalClassifier:
     """
 
     def __init__(self, folder: str | Path, *, label: int | None = None) -> None:
-        self.name = f"{folder}, {_told(label)}"
+        self.name = f"{folder}, {_describe_label(label)}"
         self._folder, self._label = str(folder), label
 
     async def __call__(self, texts: Sequence[str]) -> Sequence[float]:
@@ -128,14 +128,14 @@ class LocalClassifier:
             outputs = [model(**tokenizer(text, return_tensors="pt")).logits[0] for text in texts]
         if self._label is not None:
             outputs = [logits.softmax(-1) for logits in outputs]
-        return [float(values[_place(self._label, len(values))]) for values in outputs]
+        return [float(values[_output_index(self._label, len(values))]) for values in outputs]
 
 
-def _told(label: int | None) -> str:
+def _describe_label(label: int | None) -> str:
     return "its one output" if label is None else f"label {label}"
 
 
-def _place(label: int | None, num_outputs: int) -> int:
+def _output_index(label: int | None, num_outputs: int) -> int:
     """Index of the output that is the score.
 
     Raises:

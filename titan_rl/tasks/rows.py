@@ -117,15 +117,15 @@ class ChosenRows:
         places: Indices of the rows; None for all rows.
     """
 
-    def __init__(self, data: Any, places: Sequence[int] | None = None) -> None:
+    def __init__(self, data: Any, indices: Sequence[int] | None = None) -> None:
         self._data = data
-        self._places = range(len(data)) if places is None else places
+        self._indices = range(len(data)) if indices is None else indices
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
     def __getitem__(self, index: int) -> Row:
-        return dict(self._data[self._places[index]])
+        return dict(self._data[self._indices[index]])
 
 
 Sides = tuple[ChosenRows, ChosenRows]
@@ -154,13 +154,13 @@ class RowTask(MessageTask):
 
     def train_sample(self, seed: int, index: int) -> Row:
         rows = self.rows(held_out=False)
-        epoch, place = divmod(index, len(rows))
-        return rows[_order(len(rows), f"{seed}/{epoch}")[place]]
+        epoch, position = divmod(index, len(rows))
+        return rows[_order(len(rows), f"{seed}/{epoch}")[position]]
 
     def validation_samples(self, count: int) -> list[Row]:
         """First `count` held-out rows, or all of them if there are fewer."""
         rows = self.rows(held_out=True)
-        return [rows[place] for place in _order(len(rows), "validation")[:count]]
+        return [rows[index] for index in _order(len(rows), "validation")[:count]]
 
     def rows(self, *, held_out: bool) -> ChosenRows:
         return self._sides[held_out]
@@ -211,12 +211,12 @@ class RowTask(MessageTask):
         """
         if not self.held_out:
             return ChosenRows(data), ChosenRows(data)
-        places: tuple[list[int], list[int]] = ([], [])
+        sides: tuple[list[int], list[int]] = ([], [])
         for number in range(len(data)):
             row: Row = data[number]
             self.require_prompt(row, f"row {number} of {name}")
-            places[self.is_held_out(row)].append(number)
-        return ChosenRows(data, places[0]), ChosenRows(data, places[1])
+            sides[self.is_held_out(row)].append(number)
+        return ChosenRows(data, sides[0]), ChosenRows(data, sides[1])
 
 
 class Rows(RowTask):
@@ -281,7 +281,7 @@ class Rows(RowTask):
             ConfigError: a file cannot be read or lacks a column, or there are no training rows or no held-out rows.
         """
         rows = self.rows(held_out=False)
-        if self.demonstration and not all(self.demonstration in rows[place] for place in range(len(rows))):
+        if self.demonstration and not all(self.demonstration in rows[index] for index in range(len(rows))):
             raise ConfigError(
                 f"task.demonstration = {self.demonstration!r}: not all rows of {self.path} have such a column"
             )

@@ -102,7 +102,7 @@ class PolicyServer:
         """URL and port of the server, which it prints once it listens."""
         try:
             async with asyncio.timeout(self._start_s):
-                while (told := _URL.search(self._printed())) is None:
+                while (found := _URL.search(self._printed())) is None:
                     if process.poll() is not None:
                         raise GenerationError(
                             f"the server of {self._folder} ended: {self._printed()[-500:]} ({self._log})"
@@ -113,7 +113,7 @@ class PolicyServer:
                 f"the server of {self._folder} did not answer within start_s = {self._start_s:g} s: "
                 f"{self._printed()[-500:]} ({self._log})"
             ) from None
-        return told[1], told[2]
+        return found[1], found[2]
 
     def _printed(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")

@@ -164,8 +164,8 @@ class EngineContract:
         before = self.num_forwards(engine)
         scores = engine.score(PROBES)
         assert self.num_forwards(engine) - before == idle
-        for mine, theirs in zip(scores, alone, strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-5)
+        for score, expected in zip(scores, alone, strict=True):
+            assert score == pytest.approx(expected, abs=1e-5)
         batch.run()
 
     def test_requests_stand_still_while_sequences_are_scored(self, engine: Engine) -> None:
@@ -250,12 +250,12 @@ class EngineContract:
             assert scores.top_k == int(name)
             assert len(scores.top_ids) == len(scores.top_logprobs) == int(name) * 3
         top = batch.prompt_scores["2"]
-        for place, logprob in enumerate(top.logprobs):
-            first, second = top.top_logprobs[2 * place : 2 * place + 2]
+        for index, logprob in enumerate(top.logprobs):
+            first, second = top.top_logprobs[2 * index : 2 * index + 2]
             assert logprob <= first + 1e-6
             assert second <= first
-            likeliest = dict(zip(top.top_ids[2 * place : 2 * place + 2], (first, second), strict=True))
-            assert likeliest.get(prompt[place + 1], logprob) == pytest.approx(logprob, abs=1e-6)
+            likeliest = dict(zip(top.top_ids[2 * index : 2 * index + 2], (first, second), strict=True))
+            assert likeliest.get(prompt[index + 1], logprob) == pytest.approx(logprob, abs=1e-6)
 
     def test_an_aborted_request_gains_nothing_more_and_its_place_is_free(self, engine: Engine) -> None:
         batch = Batch(engine)

@@ -210,20 +210,20 @@ class TransportContract:
     def test_ranks_publish_slices_that_make_up_the_tensors(self, end: Ends) -> None:
         import torch
 
-        whole, own = torch.arange(24.0).reshape(6, 4), torch.ones(3)
-        slices = [TensorSlice(whole[at : at + 3], SlicePosition((at, 0), (6, 4))) for at in (0, 3)]
+        tensor, own = torch.arange(24.0).reshape(6, 4), torch.ones(3)
+        slices = [TensorSlice(tensor[at : at + 3], SlicePosition((at, 0), (6, 4))) for at in (0, 3)]
         first = end(rank=0).publish(1, [("w", slices[0]), ("own", own)])
         second = end(rank=1).publish(1, [("w", slices[1])])
         manifest = join([first, second])
-        same(read(end(), manifest), {"w": whole, "own": own})
+        same(read(end(), manifest), {"w": tensor, "own": own})
         refused(end(), replace(manifest, shards=manifest.shards[:1]))
 
     def test_a_slice_arrives_as_the_dtype_it_is_to_be_published_as(self, end: Ends) -> None:
         import torch
 
-        whole = torch.linspace(-3, 3, 700_000).reshape(7, -1)  # more values than are converted at a time
-        named = [("w", TensorSlice(whole, SlicePosition((0, 0), tuple(whole.shape)), "bfloat16"))]
-        same(read(end(), end().publish(1, named)), {"w": whole.bfloat16()})
+        tensor = torch.linspace(-3, 3, 700_000).reshape(7, -1)  # more values than are converted at a time
+        named = [("w", TensorSlice(tensor, SlicePosition((0, 0), tuple(tensor.shape)), "bfloat16"))]
+        same(read(end(), end().publish(1, named)), {"w": tensor.bfloat16()})
 
     def test_bytes_that_changed_are_refused_before_anything_is_given(self, end: Ends) -> None:
         writer = end()

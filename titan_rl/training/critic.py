@@ -151,10 +151,10 @@ class Critic:
         episodes, size = batch.episodes, batch.num_trained
         if size and episodes is None:
             raise TrainingError("the samples have no rewards (TrainingSample.episode), from which a critic learns")
-        places = batch.predictors_N
+        positions_M = batch.predictors_N
         if episodes is not None:
-            places = torch.cat([places, torch.from_numpy(episodes.lasts_S).to(places)])
-        hidden_MD = self._trunk.states(self._seen(batch), places)
+            positions_M = torch.cat([positions_M, torch.from_numpy(episodes.lasts_S).to(positions_M)])
+        hidden_MD = self._trunk.states(self._seen(batch), positions_M)
         values_M = self._head(hidden_MD).double().cpu().numpy()
         if episodes is None:
             nothing = np.zeros(0)
@@ -238,8 +238,8 @@ class Critic:
         scaling."""
         own: list[Any] = [each.grad for each in self._head.parameters()]
         flat = self._world.sum(torch.cat([each.flatten() for each in own]).tolist())
-        for each, whole in zip(own, torch.tensor(flat).split([each.numel() for each in own]), strict=True):
-            each.copy_(whole.view_as(each))
+        for each, part in zip(own, torch.tensor(flat).split([each.numel() for each in own]), strict=True):
+            each.copy_(part.view_as(each))
         gradients = [own]
         if self._trains_trunk:
             gradients += by_mesh(each.grad for each in self._trunk.model.parameters() if each.grad is not None)

@@ -196,8 +196,8 @@ def logprob_error(policy: Policy, folder: Path, sequences: Sequence[Sequence[int
     found = score(policy, World(), sequences, max_context=CONTEXT)
     expected = eager_logprobs(folder, sequences)
     return max(
-        float((torch.tensor(mine, dtype=torch.float64) - theirs).abs().max())
-        for mine, theirs in zip(found, expected, strict=True)
+        float((torch.tensor(own, dtype=torch.float64) - reference).abs().max())
+        for own, reference in zip(found, expected, strict=True)
     )
 
 

@@ -88,7 +88,7 @@ class Numbers:
         held: Parameters of its part.
         frozen: Parameters of its part that are not trained.
         matrices: Parameters of its part that are in trained matrices of the layers.
-        whole: Parameters that all FSDP ranks hold together, without the parts of other tensor-parallel ranks.
+        total: Parameters that all FSDP ranks hold together, without the parts of other tensor-parallel ranks.
         layer: Parameters of the whole largest layer.
         embedding: Parameters of the whole embedding.
         is_tied: Whether the embedding is also the output layer.
@@ -99,7 +99,7 @@ class Numbers:
     held: int
     frozen: int
     matrices: int
-    whole: int
+    total: int
     layer: int
     embedding: int
     is_tied: bool
@@ -144,11 +144,11 @@ def count_parameters(source: BuiltFrom, shards: int) -> Numbers:
     """
     parameters, embedding, is_tied = _declared(source)
     layers: dict[int, int] = {}
-    held = frozen = matrices = largest = whole = cast = 0
+    held = frozen = matrices = largest = total = cast = 0
     for each in parameters:
         size = prod(each.shape)
         part = -(-each.shape[0] // shards) * prod(each.shape[1:]) if each.shape else 1
-        whole += size
+        total += size
         held += part
         frozen += 0 if each.is_trained else part
         largest = max(largest, part)
@@ -160,7 +160,7 @@ def count_parameters(source: BuiltFrom, shards: int) -> Numbers:
         held=held,
         frozen=frozen,
         matrices=matrices,
-        whole=whole,
+        total=total,
         layer=max(size for block, size in layers.items() if block >= 0),
         embedding=prod(embedding),
         is_tied=is_tied,
@@ -253,7 +253,7 @@ def rank_memory(
     if (beyond := update_bytes(training, numbers.largest) - sum(within_passes.values())) > 0:
         on_device["update of the largest weight"] = beyond
     frozen = numbers.frozen * compute
-    return RankMemory(on_device, at_host, at_rest, whole_parameters(hf, chosen.name), frozen)
+    return RankMemory(on_device, at_host, at_rest, total_parameters(hf, chosen.name), frozen)
 
 
 def adapter_parameters(model: ModelConfig, targets: tuple[str, ...]) -> int:
@@ -264,10 +264,10 @@ def adapter_parameters(model: ModelConfig, targets: tuple[str, ...]) -> int:
     return count_parameters(source, 1).trained
 
 
-def whole_parameters(hf: Mapping[str, Any], implementation: Any) -> int:
+def total_parameters(hf: Mapping[str, Any], implementation: Any) -> int:
     """Number of parameters of a whole model."""
     source = BuiltFrom(json.dumps(dict(hf), sort_keys=True), implementation)
-    return count_parameters(source, 1).whole
+    return count_parameters(source, 1).total
 
 
 def _split(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:

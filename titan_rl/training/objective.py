@@ -117,11 +117,13 @@ class Objective:
         if taught_logprobs_NK is not None and batch.teacher is not None:
             scored_M = batch.teacher.scored_N[at] & torch.isfinite(taught_logprobs_NK.detach()).all(-1)[at]
             # Unscored tokens are removed before the arithmetic, because their gradient would be NaN.
-            places = scored_M.nonzero().squeeze(-1)
-            kl_S = divergence(self._distill, taught_logprobs_NK[at[places]], batch.teacher.logprobs_NK[at[places]])
-            taught_M = taught_M.index_copy(0, places, kl_S.detach())
-            added_S = self._distill_coef * taught_share * kl_S * weights_M[places]
-            shared_M = shared_M.index_add(0, places, added_S.where(~correction.masked_N[places], 0.0))
+            positions = scored_M.nonzero().squeeze(-1)
+            kl_S = divergence(
+                self._distill, taught_logprobs_NK[at[positions]], batch.teacher.logprobs_NK[at[positions]]
+            )
+            taught_M = taught_M.index_copy(0, positions, kl_S.detach())
+            added_S = self._distill_coef * taught_share * kl_S * weights_M[positions]
+            shared_M = shared_M.index_add(0, positions, added_S.where(~correction.masked_N[positions], 0.0))
         summed = shared_M.sum()
         stats = TokenStats(
             valid_N=valid_N,

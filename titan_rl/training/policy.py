@@ -221,9 +221,9 @@ class Policy:
         """Logits that predict the trained tokens. There should be few of these tokens.  # [N, V]"""
         return self._head_of(batch, batch.predictors_N)
 
-    def states(self, batch: TensorBatch, places_M: torch.Tensor) -> torch.Tensor:
+    def states(self, batch: TensorBatch, positions_M: torch.Tensor) -> torch.Tensor:
         """Hidden states before the output layer, at positions of the flattened rows.  # [M, D]"""
-        return self._head_of(batch, places_M, is_bare=True)
+        return self._head_of(batch, positions_M, is_bare=True)
 
     def _head_of(
         self, batch: TensorBatch, predictors_M: torch.Tensor, *scored: torch.Tensor, is_bare: bool = False
@@ -234,12 +234,12 @@ class Policy:
         forward pass.
         """
         token_ids_BL, positions_BL, experts_BLRK = batch.token_ids_BL, batch.positions_BL, batch.experts_BLRK
-        mine_M, size = None, len(predictors_M)
+        own_M, size = None, len(predictors_M)
         if (share := batch.layout.share) is not None:
             token_ids_BL, positions_BL = share.take(token_ids_BL), share.take(positions_BL)
             experts_BLRK = None if experts_BLRK is None else share.take(experts_BLRK)
-            mine_M, predictors_M = share.find(predictors_M)
-            scored = tuple(each_N[mine_M] for each_N in scored)
+            own_M, predictors_M = share.find(predictors_M)
+            scored = tuple(each_N[own_M] for each_N in scored)
         replay(self._routers, experts_BLRK)
         with ExitStack() as stack:
             if self._host_weights is not None:
@@ -250,9 +250,9 @@ class Policy:
                 hidden_BLD = local(self._decoder.hidden(token_ids_BL, positions_BL, batch.layout))
             hidden_MD = hidden_BLD.flatten(0, 1).index_select(0, predictors_M)
             found = self._bare(hidden_MD) if is_bare else self._decoder.head(hidden_MD, *scored)
-        if share is None or mine_M is None:
+        if share is None or own_M is None:
             return found
-        spread = partial(share.ranks.spread, at_M=mine_M, size=size)
+        spread = partial(share.ranks.spread, at_M=own_M, size=size)
         return tuple(map(spread, found)) if scored else spread(found)
 
     def _bare(self, hidden_MD: torch.Tensor) -> torch.Tensor:

@@ -145,13 +145,13 @@ class WeightPublisher:
         if self._held not in (None, version):
             self._kept.appendleft(self._held)
             self._held = None
-        is_there = version is None or version == self._held or version in self._kept
+        is_available = version is None or version == self._held or version in self._kept
         if version in self._kept:
             self._kept.remove(version)
             self._held = version
         transport.hold(self._held)
         self._release_oldest()
-        return is_there
+        return is_available
 
     def _release_oldest(self) -> None:
         while len(self._kept) > NUM_KEPT:  # the transport may have released it already, to make room

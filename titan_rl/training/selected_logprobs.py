@@ -98,7 +98,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             shifted_NV, probs_NV, log_sums_N, _ = _distribution(
                 hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], layer
             )
-            at_NJ, is_here_NJ = _places(targets_NJ[rows], weight_VD, shard)
+            at_NJ, is_here_NJ = _local_positions(targets_NJ[rows], weight_VD, shard)
             chosen_NJ = shifted_NV.gather(-1, at_NJ) * is_here_NJ
             expected_N = torch.linalg.vecdot(probs_NV, shifted_NV)
             if shard is not None:
@@ -125,7 +125,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 _, probs_NV, _, slope_NV = _distribution(
                     hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], ctx.layer
                 )
-            at_NJ, is_here_NJ = _places(targets_NJ[rows], weight_VD, shard)
+            at_NJ, is_here_NJ = _local_positions(targets_NJ[rows], weight_VD, shard)
             scaled_NJ = grad_NJ[rows] / temperatures_N[rows, None]
             grad_NV = probs_NV * -scaled_NJ.sum(-1, keepdim=True)
             grad_NV.scatter_add_(-1, at_NJ, (scaled_NJ * is_here_NJ).to(grad_NV.dtype))
@@ -189,7 +189,7 @@ def _distribution(
     return shifted_NV, probs_NV, sums_N1.squeeze(-1).log(), slope_NV
 
 
-def _places(
+def _local_positions(
     targets_NJ: torch.Tensor, weight_VD: torch.Tensor, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of the targets' logits on this rank, and whether this rank has them.  # int64 [N, J], bool [N, J]"""

@@ -75,7 +75,7 @@ class Teacher:
         self._sampling = SamplingParams(max_tokens=1, prompt_logprobs=top_k)
         self._prompt = prompt
         self._outage_s = outage_s
-        self._places = asyncio.Semaphore(MOST_IN_FLIGHT)
+        self._slots = asyncio.Semaphore(MOST_IN_FLIGHT)
         self._console = console
         self._outage = Outage(f"the teacher {name}", console)
         self._is_length_reported = False
@@ -90,18 +90,18 @@ class Teacher:
         """
         if group.failure is not None or group.is_aborted:
             return
-        asked: dict[tuple[int, ...], asyncio.Task[PromptScores]] = {}
+        pending: dict[tuple[int, ...], asyncio.Task[PromptScores]] = {}
         try:
-            await together([self._score(rollout, asked) for rollout in group.rollouts if _is_trained(rollout)])
+            await together([self._score(rollout, pending) for rollout in group.rollouts if _is_trained(rollout)])
         finally:
-            for task in asked.values():
+            for task in pending.values():
                 task.cancel()
 
-    async def _score(self, rollout: Rollout, asked: dict[tuple[int, ...], asyncio.Task[PromptScores]]) -> None:
+    async def _score(self, rollout: Rollout, pending: dict[tuple[int, ...], asyncio.Task[PromptScores]]) -> None:
         """Score the turns of one rollout, in place.
 
         Args:
-            asked: Requests of the group by their tokens. Siblings with the same tokens share a request.
+            pending: Requests of the group by their tokens. Siblings with the same tokens share a request.
         """
         clock = asyncio.get_running_loop().time
         began, turns = clock(), list[Turn]()
@@ -113,7 +113,7 @@ class Teacher:
                 if tuple(run[0].prompt_token_ids[: len(replaced)]) != replaced:
                     turns += run  # without scores: an edited history has no place for the privileged prompt
                 else:
-                    turns += await self._score_run(run, request_id, len(replaced), instead, asked)
+                    turns += await self._score_run(run, request_id, len(replaced), instead, pending)
         rollout.turns[:] = turns
         rollout.metrics["teacher_seconds"] = clock() - began
         if (kl := sampled_kl(turns)) is not None:
@@ -125,7 +125,7 @@ class Teacher:
         request_id: str,
         num_replaced: int,
         instead: Sequence[int] | None,
-        asked: dict[tuple[int, ...], asyncio.Task[PromptScores]],
+        pending: dict[tuple[int, ...], asyncio.Task[PromptScores]],
     ) -> list[Turn]:
         """Score turns that extend each other, with one request.
 
@@ -140,8 +140,8 @@ class Teacher:
         prompt = prompt[: self._max_context - 1]
         if len(prompt) < 2:
             return list(run)
-        if (task := asked.get(tuple(prompt))) is None:
-            task = asked[tuple(prompt)] = asyncio.ensure_future(self._ask(prompt, request_id))
+        if (task := pending.get(tuple(prompt))) is None:
+            task = pending[tuple(prompt)] = asyncio.ensure_future(self._ask(prompt, request_id))
         scores, shift = await asyncio.shield(task), len(instead or ()) - num_replaced
         scored: list[Turn] = []
         for turn in run:
@@ -186,7 +186,7 @@ class Teacher:
             attempt += 1
 
     async def _attempt(self, prompt: Sequence[int], request_id: str) -> PromptScores:
-        async with self._places:
+        async with self._slots:
             try:
                 async with asyncio.timeout(self._outage_s):
                     completion = await self._generate(prompt, request_id=request_id, sampling=self._sampling)

@@ -51,7 +51,7 @@ from titan_rl.core.calls.parsing import host_of, names_this_machine
 from titan_rl.core.errors import ConfigError
 from titan_rl.viewer.html import STATIC, page_file, served_page
 from titan_rl.viewer.metric_columns import described
-from titan_rl.viewer.rollout_index import QueryError, RolloutQuery, number, whole
+from titan_rl.viewer.rollout_index import QueryError, RolloutQuery, integer, number
 from titan_rl.viewer.runs import RunReader, Runs
 from titan_rl.viewer.summary import settings_of
 from titan_rl.viewer.timeline import chrome_trace
@@ -189,7 +189,7 @@ def _metrics(request: Request, reader: RunReader) -> Response:
 def _curves(request: Request, reader: RunReader) -> Response:
     given = request.query_params
     names = [name for name in given.get("names", "").split(",") if name]
-    points = whole("points", given.get("points") or "1000", least=2, most=MAX_POINTS)
+    points = integer("points", given.get("points") or "1000", least=2, most=MAX_POINTS)
     first = number("from", given["from"]) if given.get("from") else -math.inf
     last = number("to", given["to"]) if given.get("to") else math.inf
     return _json({"curves": reader.curves(names, points, first, last)})
@@ -205,7 +205,7 @@ def _timeline(request: Request, reader: RunReader) -> Response:
         number(name, given[name]) if given.get(name) else None for name in ("from", "to", "seen_from", "seen_to")
     )
     seen = None if seen_from is None or seen_to is None else (seen_from, seen_to)
-    width = whole("width", given.get("width") or "1000", least=1, most=MAX_POINTS)
+    width = integer("width", given.get("width") or "1000", least=1, most=MAX_POINTS)
     answer = reader.traces.timeline(first, last, width, seen, TRACE_PATIENCE_S)
     return _json({**answer, "bottleneck": reader.summary()["bottleneck"]})
 
@@ -226,7 +226,7 @@ def _prompts(request: Request, reader: RunReader) -> Response:
 
 def _rollout(request: Request, reader: RunReader) -> Response:
     text = request.path_params["index"]
-    line = reader.rollout(whole("index", text, least=0, most=1 << 53))
+    line = reader.rollout(integer("index", text, least=0, most=1 << 53))
     if line is None:
         raise HTTPException(404, f"there is no rollout {text}")
     return Response(line, media_type="application/json")
@@ -311,8 +311,8 @@ def listen(port: int | None) -> socket.socket:
         listener.listen()
     except (OSError, OverflowError) as error:
         listener.close()
-        said = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        raise ConfigError(f"--port {port}: {said}; take another one, or 0 for any that is free") from None
+        problem = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise ConfigError(f"--port {port}: {problem}; take another one, or 0 for any that is free") from None
     return listener
 
 

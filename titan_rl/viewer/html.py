@@ -49,9 +49,9 @@ def report_page(data: Mapping[str, Any], title: str) -> bytes:
         title: Title of the document.
     """
     policy = "default-src 'none'; script-src data: {hash}; style-src data:; img-src data:; base-uri 'none'"
-    place = token_hex()  # in a str, each character would take four bytes if one of them is an emoji
-    page = _page(_data_url, f"{policy}; form-action 'none'", data=Markup(place), title=title).html.encode()
-    return page.replace(place.encode(), _json_in_html(data))
+    placeholder = token_hex()  # in a str, each character would take four bytes if one of them is an emoji
+    page = _page(_data_url, f"{policy}; form-action 'none'", data=Markup(placeholder), title=title).html.encode()
+    return page.replace(placeholder.encode(), _json_in_html(data))
 
 
 def page_file(path: str) -> tuple[bytes, str]:

@@ -36,9 +36,9 @@ class MetricColumns:
             if name not in self._steps:
                 self._steps[name], self._values[name] = array("d"), array("d")
             steps, values = self._steps[name], self._values[name]
-            place = len(steps) if not steps or steps[-1] <= step else bisect_right(steps, step)
-            steps.insert(place, step)
-            values.insert(place, math.nan if value is None else value)
+            index = len(steps) if not steps or steps[-1] <= step else bisect_right(steps, step)
+            steps.insert(index, step)
+            values.insert(index, math.nan if value is None else value)
 
     def __contains__(self, name: str) -> bool:
         return name in self._steps
@@ -95,7 +95,7 @@ def _finite(value: float) -> float | None:
 
 
 OTHERS = "Others"
-_ORDER = {group.value: place for place, group in enumerate(MetricGroup)}
+_ORDER = {group.value: index for index, group in enumerate(MetricGroup)}
 
 
 def described(names: Iterable[str]) -> list[dict[str, Any]]:

@@ -102,14 +102,14 @@ def _rollouts(
     kept: dict[int, msgspec.Raw] = {}
     spent = 0
     lines = prompts["prompts"]
-    for place in sorted(range(len(lines)), key=lambda place: place != prompts["median"]):
-        for step in lines[place]["steps"]:
+    for index in sorted(range(len(lines)), key=lambda index: index != prompts["median"]):
+        for step in lines[index]["steps"]:
             line = reader.rollout(step["index"])
             if line is not None and spent + len(line) + _ROW_BYTES <= _PROMPTS_SHARE * most_bytes:
                 kept[step["index"]] = msgspec.Raw(line)
                 spent += len(line) + _ROW_BYTES
-    for phase, place in _spread(phases):
-        group = reader.group(phase, place)
+    for phase, index in _spread(phases):
+        group = reader.group(phase, index)
         found = {i: line for i in group if i not in kept and (line := reader.rollout(i)) is not None}
         size = sum(len(line) + _ROW_BYTES for line in found.values())
         if spent + size > most_bytes:
@@ -122,9 +122,9 @@ def _rollouts(
 def _kept_prompts(prompts: Mapping[str, Any], kept: Mapping[int, msgspec.Raw]) -> dict[str, Any]:
     """Keep the prompts of which at least two steps are in the report."""
     steps = [[step for step in line["steps"] if step["index"] in kept] for line in prompts["prompts"]]
-    places = [place for place, found in enumerate(steps) if len(found) > 1]
-    lines = [{**prompts["prompts"][place], "steps": steps[place]} for place in places]
-    median = places.index(prompts["median"]) if prompts["median"] in places else 0 if lines else None
+    indices = [index for index, found in enumerate(steps) if len(found) > 1]
+    lines = [{**prompts["prompts"][index], "steps": steps[index]} for index in indices]
+    median = indices.index(prompts["median"]) if prompts["median"] in indices else 0 if lines else None
     return {"same": prompts["same"], "prompts": lines, "median": median}
 
 
@@ -135,7 +135,7 @@ def _spread(phases: Mapping[str, int]) -> Iterator[tuple[str, int]]:
         phases: Number of groups of each phase.
     """
     in_turn = zip_longest(*(_halving(count) for count in phases.values()))
-    return ((phase, place) for turn in in_turn for phase, place in zip(phases, turn, strict=True) if place is not None)
+    return ((phase, index) for turn in in_turn for phase, index in zip(phases, turn, strict=True) if index is not None)
 
 
 def _halving(count: int) -> Iterator[int]:

@@ -82,7 +82,7 @@ class RolloutQuery:
                     raise QueryError(name, text, "true or false")
                 values[name] = text == "true"
             elif kinds[name].startswith("int"):
-                values[name] = whole(name, text, least=0, most=MAX_LIMIT if name == "limit" else 1 << 53)
+                values[name] = integer(name, text, least=0, most=MAX_LIMIT if name == "limit" else 1 << 53)
             else:
                 values[name] = text
         if values.get("sort", "index") not in SORTABLE:
@@ -105,7 +105,7 @@ def number(name: str, text: str) -> float:
     return value
 
 
-def whole(name: str, text: str, *, least: int, most: int) -> int:
+def integer(name: str, text: str, *, least: int, most: int) -> int:
     """Parse an integer.
 
     Raises:
@@ -207,18 +207,18 @@ class RolloutIndex:
         """Add lines of the file with their offsets."""
         rows: list[tuple[Any, ...]] = []
         previews: list[tuple[int, str]] = []
-        places = count(self._size)
+        indices = count(self._size)
         for offset, line in lines:
             record = self._read(line)
             if record is None:
                 self.num_broken += bool(line.strip())
                 continue
-            place = next(places)
+            index = next(indices)
             shown = (getattr(record, name) for name in _SHOWN if name not in ("turns", "prompt"))
             *head, dropped = (printable(value) if isinstance(value, str) else value for value in shown)
-            rows.append((place, *head, len(record.turns), dropped, _prompt(record), offset, len(line)))
+            rows.append((index, *head, len(record.turns), dropped, _prompt(record), offset, len(line)))
             searched, preview = _texts(record)
-            previews.append((place, preview))
+            previews.append((index, preview))
             if self._keeps_text:
                 self._texts.append(searched.encode())
             self._widen(record)
@@ -249,7 +249,7 @@ class RolloutIndex:
                 low, high = self._ranges.setdefault(name, [value, value])
                 self._ranges[name] = [min(low, value), max(high, value)]
 
-    def place(self, index: int) -> tuple[int, int] | None:
+    def byte_range(self, index: int) -> tuple[int, int] | None:
         """Return (offset, length) of a rollout's line; None if there is no such rollout."""
         found = self._database.execute('SELECT offset, length FROM rollouts WHERE "index" = ?', [index])
         return cast("tuple[int, int] | None", found.fetchone())
@@ -267,12 +267,12 @@ class RolloutIndex:
         )
         return dict(self._database.execute("SELECT phase, count(*) FROM groups GROUP BY phase ORDER BY phase"))
 
-    def group(self, phase: str, place: int) -> list[int]:
+    def group(self, phase: str, group_index: int) -> list[int]:
         """Return the indices of a group's rollouts. The groups of a phase are ordered by step."""
         found = self._database.execute(
             'SELECT "index" FROM groups JOIN rollouts ON rollouts.group_id = groups.group_id '
             'AND "index" BETWEEN first AND last WHERE groups.phase = ? AND place = ? ORDER BY "index"',
-            [phase, place],
+            [phase, group_index],
         )
         return [index for (index,) in found]
 
@@ -299,8 +299,8 @@ class RolloutIndex:
                 if lines:
                     last = max(line["steps"][-1]["step"] for line in lines)
                     scored = [
-                        (line["steps"][-1]["reward"], place)
-                        for place, line in enumerate(lines)
+                        (line["steps"][-1]["reward"], index)
+                        for index, line in enumerate(lines)
                         if line["steps"][-1]["step"] == last and line["steps"][-1]["reward"] is not None
                     ]
                     return {"same": by == _KEY, "prompts": lines, "median": median_low(scored)[1] if scored else 0}
@@ -378,7 +378,7 @@ class RolloutIndex:
             differing = [
                 name
                 for name, value in zip(_FACETS, found, strict=True)
-                if (asked := getattr(query, name)) is not None and value != asked
+                if (wanted := getattr(query, name)) is not None and value != wanted
             ]
             total += count_of if not differing else 0
             for name, value in zip(_FACETS, found, strict=True):
@@ -393,7 +393,7 @@ class RolloutIndex:
         if not (self._searched and self._searched in text):
             self._hits.clear()
         elif self._searched != text:
-            self._hits[:] = bytes(hit and sought in self._texts[place] for place, hit in enumerate(self._hits))
+            self._hits[:] = bytes(hit and sought in self._texts[index] for index, hit in enumerate(self._hits))
         self._hits += bytes(sought in found for found in islice(self._texts, len(self._hits), None))
         self._searched = text
 
@@ -441,12 +441,12 @@ def _where(query: RolloutQuery, filters: Mapping[str, str]) -> tuple[str, Sequen
 
 def _texts(record: _Line) -> tuple[str, str]:
     """Text to search, and the preview in a row: the end of the last reply, or the error."""
-    said = [(message.get("role"), _text(message)) for message in map(as_table, record.messages) if message]
-    whole = "\n".join(text for _, text in said)
-    kept = whole if len(whole) <= 2 * KEPT_TEXT else f"{whole[:KEPT_TEXT]}\n{whole[-KEPT_TEXT:]}"
+    messages = [(message.get("role"), _text(message)) for message in map(as_table, record.messages) if message]
+    transcript = "\n".join(text for _, text in messages)
+    kept = transcript if len(transcript) <= 2 * KEPT_TEXT else f"{transcript[:KEPT_TEXT]}\n{transcript[-KEPT_TEXT:]}"
     searched = f"{record.error or ''}\n{kept}".casefold()
-    answers = [text for role, text in said if role == "assistant" and text.strip()]
-    preview = answers[-1] if answers else record.error or whole
+    answers = [text for role, text in messages if role == "assistant" and text.strip()]
+    preview = answers[-1] if answers else record.error or transcript
     return printable(searched), printable(" ".join(preview[: 4 * PREVIEW].split())[:PREVIEW])
 
 

@@ -135,10 +135,10 @@ class RunReader:
         with self._lock:
             return self._index.count_groups(), self._indexed
 
-    def group(self, phase: str, place: int) -> list[int]:
+    def group(self, phase: str, group_index: int) -> list[int]:
         """Return the indices of a group's rollouts; see `RolloutIndex.group`."""
         with self._lock:
-            return self._index.group(phase, place)
+            return self._index.group(phase, group_index)
 
     @property
     def num_rollouts(self) -> int:
@@ -156,10 +156,10 @@ class RunReader:
         if index >= len(self._index):
             self._read_rollouts(PATIENCE_S)
         with self._lock:
-            place = self._index.place(index)
-            if place is None:
+            byte_range = self._index.byte_range(index)
+            if byte_range is None:
                 return None
-            offset, length = place
+            offset, length = byte_range
             try:
                 with open_file(self.folder / "rollouts.jsonl") as file:
                     file.seek(offset)
@@ -192,8 +192,8 @@ class RunReader:
                 self._columns.add(record)
                 for name, seconds in parts_of(record).items():
                     self._parts[name] += seconds
-                told = self._signs.look(record)
-                self._warnings += [f"step {record.get('step')}: {text}" for text in told]
+                warnings = self._signs.look(record)
+                self._warnings += [f"step {record.get('step')}: {text}" for text in warnings]
 
     def _read_rollouts(self, patience_s: float) -> None:
         """Index new lines until all are indexed or the time is up. Other threads can take the lock between chunks."""

@@ -142,9 +142,9 @@ def _tiles_of_cost(folder: Path, config: Mapping[str, Any]) -> Iterator[Tile]:
 
 def _duration(seconds: float) -> str:
     """Format a duration. Example: 3725 s becomes "1 h 2 min"."""
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    parts = {"h": hours, "min": minutes, "s": 0 if hours else whole % 60}
+    rounded = round(seconds)
+    hours, minutes = divmod(rounded // 60, 60)
+    parts = {"h": hours, "min": minutes, "s": 0 if hours else rounded % 60}
     return " ".join(f"{count} {unit}" for unit, count in parts.items() if count) or "0 s"
 
 

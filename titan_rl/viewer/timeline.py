@@ -70,16 +70,16 @@ def timeline(
     for process, trace in processes.items():
         for lane in sorted_lanes(trace.lanes):
             spans = trace.lanes[lane].spans
-            if waits[spans["kind"]].any() and (told := idle_time(spans, waits, *counted)) is not None:
-                idle.append({"lane": f"{process}/{lane}", **told})
+            if waits[spans["kind"]].any() and (waited := idle_time(spans, waits, *counted)) is not None:
+                idle.append({"lane": f"{process}/{lane}", **waited})
             window = spans[: np.searchsorted(spans["start"], end, "right")]
             window = window[window["end"] >= start]
             if len(window):
                 kind = kind_of(lane, spans, names)
                 drawn = _drawn(trace.lanes[lane], window, (end - start) / max(1, width), kind, names, waits)
-                told = [[(lo - began) / 1e6, (hi - began) / 1e6, name, args] for lo, hi, name, args in drawn]
+                shown = [[(lo - began) / 1e6, (hi - began) / 1e6, name, args] for lo, hi, name, args in drawn]
                 host = {"host": trace.host} if are_apart else {}
-                lanes.append({"process": process, "lane": lane, "kind": kind, **host, "spans": told})
+                lanes.append({"process": process, "lane": lane, "kind": kind, **host, "spans": shown})
     steps = [
         [step, (lo - began) / 1e6, (hi - began) / 1e6]
         for step, lo, hi in step_times(processes, names)
@@ -138,7 +138,7 @@ def step_times(processes: Mapping[str, ProcessTrace], names: Names) -> list[tupl
     if trace is None or STEPS not in trace.lanes:
         return []
     spans = trace.lanes[STEPS].spans
-    spans = spans[(spans["step"] > 0) & ~np.isin(spans["kind"], names.places(BETWEEN_STEPS))]
+    spans = spans[(spans["step"] > 0) & ~np.isin(spans["kind"], names.indices(BETWEEN_STEPS))]
     if not len(spans):
         return []
     spans = spans[np.argsort(spans["step"], kind="stable")]
@@ -150,7 +150,7 @@ def step_times(processes: Mapping[str, ProcessTrace], names: Names) -> list[tupl
 
 def sync_times(processes: Mapping[str, ProcessTrace], names: Names) -> list[tuple[int, int]]:
     """Return each version with the end of its last pull by an engine, in microseconds since 1970."""
-    (pull,) = names.places(["pull"])
+    (pull,) = names.indices(["pull"])
     found: dict[int, int] = {}
     for trace in processes.values():
         if ENGINE in trace.lanes:
@@ -266,7 +266,7 @@ def chrome_trace(folder: Path) -> Iterator[bytes]:
 def _events(traces: Traces) -> Iterator[Mapping[str, Any]]:
     processes = traces.read()
     tids = count(1)
-    places: dict[tuple[str, str], dict[str, int]] = {}
+    lane_ids: dict[tuple[str, str], dict[str, int]] = {}
     are_apart = len({trace.host for trace in processes.values() if trace.host}) > 1
     for pid, (process, trace) in enumerate(processes.items(), start=1):
         yield _name("process_name", pid, 0, {"name": process})
@@ -274,24 +274,24 @@ def _events(traces: Traces) -> Iterator[Mapping[str, Any]]:
             yield _name("process_labels", pid, 0, {"labels": f"on {trace.host}"})
         yield _name("process_sort_index", pid, 0, {"sort_index": pid})
         for lane in sorted_lanes(trace.lanes):
-            place = places[process, lane] = {"pid": pid, "tid": next(tids)}
-            yield _name("thread_name", **place, args={"name": lane})
-            yield _name("thread_sort_index", **place, args={"sort_index": place["tid"]})
+            ids = lane_ids[process, lane] = {"pid": pid, "tid": next(tids)}
+            yield _name("thread_name", **ids, args={"name": lane})
+            yield _name("thread_sort_index", **ids, args={"sort_index": ids["tid"]})
             for span in trace.lanes[lane]:
                 times = {"ts": _chrome_us(span.start), "dur": _chrome_us(span.end - span.start)}
-                yield {"ph": "X", "name": span.name, "cat": span.kind, **place, **times, "args": span.args}
+                yield {"ph": "X", "name": span.name, "cat": span.kind, **ids, **times, "args": span.args}
         for name, counts in trace.counters.items():
             for one in counts:
                 yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _chrome_us(one.start), "args": one.args}
-    yield from _flows(traces, processes, places)
+    yield from _flows(traces, processes, lane_ids)
 
 
 def _flows(
-    traces: Traces, processes: Mapping[str, ProcessTrace], places: Mapping[tuple[str, str], dict[str, int]]
+    traces: Traces, processes: Mapping[str, ProcessTrace], lane_ids: Mapping[tuple[str, str], dict[str, int]]
 ) -> Iterator[Mapping[str, Any]]:
     """Make an arrow from the copy of each version to each of its pulls."""
     ids = count(1)
-    published, pulled = traces.names.places([PUBLISHED, PULLED])
+    published, pulled = traces.names.indices([PUBLISHED, PULLED])
     copies: dict[int, tuple[int, dict[str, int]]] = {}
     pulls: list[tuple[int, int, dict[str, int]]] = []
     for process, trace in processes.items():
@@ -299,15 +299,15 @@ def _flows(
             spans = found.spans
             if process.startswith("trainer"):
                 for version, start in _versions(spans[spans["name"] == published]):
-                    copies.setdefault(version, (start, places[process, lane]))
+                    copies.setdefault(version, (start, lane_ids[process, lane]))
             elif process.startswith("generator"):
                 for version, start in _versions(spans[spans["name"] == pulled]):
-                    pulls.append((version, start, places[process, lane]))
+                    pulls.append((version, start, lane_ids[process, lane]))
     for version, start, to in pulls:
         if version in copies:
-            copied, place = copies[version]
+            copied, source = copies[version]
             about = {"name": f"version {version}", "cat": "sync", "id": next(ids)}
-            yield {"ph": "s", **about, **place, "ts": copied}
+            yield {"ph": "s", **about, **source, "ts": copied}
             yield {"ph": "f", "bp": "e", **about, **to, "ts": start}
 
 

@@ -66,14 +66,14 @@ class Names:
     """Table of names, in which each name has an index."""
 
     def __init__(self) -> None:
-        self._places: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
         self._names: list[str] = []
 
-    def __getitem__(self, place: int) -> str:
-        return self._names[place]
+    def __getitem__(self, index: int) -> str:
+        return self._names[index]
 
-    def places(self, names: Iterable[str]) -> list[int]:
-        return [place if (place := self._places.get(name)) is not None else self._add(name) for name in names]
+    def indices(self, names: Iterable[str]) -> list[int]:
+        return [index if (index := self._indices.get(name)) is not None else self._add(name) for name in names]
 
     def idle(self) -> NDArray[np.bool_]:
         """Return whether spans of a kind wait, by index of the kind."""
@@ -81,7 +81,7 @@ class Names:
 
     def _add(self, name: str) -> int:
         self._names.append(name)
-        return self._places.setdefault(name, len(self._names) - 1)
+        return self._indices.setdefault(name, len(self._names) - 1)
 
 
 class Lane:
@@ -102,7 +102,7 @@ class Lane:
         if self._fresh:
             spans = np.concatenate([self._spans, *self._fresh])
             self._fresh.clear()
-            spans = _whole(spans)
+            spans = _joined(spans)
             self._spans = spans = spans[np.lexsort((-spans["end"], spans["start"]))]
             # Two adjacent spans may overlap by a microsecond, because the clock is read twice between them.
             ends = np.sort(np.maximum(spans["end"], spans["start"] + 2))
@@ -151,10 +151,10 @@ def plane_of(kind: str) -> str:
 
 def sorted_lanes(lanes: Iterable[str]) -> list[str]:
     """Lanes in display order: "rollout 2" before "rollout 10"."""
-    return sorted(lanes, key=lambda lane: place_of(lane, _LANES))
+    return sorted(lanes, key=lambda lane: sort_key(lane, _LANES))
 
 
-def place_of(name: str, order: Sequence[str]) -> tuple[int, str, int]:
+def sort_key(name: str, order: Sequence[str]) -> tuple[int, str, int]:
     """Sort key: the index of the first prefix in `order`, and the number at the end of the name."""
     matched = re.fullmatch(r"(.*?)[ -]?(\d*)", name, re.DOTALL)
     assert matched is not None
@@ -162,7 +162,7 @@ def place_of(name: str, order: Sequence[str]) -> tuple[int, str, int]:
     return next((i for i, one in enumerate(order) if kind.startswith(one)), len(order)), kind, number
 
 
-def _whole(spans: Spans) -> Spans:
+def _joined(spans: Spans) -> Spans:
     """Join the parts of each span, keeping the line of the last part."""
     if not spans["goes_on"].any():
         return spans
@@ -170,9 +170,9 @@ def _whole(spans: Spans) -> Spans:
     same = (spans["name"][1:] == spans["name"][:-1]) & (spans["kind"][1:] == spans["kind"][:-1])
     follows = same & spans["goes_on"][:-1] & (spans["start"][1:] == spans["end"][:-1])
     firsts = np.concatenate([[True], ~follows])
-    whole = spans[np.concatenate([~follows, [True]])]
-    whole["start"] = spans["start"][firsts]
-    return whole
+    joined = spans[np.concatenate([~follows, [True]])]
+    joined["start"] = spans["start"][firsts]
+    return joined
 
 
 def _args(line: bytes) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class Traces:
             size += chunk.size
             read += chunk.size if chunk.is_last else chunk.read  # the rest of an incomplete line may never come
         self.share_read = read / size if size else 1.0
-        return {name: self._processes[name] for name in sorted(self._processes, key=_place_of_process)}
+        return {name: self._processes[name] for name in sorted(self._processes, key=_process_sort_key)}
 
     def _files(self) -> list[Path]:
         """List the files. Links are excluded, because they may lead out of the run's folder."""
@@ -298,17 +298,17 @@ class Traces:
     def _add(self, process: str, path: Path, events: list[_Event], offsets: list[int], lengths: list[int]) -> None:
         trace, lanes = self._processes[process], self._lane_names[process]
         kept: dict[str, list[int]] = {"X": [], "C": []}
-        for place, event in enumerate(events):
+        for index, event in enumerate(events):
             if event.ph in kept:
-                kept[event.ph].append(place)
+                kept[event.ph].append(index)
             elif event.ph == "M" and event.name == "thread_name" and event.args is not None:
                 lanes[event.tid] = str(event.args.name)
             elif event.ph == "M" and event.name == "process_name" and event.args is not None:
                 trace.host = str(event.args.host or "")
         for phase, into in ("X", trace.lanes), ("C", trace.counters):
-            places = kept[phase]
-            chosen = [events[place] for place in places]
-            spans = self._columns(chosen, [offsets[place] for place in places], [lengths[place] for place in places])
+            indices = kept[phase]
+            chosen = [events[index] for index in indices]
+            spans = self._columns(chosen, [offsets[index] for index in indices], [lengths[index] for index in indices])
             by = [lanes.get(event.tid, str(event.tid)) if phase == "X" else event.name for event in chosen]
             for name, part in _parts(by):
                 if name not in into:
@@ -320,8 +320,8 @@ class Traces:
         spans["start"] = [event.ts for event in events]
         spans["end"] = [event.ts + event.dur for event in events]
         spans["offset"], spans["length"] = offsets, lengths
-        spans["name"] = self.names.places(event.name for event in events)
-        spans["kind"] = self.names.places(event.cat for event in events)
+        spans["name"] = self.names.indices(event.name for event in events)
+        spans["kind"] = self.names.indices(event.cat for event in events)
         args = [event.args or _NO_ARGS for event in events]
         spans["step"] = [_number(one.step) for one in args]
         spans["version"] = [_number(one.version) for one in args]
@@ -332,8 +332,8 @@ class Traces:
 def _parts(names: Sequence[str]) -> list[tuple[str, list[int]]]:
     """Return each name with its positions."""
     found: dict[str, list[int]] = {}
-    for place, name in enumerate(names):
-        found.setdefault(name, []).append(place)
+    for index, name in enumerate(names):
+        found.setdefault(name, []).append(index)
     return [*found.items()]
 
 
@@ -341,5 +341,5 @@ def _number(value: object) -> int:
     return value if isinstance(value, int) and 0 <= value < _LARGEST else -1
 
 
-def _place_of_process(name: str) -> tuple[int, str, int]:
-    return place_of(name.replace("-rank", " "), _PROCESSES)
+def _process_sort_key(name: str) -> tuple[int, str, int]:
+    return sort_key(name.replace("-rank", " "), _PROCESSES)

@@ -178,19 +178,19 @@ def _learning(columns: MetricColumns) -> Verdict | None:
         steps = max((columns.count(name) for name in EARNED), default=0)
         text = f"{steps} step{'' if steps == 1 else 's'} so far; {2 * _FEWEST} steps, or two validations, say more."
         return _verdict("", "Too early to tell whether it learns", text, link)
-    told = "; ".join(_told(change) for change in changes)
+    changes_text = "; ".join(_change_text(change) for change in changes)
     directions = [change.direction for change in changes]
     if held_out is not None and earned is not None and held_out.direction < 0 < earned.direction:
-        text = f"{told}. More samples, or fewer steps on the same ones."
+        text = f"{changes_text}. More samples, or fewer steps on the same ones."
         return _verdict("bad", "It learns its samples by heart: training rises, held-out prompts fall", text, link)
     if max(directions) > 0 and min(directions) >= 0:
-        return _verdict("good", "It learns", f"{told}.", link)
+        return _verdict("good", "It learns", f"{changes_text}.", link)
     if min(directions) < 0:
-        return _verdict("bad", "It gets worse", f"{told}. Try a lower training.lr.", link)
+        return _verdict("bad", "It gets worse", f"{changes_text}. Try a lower training.lr.", link)
     if max(columns.count(name) for name in EARNED) < 2 * RECENT:
-        return _verdict("", "Too early to tell whether it learns", f"{told}: no more than noise so far.", link)
+        return _verdict("", "Too early to tell whether it learns", f"{changes_text}: no more than noise so far.", link)
     return _verdict(
-        "bad", "It does not learn", f"{told}: no more than noise.", _rollouts(columns, "its latest rollouts")
+        "bad", "It does not learn", f"{changes_text}: no more than noise.", _rollouts(columns, "its latest rollouts")
     )
 
 
@@ -202,12 +202,12 @@ def _of_loss(columns: MetricColumns) -> Verdict | None:
         return _verdict("", "Too early to tell whether it learns", "", None) if columns.count(LOSSES[1]) else None
     link = _curves("loss", "loss by step")
     if change.direction < 0:
-        return _verdict("good", "It learns", f"{_told(change)}.", link)
+        return _verdict("good", "It learns", f"{_change_text(change)}.", link)
     title = "It gets worse" if change.direction > 0 else "It does not learn"
-    return _verdict("bad", title, f"{_told(change)}. Try another sft.lr.", link)
+    return _verdict("bad", title, f"{_change_text(change)}. Try another sft.lr.", link)
 
 
-def _told(change: Change) -> str:
+def _change_text(change: Change) -> str:
     names = {HELD_OUT: "Held-out reward", LOSSES[0]: "Held-out loss", LOSSES[1]: "Loss"}
     name = names.get(change.metric, "Reward in training")
     error = "" if change.error is None else f" ± {change.error:.3f}"
@@ -414,12 +414,12 @@ class WarningSigns:
         Args:
             metrics: One line of `metrics.jsonl`. Lines without a sign's metric do not count for that sign.
         """
-        told: list[str] = []
+        warnings: list[str] = []
         for sign in SIGNS:
             share = metrics.get(sign.metric)
             if not isinstance(share, int | float) or self._seen[sign] >= IN_A_ROW:
                 continue
             self._seen[sign] = self._seen[sign] + 1 if share >= sign.least else 0
             if self._seen[sign] == IN_A_ROW:
-                told.append(f"for {IN_A_ROW} steps {sign.text}")
-        return told
+                warnings.append(f"for {IN_A_ROW} steps {sign.text}")
+        return warnings

@@ -153,7 +153,7 @@ def _check(slices: list[tuple[int, TensorEntry]], tensor: str) -> list[tuple[int
             )
         start = position_of(entry).start
         if not len(start) == len(entry.shape) == len(shape) or not all(
-            0 <= at <= at + size <= whole for at, size, whole in zip(start, entry.shape, shape, strict=True)
+            0 <= at <= at + size <= length for at, size, length in zip(start, entry.shape, shape, strict=True)
         ):
             raise StateDictError(f"{tensor}: the slice {entry.shape} at {start} in shard {shard} is not within {shape}")
     filled = [(shard, entry) for shard, entry in slices if math.prod(entry.shape)]

@@ -73,17 +73,17 @@ def fill(
         tensor = value.tensor if isinstance(value, TensorSlice) else value
         end = entry.offset + entry.num_bytes
         if entry.num_bytes:
-            place = view(buffer, entry)
+            target = view(buffer, entry)
             if isinstance(buffer, np.ndarray) and tensor.device.type == "cpu" and tensor.is_contiguous():
                 at = entry.offset
-                parts = max(PIECE // place.itemsize, 1)
-                for to, source in zip(place.view(-1).split(parts), tensor.view(-1).split(parts), strict=True):
+                parts = max(PIECE // target.itemsize, 1)
+                for to, source in zip(target.view(-1).split(parts), tensor.view(-1).split(parts), strict=True):
                     to.copy_(source)
                     at += to.nbytes
                     if sums is not None:
                         sums.written(at)
             else:
-                place.copy_(tensor)
+                target.copy_(tensor)
         buffer[end : _align(end)] = 0  # old bytes of a reused shard would change the checksum
         if sums is not None:
             sums.written(_align(end))
@@ -131,17 +131,17 @@ def _tensor(slices: Sequence[tuple[int, TensorEntry]], buffers: Sequence[Buffer]
     if len(slices) == 1:
         ((shard, entry),) = slices
         tensor = view(buffers[shard], entry)
-        whole = tensor if entry.position is None else tensor.view(entry.position.global_shape)
-        return whole.clone() if copy else whole
+        full = tensor if entry.position is None else tensor.view(entry.position.global_shape)
+        return full.clone() if copy else full
     _, first = slices[0]
     pieces = [(entry, view(buffers[shard], entry)) for shard, entry in slices]
-    whole = torch.empty(position_of(first).global_shape, dtype=getattr(torch, first.dtype), device=pieces[0][1].device)
+    full = torch.empty(position_of(first).global_shape, dtype=getattr(torch, first.dtype), device=pieces[0][1].device)
     for entry, piece in pieces:
-        box = whole
+        box = full
         for dim, (start, size) in enumerate(zip(position_of(entry).start, entry.shape, strict=True)):
             box = box.narrow(dim, start, size)
         box.copy_(piece)
-    return whole
+    return full
 
 
 def _check_entry(entry: TensorEntry, num_bytes: int, version: int) -> None:

@@ -56,9 +56,9 @@ def published_checksums(manifest: Manifest) -> dict[str, TensorChecksum]:
     for shard, found in zip(manifest.shards, values, strict=True):
         if len(found) != len(shard.entries):
             raise StateDictError(f"{shard.location} has {len(found)} checksums for {len(shard.entries)} tensors")
-    places = [{id(entry): place for place, entry in enumerate(shard.entries)} for shard in manifest.shards]
+    index_of = [{id(entry): index for index, entry in enumerate(shard.entries)} for shard in manifest.shards]
     return {
-        name: _joined([(entry, int(values[shard][places[shard][id(entry)]])) for shard, entry in slices])
+        name: _joined([(entry, int(values[shard][index_of[shard][id(entry)]])) for shard, entry in slices])
         for name, slices in slices_by_name(manifest).items()
     }
 
@@ -73,8 +73,8 @@ def _key(name: str, value: torch.Tensor | TensorSlice) -> tuple[str, tuple[int, 
     if not isinstance(value, TensorSlice):
         return name, None
     position = value.position
-    is_whole = tuple(value.tensor.shape) == position.global_shape and not any(position.start)
-    return name, None if is_whole else position.start
+    is_full = tuple(value.tensor.shape) == position.global_shape and not any(position.start)
+    return name, None if is_full else position.start
 
 
 def _sum(value: torch.Tensor | TensorSlice) -> torch.Tensor:
@@ -201,8 +201,8 @@ class _Scored:
     """One version's probes, as the trainer and as the reader scored them."""
 
     sequences: tuple[tuple[int, ...], ...]
-    theirs: NDArray[np.float64]  # [num_scored_tokens of all probes]
-    mine: NDArray[np.float64]
+    trainer: NDArray[np.float64]  # [num_scored_tokens of all probes]
+    reader: NDArray[np.float64]
 
     @staticmethod
     def of(probes: Sequence[Probe], rows: Sequence[Sequence[float]]) -> _Scored:
@@ -218,9 +218,9 @@ class _Scored:
 
     def errors(self, now: _Scored) -> NDArray[np.float64]:
         """Allowed deviation of the reader's logprobs, for this version or another."""
-        own, free = np.abs(self.mine - self.theirs), np.abs(np.expm1(self.theirs))
+        own, free = np.abs(self.reader - self.trainer), np.abs(np.expm1(self.trainer))
         usual = float(np.linalg.norm(own)) / max(float(np.linalg.norm(free)), RESOLUTION)
-        return np.maximum(own, usual * np.maximum(free, np.abs(np.expm1(now.theirs)))) + RESOLUTION
+        return np.maximum(own, usual * np.maximum(free, np.abs(np.expm1(now.trainer)))) + RESOLUTION
 
 
 def _compare(now: _Scored, before: _Scored, version: int | None) -> tuple[float, float] | None:
@@ -229,7 +229,7 @@ def _compare(now: _Scored, before: _Scored, version: int | None) -> tuple[float,
     Raises:
         VerificationError: the missing part exceeds the margin.
     """
-    change, found = now.theirs - before.theirs, now.mine - before.mine
+    change, found = now.trainer - before.trainer, now.reader - before.reader
     size = float(np.linalg.norm(change))
     if not size:
         return None
@@ -277,7 +277,7 @@ def _check_distance(
     if not probes:
         return 0.0
     means = [
-        fmean(abs(mine - theirs) for mine, theirs in zip(logprobs, probe.logprobs, strict=True))
+        fmean(abs(own - expected) for own, expected in zip(logprobs, probe.logprobs, strict=True))
         for probe, logprobs in zip(probes, scored, strict=True)
     ]
     # With a NaN the result of `max` depends on the order, and every comparison is false.

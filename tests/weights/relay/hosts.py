@@ -68,7 +68,7 @@ class OddHost:
     def sends_slowly(self, data: np.ndarray, every_s: float, stop: threading.Event) -> None:
         """The right bytes, a chunk now and then, until it is told to stop."""
         self.copy.data[:] = data
-        while not stop.wait(every_s) and not self.copy.is_whole:
+        while not stop.wait(every_s) and not self.copy.is_complete:
             self.copy.add()
 
     def sends_one_chunk(self) -> None:

@@ -10,51 +10,51 @@ from titan_rl.weights.relay.origin import KEPT, REMEMBERED, Chain
 
 def test_hosts_are_a_chain() -> None:
     chain = Chain()
-    assert chain.place(1, "a", "A") is None
-    assert chain.place(1, "b", "B") == ("a", "A", 1)
-    assert chain.place(1, "c", "C") == ("b", "B", 2)
+    assert chain.assign(1, "a", "A") is None
+    assert chain.assign(1, "b", "B") == ("a", "A", 1)
+    assert chain.assign(1, "c", "C") == ("b", "B", 2)
 
 
 def test_with_a_larger_fanout_they_are_a_tree() -> None:
     chain = Chain(2)
-    found = [chain.place(1, name, name.upper()) for name in "abcdef"]
+    found = [chain.assign(1, name, name.upper()) for name in "abcdef"]
     assert found == [None, None, ("a", "A", 1), ("a", "A", 1), ("b", "B", 1), ("b", "B", 1)]
 
 
 def test_who_reads_from_a_dead_host_reads_from_before_it() -> None:
     chain = Chain()
     for name in "abc":
-        chain.place(1, name, name.upper())
-    assert chain.place(1, "c", "C", avoid=["b"]) == ("a", "A", 1)
-    assert chain.place(1, "d", "D") == ("c", "C", 2)
+        chain.assign(1, name, name.upper())
+    assert chain.assign(1, "c", "C", avoid=["b"]) == ("a", "A", 1)
+    assert chain.assign(1, "d", "D") == ("c", "C", 2)
 
 
 def test_a_host_that_was_slow_has_no_readers_for_some_versions() -> None:
     chain = Chain()
     for name in "abc":
-        chain.place(1, name, name.upper())
-    assert chain.place(1, "b", "B", avoid=["a"]) is None
+        chain.assign(1, name, name.upper())
+    assert chain.assign(1, "b", "B", avoid=["a"]) is None
     for version in range(2, REMEMBERED + 1):
         for name in "abc":
-            chain.place(version, name, name.upper())
-        assert chain.place(version, "d", "D") == ("c", "C", 2)
-    assert chain.place(REMEMBERED + 1, "a", "A") is None
-    assert chain.place(REMEMBERED + 1, "b", "B") == ("a", "A", 1)
+            chain.assign(version, name, name.upper())
+        assert chain.assign(version, "d", "D") == ("c", "C", 2)
+    assert chain.assign(REMEMBERED + 1, "a", "A") is None
+    assert chain.assign(REMEMBERED + 1, "b", "B") == ("a", "A", 1)
 
 
 def test_the_readers_of_who_is_moved_stay_its_readers() -> None:
     chain = Chain()
     for name in "abc":
-        chain.place(1, name, name.upper())
-    assert chain.place(1, "b", "B", avoid=["a"]) is None
-    assert chain.place(1, "d", "D") == ("c", "C", 2)
+        chain.assign(1, name, name.upper())
+    assert chain.assign(1, "b", "B", avoid=["a"]) is None
+    assert chain.assign(1, "d", "D") == ("c", "C", 2)
 
 
 def test_each_version_begins_anew() -> None:
     chain = Chain()
     for version in range(2 * KEPT):
-        assert chain.place(version, "a", "A") is None
-        assert chain.place(version, "b", "B") == ("a", "A", 1)
+        assert chain.assign(version, "a", "A") is None
+        assert chain.assign(version, "b", "B") == ("a", "A", 1)
 
 
 names = st.sampled_from("abcdefgh")
@@ -66,7 +66,7 @@ def test_whoever_complains_of_whom_all_get_it_from_the_trainer(fanout: int, call
     for name, avoid in calls:
         avoid -= {name}
         bad |= avoid & parents.keys()
-        found = chain.place(1, name, name.upper(), sorted(avoid))
+        found = chain.assign(1, name, name.upper(), sorted(avoid))
         parents[name] = None if found is None else found[0]
         assert parents[name] not in avoid | bad
         if found is not None:

@@ -265,7 +265,7 @@ def test_a_slow_host_holds_up_nobody(hosts: Hosts, monkeypatch: pytest.MonkeyPat
         sending = threads.submit(slow.sends_slowly, weights().view(torch.uint8).numpy(), 6.0, stop)
         for tensor in threads.map(lambda reader: read(reader, manifest), readers):
             assert tensor.equal(weights())
-        assert not slow.copy.is_whole
+        assert not slow.copy.is_complete
         stop.set()
         sending.result()
     slow.server.close()

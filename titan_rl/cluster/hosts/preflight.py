@@ -29,7 +29,7 @@ from titan_rl.weights.shard_files import shard_root
 LIMIT_S = 0.5
 """Difference of wall clocks in seconds above which a warning is shown, because timestamps in the logs of the two hosts
 cannot be compared."""
-ASKED = 5
+NUM_ROUND_TRIPS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ async def compare_clocks(
     Example: asked at 100.000 s, and answered "102.250 s" at 100.500 s, that host is 2 s ahead, give or take 0.25 s.
     """
     differences: list[ClockDifference] = []
-    for _ in range(ASKED):
+    for _ in range(NUM_ROUND_TRIPS):
         before = now()
         remote = await ask()
         after = now()

@@ -93,12 +93,12 @@ async def play(
         run = RunContext(config.model.path, game.renderer, config.model.max_context, Path(folder), console)
         await resources.enter_async_context(opened(source.task, run))
         resources.push_async_callback(game.rollouter.rubric.close)
-        for place in range(scene.first, scene.first + scene.count):
-            write_line(f"--- {'held-out' if scene.held_out else 'training'} sample {place} of {source.name}")
+        for index in range(scene.first, scene.first + scene.count):
+            write_line(f"--- {'held-out' if scene.held_out else 'training'} sample {index} of {source.name}")
             group = await game.rollouter.run_group(
                 game.generate,
-                _sample(config, source, place, held_out=scene.held_out),
-                group_id=f"play-{place}",
+                _sample(config, source, index, held_out=scene.held_out),
+                group_id=f"play-{index}",
                 group_size=1,
                 sampling=_sampling(config, source, settings, game.renderer),
             )
@@ -207,14 +207,14 @@ def _source(config: RunConfig, name: str | None) -> TaskSource:
     raise ConfigError(f"--task {name}: the config has {', '.join(source.name for source in config.tasks)}")
 
 
-def _sample(config: RunConfig, source: TaskSource, place: int, *, held_out: bool) -> Any:
+def _sample(config: RunConfig, source: TaskSource, index: int, *, held_out: bool) -> Any:
     if not held_out:
-        with calling(f"train_sample({config.seed}, {place})"):
-            return source.task.train_sample(config.seed, place)
-    samples = held_out_samples(source.task, place + 1)
-    if place >= len(samples):
-        raise ConfigError(f"--sample {place}: {source.name} has {len(samples)} held-out samples")
-    return samples[place]
+        with calling(f"train_sample({config.seed}, {index})"):
+            return source.task.train_sample(config.seed, index)
+    samples = held_out_samples(source.task, index + 1)
+    if index >= len(samples):
+        raise ConfigError(f"--sample {index}: {source.name} has {len(samples)} held-out samples")
+    return samples[index]
 
 
 def _sampling(config: RunConfig, source: TaskSource, settings: EvalConfig, renderer: Renderer) -> SamplingParams:

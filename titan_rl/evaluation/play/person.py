@@ -165,11 +165,11 @@ class Person:
         answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call.message]}
         offered = None if tools is None else list(tools)
         before = list(self._renderer.render_ids([question], tools=offered, add_generation_prompt=True))
-        whole = list(self._renderer.render_ids([question, answer], tools=offered))
+        token_ids = list(self._renderer.render_ids([question, answer], tools=offered))
         stops = set(self._renderer.get_stop_token_ids())
-        written = whole[len(before) :]
-        end = next((place for place, token in enumerate(written) if token in stops), None)
-        if whole[: len(before)] != before or end is None:
+        written = token_ids[len(before) :]
+        end = next((index for index, token in enumerate(written) if token in stops), None)
+        if token_ids[: len(before)] != before or end is None:
             self._console.message("this renderer does not render calls; type the call as the model would write it")
             return None
         return written[: end + 1]

@@ -97,23 +97,23 @@ def shown_message(message: Message) -> str:
     for call in message.get("tool_calls") or ():
         function: Any = cast("Mapping[str, Any]", call).get("function", {})
         arguments = function.get("arguments")
-        told = arguments if isinstance(arguments, str) else json.dumps(arguments, default=str)
-        lines.append(f"    calls {function.get('name')} {told}")
+        shown_arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, default=str)
+        lines.append(f"    calls {function.get('name')} {shown_arguments}")
     return printable("\n".join(lines))
 
 
-def shown_end(rollout: Rollout, told: Failure | None = None) -> str:
+def shown_end(rollout: Rollout, group_failure: Failure | None = None) -> str:
     """Format the end of a rollout and its reward.
 
     Args:
-        told: Failure of the group, which is shown once for all of its rollouts and therefore left out here.
+        group_failure: Failure of the group, which is shown once for all of its rollouts and therefore left out here.
     """
     reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:.4g}"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in rollout.reward_breakdown.items())
     turns = f"{len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"
     tokens = rollout.metrics.get("completion_tokens", float(rollout.num_completion_tokens))
     lines = [f"=== {rollout.status}: {reward}{f' ({parts})' if parts else ''}; {turns}, {tokens:.0f} tokens written"]
-    if rollout.error is not None and (told is None or rollout.failure is not told):
+    if rollout.error is not None and (group_failure is None or rollout.failure is not group_failure):
         lines.append(f"    {error_text(rollout)}")
     return printable("\n".join(lines))
 

@@ -124,7 +124,7 @@ class GeneratorRouter:
         before the first pull."""
         return self._pool.target.version
 
-    def note_alive(self, name: str) -> None:
+    def hear_from(self, name: str) -> None:
         """Note a sign of life that another router of the same replicas has received from a replica. Does nothing if
         there is no replica of that name."""
         if name in self._pool:

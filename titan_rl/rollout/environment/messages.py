@@ -34,11 +34,11 @@ class ParsedAnswer:
 
     Args:
         message: The message.
-        is_whole: Whether the message is complete, with its reasoning closed and all tool calls well-formed.
+        is_complete: Whether the message is complete, with its reasoning closed and all tool calls well-formed.
     """
 
     message: Message
-    is_whole: bool
+    is_complete: bool
 
 
 _WELL_FORMED = ("ok", "unknown_tool")
@@ -126,10 +126,10 @@ class GrowingPrompt:
                 f"parse_response of the renderer gave {safe_repr(wrong[0])} among its tool_calls; each must be "
                 "an object with name, arguments, status and id, see titan_rl.rollout.renderer.ParsedToolCall"
             )
-        is_whole = parsed.reasoning_complete is not False and all(
+        is_complete = parsed.reasoning_complete is not False and all(
             call.status in _WELL_FORMED for call in parsed.tool_calls
         )
-        return ParsedAnswer(message_of(parsed), is_whole)
+        return ParsedAnswer(message_of(parsed), is_complete)
 
     def _bridge(self, completion: list[int], messages: Sequence[Message]) -> list[int]:
         so_far = [*self._prompt, *completion]
@@ -198,11 +198,11 @@ class MessageTokenEnv:
     async def step(self, completion: Completion) -> TokenStep:
         cut_off = completion.finish_reason is FinishReason.LENGTH
         answer = self._prompt.read(completion)
-        said = [] if answer is None else [answer.message]
+        answers = [] if answer is None else [answer.message]
         if cut_off:
-            return TokenStep(status=RolloutStatus.TRUNCATED_LENGTH, messages=said)
-        if answer is None or not answer.is_whole:
-            return TokenStep(status=RolloutStatus.ERROR_PARSE, messages=said)
+            return TokenStep(status=RolloutStatus.TRUNCATED_LENGTH, messages=answers)
+        if answer is None or not answer.is_complete:
+            return TokenStep(status=RolloutStatus.ERROR_PARSE, messages=answers)
 
         step = await self._methods.call("step", MessageStep, snapshot(answer.message))
         messages = [answer.message, *step.messages]
@@ -266,7 +266,7 @@ class _Chat:
         self._seat = seat
         self._prompt = GrowingPrompt(renderer)
         self._messages: list[Message] = []  # conversation so far, for a `MessagePlayer`
-        self._told: list[Message] = []  # messages of `tell` since the last question
+        self._unseen: list[Message] = []  # messages of `tell` since the last question
 
     @property
     def name(self) -> str:
@@ -277,37 +277,37 @@ class _Chat:
         return self._seat.player
 
     async def ask(self, messages: Sequence[Message]) -> Message:
-        heard = [*self._told, *map(snapshot, messages)]
-        self._told = []
-        self._seat.record(heard)
-        self._messages.extend(heard)
+        new_messages = [*self._unseen, *map(snapshot, messages)]
+        self._unseen = []
+        self._seat.record(new_messages)
+        self._messages.extend(new_messages)
         if isinstance(self.player, MessagePlayer):
             answer = await self._seat.reply([snapshot(message) for message in self._messages])
         else:
-            answer = await self._ask_in_tokens(heard)
+            answer = await self._ask_in_tokens(new_messages)
         self._messages.append(answer)
         self._seat.record([answer])
         return snapshot(answer)
 
     def tell(self, messages: Sequence[Message]) -> None:
-        self._told.extend(map(snapshot, messages))
+        self._unseen.extend(map(snapshot, messages))
 
     def reward(self, name: str, value: float) -> None:
         self._seat.reward(name, value)
 
     def end(self) -> None:
         """Record the remaining messages of `tell` in the transcript."""
-        self._seat.record(self._told)
-        self._told = []
+        self._seat.record(self._unseen)
+        self._unseen = []
 
-    async def _ask_in_tokens(self, heard: Sequence[Message]) -> Message:
+    async def _ask_in_tokens(self, new_messages: Sequence[Message]) -> Message:
         try:
-            prompt = await self._prompt.next(heard, f"the game of seat {self.name!r}")
+            prompt = await self._prompt.next(new_messages, f"the game of seat {self.name!r}")
         except PromptTooLongError as error:
             raise self._seat.leave(RolloutStatus.TRUNCATED_PROMPT, str(error)) from None
         completion = await self._seat.generate(prompt)
         answer = self._prompt.read(completion)
-        if answer is not None and answer.is_whole and completion.finish_reason is not FinishReason.LENGTH:
+        if answer is not None and answer.is_complete and completion.finish_reason is not FinishReason.LENGTH:
             return answer.message
         if answer is not None:
             self._seat.record([answer.message])

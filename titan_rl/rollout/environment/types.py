@@ -215,10 +215,10 @@ def _require_messages(owner: object, messages: Sequence[Message]) -> None:
             f"{type(owner).__name__}.messages is {messages!r}; "
             'it must be a list of messages, such as [{"role": "user", "content": "..."}]'
         )
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if not isinstance(message, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
-                f"{type(owner).__name__}.messages[{place}] is {message!r}; "
+                f"{type(owner).__name__}.messages[{index}] is {message!r}; "
                 'it must be a mapping, such as {"role": "user", "content": "..."}'
             )
 

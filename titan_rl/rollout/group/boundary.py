@@ -220,7 +220,7 @@ class EnvCalls:
         try:
             await call.wait()
         except asyncio.CancelledError as error:
-            if call.begun and not call.is_over:
+            if call.has_started and not call.is_over:
                 call.is_given_up = True
                 record_location(error, task_location(task))
                 task.cancel()
@@ -286,7 +286,7 @@ class _Call:
     """
 
     def __init__(self, methods: EnvMethods, method: str, arguments: tuple[Any, ...]) -> None:
-        self.begun = False
+        self.has_started = False
         self.is_over = False
         self.is_given_up = False
         self.result: Any = None
@@ -308,7 +308,7 @@ class _Call:
             self._waiter.set_result(None)
 
     async def make(self) -> None:
-        self.begun = True
+        self.has_started = True
         task = asyncio.current_task()
         try:
             self.result = await self._made()

@@ -43,7 +43,7 @@ class Game:
         self._is_going = False
         self._stopped_by: RolloutEnded | None = None
         self._never: asyncio.Future[NoReturn] = self._loop.create_future()
-        self._asked: set[asyncio.Task[object]] = set()
+        self._pending: set[asyncio.Task[object]] = set()
         self._idle: asyncio.TimerHandle | None = None
 
     async def play(self, env: EnvCalls, seats: Mapping[str, TokenSeat]) -> SeatOutError | None:
@@ -72,7 +72,7 @@ class Game:
             self._stopped_by = self._stopped_by or error
         finally:
             self._is_going = False
-            for task in (looking, *self._asked):  # tasks that the environment did not await
+            for task in (looking, *self._pending):  # tasks that the environment did not await
                 task.cancel()
             self._never.cancel()
             if self._idle is not None:
@@ -89,12 +89,12 @@ class Game:
         task = asyncio.current_task()
         if not self._is_going or task is None:
             raise RuntimeError("a seat received a request after the end of the game")
-        self._asked.add(task)
+        self._pending.add(task)
         self._expect_a_request()
         try:
             yield
         finally:
-            self._asked.discard(task)
+            self._pending.discard(task)
             self._expect_a_request()
             if self._stopped_by is not None:
                 self._end_when_due()
@@ -111,7 +111,7 @@ class Game:
         self._end_when_due()
 
     def _end_when_due(self) -> None:
-        if not isinstance(self._stopped_by, TimeIsUp) or not self._asked:
+        if not isinstance(self._stopped_by, TimeIsUp) or not self._pending:
             self._end()
 
     def _end(self) -> None:
@@ -124,7 +124,7 @@ class Game:
         if self._idle is not None:
             self._idle.cancel()
         self._idle = None
-        if not self._asked and self._is_going:
+        if not self._pending and self._is_going:
             self._idle = self._loop.call_later(self.env_timeout_s, self._is_late)
 
     def _is_late(self) -> None:
@@ -133,7 +133,7 @@ class Game:
 
     async def _look(self) -> None:
         await used_up(self.watch)
-        await asyncio.sleep(RETURN_S if self._asked else LAST_CALL_S)
+        await asyncio.sleep(RETURN_S if self._pending else LAST_CALL_S)
         self._stopped_by = self._stopped_by or self.own_time.is_up()
         self._end()
 
@@ -225,7 +225,7 @@ class _Seat:
         self.player: Player = player
         self.out: SeatOutError | None = None
         self._game = game
-        self._is_asked = False
+        self._is_answering = False
 
     async def reply(self, messages: Sequence[Message]) -> Message:
         raise TypeError(f"seat {self.name!r} receives messages, but its player is not a MessagePlayer")
@@ -242,19 +242,19 @@ class _Seat:
             raise ValueError(f"seat {self.name!r} is given the reward {name!r}: {value!r}; it must be a finite number")
 
     @contextmanager
-    def _asked(self) -> Generator[None]:
+    def _answering(self) -> Generator[None]:
         if self.out is not None:
             raise self.out
-        if self._is_asked:
+        if self._is_answering:
             raise RuntimeError(
                 f"seat {self.name!r} received a request before it answered the previous one; await its answer first"
             )
-        self._is_asked = True
+        self._is_answering = True
         try:
             with self._game.asking():
                 yield
         finally:
-            self._is_asked = False
+            self._is_answering = False
 
 
 class _PolicySeat(_Seat):
@@ -271,7 +271,7 @@ class _PolicySeat(_Seat):
         prompt = token_ids_of(prompt_token_ids, "the prompt")
         is_cut = False
         end: RolloutEnded | None = None
-        with self._asked():
+        with self._answering():
             if len(self._rollout.turns) >= self._max_turns:
                 raise self.leave(RolloutStatus.TRUNCATED_TURNS, f"it has had {self._max_turns} turns (max_turns)")
             try:
@@ -321,7 +321,7 @@ class _OtherSeat(_Seat):
         prompt = token_ids_of(prompt_token_ids, "the prompt")
         if len(prompt) >= self._max_context:
             raise self.leave(RolloutStatus.TRUNCATED_PROMPT, f"its prompt has {len(prompt)} tokens")
-        with self._asked():
+        with self._answering():
             completion = await self._within(player.timeout_s, self._completion(player, prompt))
         if completion.finish_reason is FinishReason.LENGTH:
             self.leave(RolloutStatus.TRUNCATED_LENGTH, "an answer used up the token budget")
@@ -332,7 +332,7 @@ class _OtherSeat(_Seat):
         if not isinstance(player, MessagePlayer):
             return await super().reply(messages)
         timeout_s = self._game.env_timeout_s if player.timeout_s is None else player.timeout_s
-        with self._asked():
+        with self._answering():
             return await self._within(timeout_s, self._message(player, messages))
 
     async def _completion(self, player: TokenPlayer, prompt: list[int]) -> Completion:
@@ -350,13 +350,13 @@ class _OtherSeat(_Seat):
         return completion
 
     async def _message(self, player: MessagePlayer, messages: Sequence[Message]) -> Message:
-        said: Any = player.reply(messages)
-        said = await said if inspect.isawaitable(said) else said
-        if isinstance(said, str):
-            return {"role": "assistant", "content": said}
-        if not isinstance(said, Mapping):
-            raise TypeError(f"it said {said!r}; a reply is text or a message")
-        return snapshot(said)
+        answer: Any = player.reply(messages)
+        answer = await answer if inspect.isawaitable(answer) else answer
+        if isinstance(answer, str):
+            return {"role": "assistant", "content": answer}
+        if not isinstance(answer, Mapping):
+            raise TypeError(f"it said {answer!r}; a reply is text or a message")
+        return snapshot(answer)
 
     async def _within(self, timeout_s: float, answering: Coroutine[Any, Any, T]) -> T:
         """The player's answer. An error or a late answer ends the game."""

@@ -23,7 +23,7 @@ def error_kind(rollout: Rollout) -> str:
 
 def error_text(rollout: Rollout) -> str:
     """Status and error of a rollout, shortened: `error_env: KeyError: 'answer' (env.py:17 in step)`."""
-    text = _whole(rollout)
+    text = _full_text(rollout)
     shown = text if len(text) <= _FIRST + _LAST else f"{text[:_FIRST]} ... {text[-_LAST:]}"
     return f"{rollout.status}: {shown}"
 
@@ -31,10 +31,10 @@ def error_text(rollout: Rollout) -> str:
 def error_in_full(rollout: Rollout) -> str:
     """Status and full error of a rollout, with the traceback."""
     trace = f"\n{rollout.failure.traceback}" if rollout.failure is not None else ""
-    return f"{rollout.status}: {_whole(rollout)}{trace}"
+    return f"{rollout.status}: {_full_text(rollout)}{trace}"
 
 
-def _whole(rollout: Rollout) -> str:
+def _full_text(rollout: Rollout) -> str:
     return str(rollout.error) if rollout.failure is None else str(rollout.failure)
 
 
@@ -200,8 +200,8 @@ def transcript(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None = No
             "rewards": turn.rewards,
             "sampling": None if turn.sampling is None else asdict(turn.sampling),
         }
-        | ({} if tokens is None else {"tokens": tokens[place]})
-        for place, turn in enumerate(rollout.turns)
+        | ({} if tokens is None else {"tokens": tokens[index]})
+        for index, turn in enumerate(rollout.turns)
     ]
     return plain_json(
         {

@@ -54,7 +54,7 @@ class RequestIds:
 
     def __init__(self, rollout_id: str) -> None:
         self._rollout_id = rollout_id
-        self._num_asked: Counter[str] = Counter()  # number of requests by digest
+        self._num_requests: Counter[str] = Counter()  # number of requests by digest
 
     def next(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> str:
         try:
@@ -64,8 +64,8 @@ class RequestIds:
         digest = hashlib.blake2b(prompt, digest_size=8)
         digest.update(repr(sampling).encode())
         name = digest.hexdigest()
-        self._num_asked[name] += 1
-        return f"{self._rollout_id}/{name}/{self._num_asked[name] - 1}"
+        self._num_requests[name] += 1
+        return f"{self._rollout_id}/{name}/{self._num_requests[name] - 1}"
 
 
 LAST_CALL_S = 1.0
@@ -112,8 +112,8 @@ async def generate_within(
         call.reschedule(loop.time() + (RETURN_S if watch.end_requests() else 0.0))
 
     with stopwatch.working_for(watch):
-        asked = generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
-        call = BoundedCall(asked, f"generate for request {request_id!r}")
+        pending = generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+        call = BoundedCall(pending, f"generate for request {request_id!r}")
     try:
         with watch.running(at_limit=end), span("request", "request", fine=True, request=request_id) as took:
             answer = await call.result()

@@ -175,15 +175,15 @@ class ChatTemplateRenderer:
         self, messages: Sequence[Message], *, tools: Tools | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
         """Render messages. Recent results are cached, since siblings render the same messages."""
-        asked = [self._with_arguments(message) for message in messages]
+        prepared = [self._with_arguments(message) for message in messages]
         offered = None if tools is None else list(tools)
         with self._one_at_a_time:
             try:
-                key = (json.dumps([asked, offered]), add_generation_prompt)
+                key = (json.dumps([prepared, offered]), add_generation_prompt)
             except TypeError:  # content that is not text
-                return self._render(asked, offered, add_generation_prompt)
+                return self._render(prepared, offered, add_generation_prompt)
             if (ids := self._rendered.pop(key, None)) is None:
-                ids = self._render(asked, offered, add_generation_prompt)
+                ids = self._render(prepared, offered, add_generation_prompt)
             self._rendered[key] = ids
             if len(self._rendered) > REMEMBERED:
                 del self._rendered[next(iter(self._rendered))]
@@ -285,8 +285,8 @@ class ChatTemplateRenderer:
         follow an answer with the same number of calls; the tokens then begin with the end of the last call."""
         if self._follows_calls(new_messages):
             return self._common_end(*_with_calls(new_messages), tools)
-        said = [(_answer(text), *new_messages) for text in self._answers]
-        return self._common_end(said[0], said[1], tools)
+        conversations = [(_answer(text), *new_messages) for text in self._answers]
+        return self._common_end(conversations[0], conversations[1], tools)
 
     def _common_end(self, one: Sequence[Message], other: Sequence[Message], tools: Tools | None) -> list[int]:
         one_ids, other_ids = (
@@ -313,19 +313,19 @@ class ChatTemplateRenderer:
             return "the chat template shows no tools"
         try:
             as_text = False
-            whole = self._render([*_QUESTION, _call(PROBE_ARGUMENTS)], tools, False)
+            token_ids = self._render([*_QUESTION, _call(PROBE_ARGUMENTS)], tools, False)
         except Exception:
             as_text = True
-            whole = self._render([*_QUESTION, _call(json.dumps(PROBE_ARGUMENTS))], tools, False)
-        said = whole[_common_prefix(prompt, whole) :]
-        said = said[: next((at for at, token_id in enumerate(said) if token_id in self._stop_token_ids), len(said))]
-        text: str = self._tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            token_ids = self._render([*_QUESTION, _call(json.dumps(PROBE_ARGUMENTS))], tools, False)
+        reply = token_ids[_common_prefix(prompt, token_ids) :]
+        reply = reply[: next((at for at, token_id in enumerate(reply) if token_id in self._stop_token_ids), len(reply))]
+        text: str = self._tokenizer.decode(reply, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if (found := format_of(text.rpartition("</think>")[2])) is None:
             if "look_up" not in text:
                 return "the chat template renders no calls of tools"
             return f"the chat template writes calls in an unknown format: {text.strip()[:100]!r}"
         self._calls = calls = TemplateCalls(found, as_text)
-        if self.problem is None and (problem := self._result_problem(whole, tools)) is not None:
+        if self.problem is None and (problem := self._result_problem(token_ids, tools)) is not None:
             return problem
         try:
             two = self._render([*_QUESTION, self._with_arguments(_call(PROBE_ARGUMENTS, 2))], tools, False)
@@ -341,10 +341,10 @@ class ChatTemplateRenderer:
         close = next((i for i, token_id in enumerate(after) if token_id in self._stop_token_ids), None)
         if close is None:
             return "no stop token ends a tool call in the chat template"
-        asked = [*_QUESTION, self._with_arguments(_call(PROBE_ARGUMENTS)), message]
-        whole = self._render(asked, list(tools), True)
-        begun = whole[: len(whole) - len(after) + close]
-        if list(called[: len(begun)]) != begun or whole[len(begun) :] != after[close:]:
+        conversation = [*_QUESTION, self._with_arguments(_call(PROBE_ARGUMENTS)), message]
+        token_ids = self._render(conversation, list(tools), True)
+        earlier = token_ids[: len(token_ids) - len(after) + close]
+        if list(called[: len(earlier)]) != earlier or token_ids[len(earlier) :] != after[close:]:
             return "the chat template changes an earlier tool call when its result is added"
         return None
 

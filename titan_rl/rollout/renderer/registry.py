@@ -140,18 +140,18 @@ TOOLS: tuple[dict[str, Any], ...] = (
         },
     },
 )
-ASKED: tuple[Message, ...] = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Define it."})
+OPENING: tuple[Message, ...] = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Define it."})
 _CALL: Message = {
     "role": "assistant",
     "content": "",
     "tool_calls": [{"type": "function", "id": "call_1", "function": {"name": "look_up", "arguments": {"word": "it"}}}],
 }
 _RESULT: Message = {"role": "tool", "name": "look_up", "tool_call_id": "call_1", "content": "a pronoun"}
-_CALLED: tuple[Message, ...] = (*ASKED, _CALL, _RESULT)
+_CALLED: tuple[Message, ...] = (*OPENING, _CALL, _RESULT)
 _COMPARED = (
-    _Compared(ASKED, with_tools=True),
+    _Compared(OPENING, with_tools=True),
     _Compared(_CALLED, with_tools=True),
-    _Compared(ASKED[1:], with_tools=False),  # here the template of Qwen2.5 adds its own system message
+    _Compared(OPENING[1:], with_tools=False),  # here the template of Qwen2.5 adds its own system message
 )
 
 
@@ -240,15 +240,15 @@ class TemplateFit:
         """
         if not self.drops:
             return None
-        begun = (
+        difference = (
             f"model.renderer = {renderer!r} keeps earlier reasoning in the prompt, which the model's own chat template "
             "drops; "
         )
         if self.template is not None:
-            return f"{begun}the chat template of the exported folder keeps it, too"
+            return f"{difference}the chat template of the exported folder keeps it, too"
         return (
-            f"{begun}no chat template was found that keeps it, and the exported folder has the model's own: serve it "
-            "with titan-rl serve, whose prompts are those of training"
+            f"{difference}no chat template was found that keeps it, and the exported folder has the model's own: serve "
+            "it with titan-rl serve, whose prompts are those of training"
         )
 
 
@@ -330,18 +330,20 @@ def extended_prompt(renderer: Renderer, conversation: Sequence[Message], tools: 
     """Prompt that extends a conversation turn by turn, if each reply is sampled exactly as the renderer writes it as
     the last message. None if the renderer does not extend the conversation.  # [num_prompt_tokens]"""
     stops = set(renderer.get_stop_token_ids())
-    replies = [place for place, message in enumerate(conversation) if message["role"] == "assistant"]
+    replies = [index for index, message in enumerate(conversation) if message["role"] == "assistant"]
     ends = [*replies[1:], len(conversation)]
     prompt = list(renderer.render_ids(list(conversation[: replies[0]]), tools=tools, add_generation_prompt=True))
     for reply, end in zip(replies, ends, strict=True):
-        asked = list(renderer.render_ids(list(conversation[:reply]), tools=tools, add_generation_prompt=True))
-        whole = list(renderer.render_ids(list(conversation[: reply + 1]), tools=tools))
-        if whole[: len(asked)] != asked:
+        before = list(renderer.render_ids(list(conversation[:reply]), tools=tools, add_generation_prompt=True))
+        token_ids = list(renderer.render_ids(list(conversation[: reply + 1]), tools=tools))
+        if token_ids[: len(before)] != before:
             return None
-        said = whole[len(asked) :]
-        said = said[: 1 + next((at for at, token in enumerate(said) if token in stops), len(said))]
+        completion = token_ids[len(before) :]
+        completion = completion[
+            : 1 + next((at for at, token in enumerate(completion) if token in stops), len(completion))
+        ]
         following = list(conversation[reply + 1 : end])
-        extended = renderer.bridge_to_next_turn(prompt, said, following, tools=tools)
+        extended = renderer.bridge_to_next_turn(prompt, completion, following, tools=tools)
         if extended is None:
             return None
         prompt = list(extended.token_ids)

@@ -78,8 +78,8 @@ class WithStopTokens:
     def parse_response(
         self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
     ) -> ParsedResponse:
-        whole = token_ids[:-1] if token_ids and token_ids[-1] in self.more else token_ids
-        return self.renderer.parse_response(whole, tools=tools, prompt_ids=prompt_ids)
+        content = token_ids[:-1] if token_ids and token_ids[-1] in self.more else token_ids
+        return self.renderer.parse_response(content, tools=tools, prompt_ids=prompt_ids)
 
     def get_stop_token_ids(self) -> list[int]:
         return [*self.renderer.get_stop_token_ids(), *self.more]

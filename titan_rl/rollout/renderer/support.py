@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer
 from titan_rl.rollout.renderer.registry import (
-    ASKED,
+    OPENING,
     TALK,
     TOOLS,
     ChosenRenderer,
@@ -114,7 +114,7 @@ def _tool_calls(renderer: Renderer) -> tuple[str | None, str | None]:
     if isinstance(renderer, ChatTemplateRenderer):
         found = renderer.call_format
         return None if found is None else found.name, renderer.call_problem
-    for opening in (ASKED, ASKED[1:]):
+    for opening in (OPENING, OPENING[1:]):
         try:
             require_tool_support(renderer, opening, TOOLS)
         except Exception as error:  # a renderer may raise any error

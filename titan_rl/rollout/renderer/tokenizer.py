@@ -104,13 +104,13 @@ class Detokenizer:
     def add(self, token_ids: Sequence[int]) -> str:
         """Append tokens and return the new text."""
         self._window += token_ids
-        whole = len(self._window)
-        for end in range(whole, max(self._read, whole - _LONGEST_CHARACTER), -1):
+        size = len(self._window)
+        for end in range(size, max(self._read, size - _LONGEST_CHARACTER), -1):
             text = self._decode(self._window[:end])
             if len(text) > len(self._given) and not text.endswith("\ufffd"):
                 return self._give(text, end)
-        if whole - self._read >= _HELD and len(text := self._decode(self._window)) > len(self._given):
-            return self._give(text, whole)
+        if size - self._read >= _HELD and len(text := self._decode(self._window)) > len(self._given):
+            return self._give(text, size)
         return ""
 
     def _give(self, text: str, end: int) -> str:
@@ -157,12 +157,12 @@ class TokenTexts:
             Exception: raised by the tokenizer for an unknown token.
         """
         texts = [self._of_one(token_id) for token_id in token_ids]
-        place = 0
+        start = 0
         for is_part, run in groupby(texts, lambda text: _NO_CHARACTER in text):
             length = len(list(run))
             if is_part:
-                texts[place : place + length] = self._in_turn(token_ids[place : place + length])
-            place += length
+                texts[start : start + length] = self._in_turn(token_ids[start : start + length])
+            start += length
         return texts if "".join(texts) == self._decode(token_ids) else self._in_turn(token_ids)
 
     def _in_turn(self, token_ids: Sequence[int]) -> list[str]:

@@ -209,14 +209,14 @@ class NamedJsonCalls:
         before, calls, match = text[: first.start()], list[ParsedCall](), first
         while match is not None:
             try:
-                arguments, place = _raw_decode(text, match.end())
+                arguments, position = _raw_decode(text, match.end())
             except ValueError:
                 calls.append(ParsedCall(match["name"], text[match.end() :], INVALID_JSON))
                 break
-            end = self.end.match(text, place)
+            end = self.end.match(text, position)
             status = OK if end is not None and isinstance(arguments, dict) else MALFORMED
             calls.append(ParsedCall(match["name"], cast("Any", arguments), status))
-            match = self.call.search(text, place if end is None else end.end())
+            match = self.call.search(text, position if end is None else end.end())
         return ReadCalls(before.strip(), tuple(calls))
 
 
@@ -236,21 +236,21 @@ def _json_values(text: str) -> Iterator[Any]:
     Raises:
         ValueError: there is other text.
     """
-    place = 0
-    while place < len(text):
-        value, place = _raw_decode(text, place)
+    position = 0
+    while position < len(text):
+        value, position = _raw_decode(text, position)
         yield value
-        while place < len(text) and (text[place].isspace() or text[place] == ";"):
-            place += 1
+        while position < len(text) and (text[position].isspace() or text[position] == ";"):
+            position += 1
 
 
-def _raw_decode(text: str, place: int) -> tuple[Any, int]:
+def _raw_decode(text: str, position: int) -> tuple[Any, int]:
     """JSON value that begins at a position of a text, and the position of its end.
 
     Raises:
         ValueError: no JSON value begins there.
     """
-    found: tuple[Any, int] = json.JSONDecoder().raw_decode(text, place)
+    found: tuple[Any, int] = json.JSONDecoder().raw_decode(text, position)
     return found
 
 

@@ -167,10 +167,10 @@ def _reads_calls(renderer: Renderer, messages: list[Any], tools: list[Any], prom
         "tool_calls": [{"type": "function", "id": "0", "function": function}],
     }
     try:
-        whole = list(renderer.render_ids([*messages, call], tools=tools))
-        if whole[: len(prompt)] != prompt:
+        token_ids = list(renderer.render_ids([*messages, call], tools=tools))
+        if token_ids[: len(prompt)] != prompt:
             return True  # the renderer begins a given answer differently from how it ends a prompt
-        parsed = renderer.parse_response(whole[len(prompt) :], tools=tools, prompt_ids=prompt)
+        parsed = renderer.parse_response(token_ids[len(prompt) :], tools=tools, prompt_ids=prompt)
     except Exception:  # a renderer may refuse this call for other reasons
         return True
     return bool(parsed.tool_calls)

@@ -24,8 +24,8 @@ from titan_rl.run.terminal.view import ForgivingConsole, LiveLines, RunLook, Vie
 from titan_rl.run.terminal.waiting import SHOWN_AFTER_S
 
 STOP_WITHIN_S = 2.0
-TOLD_AFTER_S = 10.0
-TOLD_EVERY_S = 30.0
+REPORT_AFTER_S = 10.0
+REPORT_EVERY_S = 30.0
 
 
 class Operation:
@@ -105,9 +105,9 @@ class Operations:
             ]
 
     def tick(self) -> None:
-        """Show lines about long operations: first after `TOLD_AFTER_S`, then every `TOLD_EVERY_S`."""
-        for operation, seconds in self.shown(TOLD_AFTER_S):
-            due = 1 + int(seconds // TOLD_EVERY_S)
+        """Show lines about long operations: first after `REPORT_AFTER_S`, then every `REPORT_EVERY_S`."""
+        for operation, seconds in self.shown(REPORT_AFTER_S):
+            due = 1 + int(seconds // REPORT_EVERY_S)
             if operation.num_reports < due:
                 operation.num_reports = due
                 self._console.message(f"still {operation.described(seconds)}")
@@ -130,7 +130,7 @@ class Operations:
             self.tick()
 
 
-_TOLD_ERRORS = 0.05  # share of the rollouts
+_REPORTED_ERRORS = 0.05  # share of the rollouts
 
 
 class ShownStep(Protocol):
@@ -170,7 +170,7 @@ class StepReport:
     @property
     def curve(self) -> tuple[str, float, str]:
         notes = [f"trained on {self.reward_trained:.3f}"] if abs(self.reward - self.reward_trained) >= 0.0005 else []
-        notes += [f"{self.errors:.0%} ended in an error"] if self.errors >= _TOLD_ERRORS else []
+        notes += [f"{self.errors:.0%} ended in an error"] if self.errors >= _REPORTED_ERRORS else []
         return "reward", self.reward, f" ({'; '.join(notes)})" if notes else ""
 
     @property

@@ -136,11 +136,11 @@ class Session:
             raise OpenEnvError(
                 f"the connection to {self.url} failed at a {kind}: {type(error).__name__}: {error}"
             ) from error
-        whole = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
-        if not isinstance(whole.get("data"), dict) or whole.get("type") not in ("error", "observation"):
+        message = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
+        if not isinstance(message.get("data"), dict) or message.get("type") not in ("error", "observation"):
             raise OpenEnvError(f"{self.url} answered a {kind} with {answer!r:.200}")
-        given: dict[str, Any] = whole["data"]
-        if whole["type"] == "error":
+        given: dict[str, Any] = message["data"]
+        if message["type"] == "error":
             about = given.get("errors") or given.get("message")
             raise OpenEnvError(f"{self.url} reports an error of a {kind}: {about}", str(given.get("code", "")))
         observation, reward = given.get("observation"), given.get("reward")
@@ -259,8 +259,8 @@ class _SessionEnv:
         observed = await self._session.open(**self._sample)
         if observed.done:
             raise OpenEnvError(f"{self._session.url} begins an episode that is done already")
-        said = [text for text in (self._task.prompt, self._to_text(observed.observation)) if text]
-        return MessageObservation(messages_of("\n\n".join(said), self._task.system))
+        texts = [text for text in (self._task.prompt, self._to_text(observed.observation)) if text]
+        return MessageObservation(messages_of("\n\n".join(texts), self._task.system))
 
     async def close(self) -> None:
         await self._session.close()
@@ -308,11 +308,11 @@ class _ToolsEnv(_SessionEnv):
     """A `MessageEnv` in which the policy calls the environment's tools, as in OpenEnv's MCP environments."""
 
     async def reset(self) -> MessageObservation:
-        begun = await super().reset()
+        first = await super().reset()
         listed = (await self._session.step({"type": "list_tools"})).observation.get("tools")
         if not isinstance(listed, list) or not listed:
             raise OpenEnvError(f'{self._session.url} lists no tools; set task.action to "text", "json" or a function')
-        return MessageObservation(begun.messages, [_schema(tool) for tool in cast("list[dict[str, Any]]", listed)])
+        return MessageObservation(first.messages, [_schema(tool) for tool in cast("list[dict[str, Any]]", listed)])
 
     async def step(self, message: Message) -> MessageStep:
         calls = cast("Sequence[Mapping[str, Any]]", message.get("tool_calls") or ())

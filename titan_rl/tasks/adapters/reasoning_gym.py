@@ -148,10 +148,10 @@ class ReasoningGym(PromptTask):
         Raises:
             DataError: the data set has no such question.
         """
-        chunk, place = divmod(index, SAMPLES_PER_DATASET)
+        chunk, start = divmod(index, SAMPLES_PER_DATASET)
         for number in range(MOST_DATASETS):
             dataset = self._dataset(f"{key}/{chunk}/{number}")
-            for at in range(place, ITEMS_PER_DATASET, SAMPLES_PER_DATASET):
+            for at in range(start, ITEMS_PER_DATASET, SAMPLES_PER_DATASET):
                 item = dataset[at]
                 if not self.held_out or self.is_held_out(item) == held_out:
                     return item

@@ -25,10 +25,10 @@ def check_name(setting: str, name: str, known: Collection[str], what: str) -> No
         return
     nearest = get_close_matches(name.lower(), sorted(known), n=8, cutoff=0.5)
     if nearest and len(known) > 20:
-        told = f"the nearest are {', '.join(nearest)}"
+        known_names = f"the nearest are {', '.join(nearest)}"
     else:
-        told = f"there are {', '.join(sorted(known)) or 'none'}"
-    raise ConfigError(f"{setting} = {name!r} is none of the {len(known)} {what}; {told}")
+        known_names = f"there are {', '.join(sorted(known)) or 'none'}"
+    raise ConfigError(f"{setting} = {name!r} is none of the {len(known)} {what}; {known_names}")
 
 
 def train_seed(seed: int, index: int) -> int:

@@ -56,7 +56,7 @@ class ArenaGame:
 
     def __init__(self, task: TextArena, num_players: int, seed: int) -> None:
         self._randomness: Any = None  # state of the game's own random generator
-        self._said: dict[int, str] = {}  # last text of wrappers by player; each observation repeats the whole text
+        self._last_observation: dict[int, str] = {}  # last text of wrappers by player; each observation repeats the whole text
         self.invalid_moves = dict.fromkeys(range(num_players), 0)
         self.done = False
         self._game = make_game(task.env_id, dict(task.options), task.wrappers)
@@ -73,7 +73,7 @@ class ArenaGame:
         with self._own_randomness():
             player, seen = self._game.get_observation()
         if isinstance(seen, str):
-            before, self._said[player] = self._said.get(player, ""), seen
+            before, self._last_observation[player] = self._last_observation.get(player, ""), seen
             return player, seen.removeprefix(before).strip()
         return player, self._text(player, cast("Sequence[tuple[int, str, Any]]", seen))
 
@@ -257,9 +257,9 @@ class _Alone:
     def step(self, message: Mapping[str, Any]) -> MessageStep:
         self._game.move(0, text_of(message))
         if self._game.done:
-            said = self._game.last_words(0)
-            told = messages_of(said) if said else []
-            return MessageStep(told, status=RolloutStatus.COMPLETED, rewards=self._game.end()[0])
+            last_words = self._game.last_words(0)
+            messages = messages_of(last_words) if last_words else []
+            return MessageStep(messages, status=RolloutStatus.COMPLETED, rewards=self._game.end()[0])
         return MessageStep(messages_of(self._game.observe()[1]))
 
     def close(self) -> None: ...
@@ -279,8 +279,8 @@ class _Together:
             answer = await seats[_seat(player)].ask(messages_of(seen))
             await in_thread(game.move, player, text_of(answer))
         for player, rewards in (await in_thread(game.end)).items():
-            if said := game.last_words(player):
-                seats[_seat(player)].tell(messages_of(said))
+            if last_words := game.last_words(player):
+                seats[_seat(player)].tell(messages_of(last_words))
             for name, value in rewards.items():
                 seats[_seat(player)].reward(name, value)
 

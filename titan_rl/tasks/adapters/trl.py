@@ -220,8 +220,8 @@ class TRLTask(RowTask):
             environments = {"environments": [each.instance for each in played]}
         return {
             **{name: [row[name] for row in rows] for name in rows[0] if name not in NOT_COLUMNS},
-            "prompts": [_said(rollout.messages[:opening], in_text) for rollout in rollouts],
-            "completions": [_said(rollout.messages[opening:], in_text) for rollout in rollouts],
+            "prompts": [_in_trl_form(rollout.messages[:opening], in_text) for rollout in rollouts],
+            "completions": [_in_trl_form(rollout.messages[opening:], in_text) for rollout in rollouts],
             "completion_ids": [completion_ids_of(rollout) for rollout in rollouts],
             **environments,
         }
@@ -395,7 +395,7 @@ def _different(names: Sequence[str]) -> list[str]:
     return [name if count == 1 else f"{name}_{count}" for name, count in zip(names, counts, strict=True)]
 
 
-def _said(messages: Sequence[Message], in_text: bool) -> str | list[dict[str, Any]]:
+def _in_trl_form(messages: Sequence[Message], in_text: bool) -> str | list[dict[str, Any]]:
     """Completion in TRL's form: the text of the last message, or all messages."""
     if not in_text:
         return [dict(message) for message in messages]

@@ -64,7 +64,7 @@ class Instances:
             DataError: the rollout's environment has not been closed.
         """
         with self._lock:
-            if found := self._places(rollout):
+            if found := self._ended_numbers(rollout):
                 return self._ended[found[0]]
         raise DataError(f"the environment of rollout {rollout.rollout_id!r} is missing, so it cannot be judged")
 
@@ -74,10 +74,10 @@ class Instances:
 
     def forget(self, rollouts: Sequence[Rollout]) -> None:
         with self._lock:
-            for place in [place for rollout in rollouts for place in self._places(rollout)]:
-                self._ended.pop(place, None)
+            for number in [number for rollout in rollouts for number in self._ended_numbers(rollout)]:
+                self._ended.pop(number, None)
 
-    def _places(self, rollout: Rollout) -> list[int]:
+    def _ended_numbers(self, rollout: Rollout) -> list[int]:
         numbers = [int(turn.rewards[NUMBER]) for turn in rollout.turns if NUMBER in turn.rewards]
         if numbers:
             return [numbers[-1]] if numbers[-1] in self._ended else []

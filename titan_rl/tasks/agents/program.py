@@ -287,8 +287,8 @@ class AgentProgram:
             episode.end()
             return
         file = f" ({folder / OUTPUT})" if self._is_kept else ""
-        told = f"its output ends: {output.tail[-_SHOWN:]}{file}" if output.tail else "it printed nothing"
-        episode.end(RolloutStatus.ERROR_ENV, f"the agent ended with exit code {exit_code}; {told}")
+        output_text = f"its output ends: {output.tail[-_SHOWN:]}{file}" if output.tail else "it printed nothing"
+        episode.end(RolloutStatus.ERROR_ENV, f"the agent ended with exit code {exit_code}; {output_text}")
 
 
 def make_folder(parent: Path, name: str) -> Path:

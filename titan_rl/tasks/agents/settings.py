@@ -138,7 +138,7 @@ class AgentSettings(Section):
 
     @field_validator("train_file", "validation_file")
     @classmethod
-    def _is_there(cls, path: str) -> str:
+    def _is_file(cls, path: str) -> str:
         if path and not Path(path).is_file():
             raise ValueError(f"there is no file {path!r}; name a file of JSON objects, one in each line")
         return path

@@ -67,14 +67,14 @@ class TokenShare:
     Example: of 8 tokens rank 0 of 2 computes 0, 1, 6 and 7, and rank 1 the others:
 
         TokenShare(ranks, chunks=(range(0, 2), range(6, 8)), tokens_P=[0, 1, 6, 7], order_T=[0, 1, 6, 7, 2, 3, 4, 5],
-                   place_T=[0, 1, 4, 5, 6, 7, 2, 3])
+                   gathered_position_T=[0, 1, 4, 5, 6, 7, 2, 3])
     """
 
     ranks: ContextRanks
     chunks: tuple[range, range]  # tokens of this rank's two chunks, including padding
     tokens_P: torch.Tensor  # this rank's tokens; padding repeats token 0
     order_T: torch.Tensor  # tokens of all ranks in gathered order, including padding
-    place_T: torch.Tensor  # position of each token in gathered order
+    gathered_position_T: torch.Tensor  # position of each token in gathered order
 
     @property
     def num_tokens(self) -> int:
@@ -93,9 +93,9 @@ class TokenShare:
 
     def find(self, tokens_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices of the tokens that this rank computes, and their positions among its own.  # int64 [M], [M]"""
-        place_N = self.place_T[tokens_N]
-        mine_M = ((place_N >= self.here.start) & (place_N < self.here.stop)).nonzero().squeeze(-1)
-        return mine_M, place_N[mine_M] - self.here.start
+        position_N = self.gathered_position_T[tokens_N]
+        own_M = ((position_N >= self.here.start) & (position_N < self.here.stop)).nonzero().squeeze(-1)
+        return own_M, position_N[own_M] - self.here.start
 
 
 def share_tokens(
@@ -375,8 +375,8 @@ def _padded(rows: Sequence[range]) -> NDArray[Any]:
     """Ranges as rows, padded with -1 to the longest.  # [rows, width]"""
     starts_R = np.array([row.start for row in rows], np.int64)
     lengths_R = np.array([len(row) for row in rows], np.int64)
-    place_W = np.arange(lengths_R.max())
-    return np.where(place_W < lengths_R[:, None], starts_R[:, None] + place_W, -1)
+    offset_W = np.arange(lengths_R.max())
+    return np.where(offset_W < lengths_R[:, None], starts_R[:, None] + offset_W, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +431,7 @@ def _bucket(pieces: Sequence[_Piece], share: TokenShare | None, device: torch.de
     own_DW = before_D1 + torch.arange(width, device=device)
     mask = Mask(allowed, own_DW, torch.cat([in_prefix.cumsum(-1) - 1, own_DW], dim=-1))
     tokens = tokens_DP.clamp(min=0).flatten()
-    return Bucket(count, width, tokens if share is None else share.place_T[tokens], mask)
+    return Bucket(count, width, tokens if share is None else share.gathered_position_T[tokens], mask)
 
 
 class _Gather(torch.autograd.Function):

@@ -56,20 +56,20 @@ class DocumentSequences:
         x_TC = x_BLC.flatten(0, 1)
         outputs = [
             layer(x_TC.index_select(0, tokens_SW.flatten()).unflatten(0, tokens_SW.shape)).flatten(0, 1)
-            for tokens_SW in self._places.batches
+            for tokens_SW in self._sequence_batches.batches
         ]
-        out_TC = torch.cat(outputs).index_select(0, self._places.place_of_token)
+        out_TC = torch.cat(outputs).index_select(0, self._sequence_batches.position_of_token)
         return out_TC.unflatten(0, x_BLC.shape[:2])
 
     @cached_property
-    def _places(self) -> _Places:
+    def _sequence_batches(self) -> _SequenceBatches:
         batches: list[list[tuple[range, range]]] = []
         for sequence in sorted(_sequences(self._documents), key=_length, reverse=True):
             if batches and _length(sequence) >= MIN_FILL * _length(batches[-1][0]):
                 batches[-1].append(sequence)
             else:
                 batches.append([sequence])
-        place_of_token = np.zeros(sum(document.length for document in self._documents), np.int64)
+        position_of_token = np.zeros(sum(document.length for document in self._documents), np.int64)
         tokens_of_batches: list[torch.Tensor] = []
         first = 0
         for batch in batches:
@@ -77,20 +77,20 @@ class DocumentSequences:
             tokens_SW = np.zeros((len(batch), width), np.int64)
             for row, (prefix, own) in zip(tokens_SW, batch, strict=True):
                 row[: len(prefix)], row[len(prefix) : len(prefix) + len(own)] = prefix, own
-                place_of_token[prefix.start : prefix.stop] = np.arange(first, first + len(prefix))
-                place_of_token[own.start : own.stop] = np.arange(len(prefix), len(prefix) + len(own)) + first
+                position_of_token[prefix.start : prefix.stop] = np.arange(first, first + len(prefix))
+                position_of_token[own.start : own.stop] = np.arange(len(prefix), len(prefix) + len(own)) + first
                 first += width
             tokens_of_batches.append(torch.from_numpy(tokens_SW).to(self._device))
-        return _Places(tuple(tokens_of_batches), torch.from_numpy(place_of_token).to(self._device))
+        return _SequenceBatches(tuple(tokens_of_batches), torch.from_numpy(position_of_token).to(self._device))
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Tokens of the sequences of each batch, padded with token 0, and the place of each token's output among the
+class _SequenceBatches:
+    """Tokens of the sequences of each batch, padded with token 0, and the position of each token's output among the
     outputs of all batches, laid end to end. The output of a prefix is that of one of its sequences."""
 
     batches: tuple[torch.Tensor, ...]  # int64, each [num_sequences, width]
-    place_of_token: torch.Tensor  # int64 [num_tokens]
+    position_of_token: torch.Tensor  # int64 [num_tokens]
 
 
 def _sequences(documents: Sequence[Document]) -> list[tuple[range, range]]:

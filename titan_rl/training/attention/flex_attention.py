@@ -147,15 +147,15 @@ def _attends(
     def per_token(values: list[int]) -> torch.Tensor:
         return torch.repeat_interleave(torch.tensor(values), lengths)
 
-    def there(tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, torch.int32)
 
     document_T = per_token(list(range(len(documents))))
     prefix_start_T = per_token([document.prefix_start for document in documents])
     prefix_end_T = per_token([document.prefix_start + document.prefix_length for document in documents])
-    of_query = [there(each[queries_Q]) for each in (document_T, prefix_start_T, prefix_end_T)]
+    of_query = [to_device(each[queries_Q]) for each in (document_T, prefix_start_T, prefix_end_T)]
     document_Q, prefix_start_Q, prefix_end_Q = of_query
-    document_K, query_token_Q, key_token_K = there(document_T[keys_K]), there(queries_Q), there(keys_K)
+    document_K, query_token_Q, key_token_K = to_device(document_T[keys_K]), to_device(queries_Q), to_device(keys_K)
 
     def attends(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         token = key_token_K[key]

@@ -61,13 +61,13 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTok
     token_ids, loss_mask = array(TOKENS), bytearray()
     prompt: list[int] = []
     completion: list[int] = []
-    asked = 0  # number of messages in `token_ids`
+    num_rendered = 0  # number of messages in `token_ids`
     for at in _answers(messages):
-        prompt = _prompt(renderer, messages, asked, at, prompt, completion, tools)
+        prompt = _prompt(renderer, messages, num_rendered, at, prompt, completion, tools)
         completion = _completion(renderer, messages[: at + 1], tools, stop_token_ids)
         loss_mask += bytes(len(prompt) - len(token_ids)) + b"\1" * len(completion)
         token_ids = array(TOKENS, [*prompt, *completion])
-        asked = at + 1
+        num_rendered = at + 1
     return DemonstrationTokens(NumberArray(token_ids), MaskArray(loss_mask))
 
 
@@ -86,22 +86,22 @@ def _answers(messages: Sequence[Any]) -> Iterator[int]:
 def _prompt(
     renderer: Renderer,
     messages: list[Any],
-    asked: int,
+    num_rendered: int,
     at: int,
     prompt: list[int],
     completion: list[int],
     tools: list[Any] | None,
 ) -> list[int]:
     try:
-        if not asked:
+        if not num_rendered:
             return list(renderer.render_ids(messages[:at], tools=tools, add_generation_prompt=True))
-        extended = renderer.bridge_to_next_turn(prompt, completion, messages[asked:at], tools=tools)
+        extended = renderer.bridge_to_next_turn(prompt, completion, messages[num_rendered:at], tools=tools)
     except Exception as error:  # a template may raise anything
         raise DataError(f"the messages before messages[{at}] cannot be rendered: {describe(error)}") from error
     if extended is None:
         raise DataError(
-            f"{type(renderer).__name__} cannot extend the conversation by messages[{asked}:{at}] without changing "
-            "earlier tokens, as a rollout could not; use another renderer (model.renderer)"
+            f"{type(renderer).__name__} cannot extend the conversation by messages[{num_rendered}:{at}] without "
+            "changing earlier tokens, as a rollout could not; use another renderer (model.renderer)"
         )
     return list(extended.token_ids)
 
@@ -113,16 +113,16 @@ def _completion(
     at = len(messages) - 1
     try:
         before = list(renderer.render_ids(messages[:-1], tools=tools, add_generation_prompt=True))
-        whole = list(renderer.render_ids(messages, tools=tools))
+        token_ids = list(renderer.render_ids(messages, tools=tools))
     except Exception as error:
         raise DataError(f"messages[{at}] cannot be rendered: {describe(error)}") from error
-    if whole[: len(before)] != before:
+    if token_ids[: len(before)] != before:
         raise DataError(
             f"messages[{at}] is not rendered as a continuation of its prompt: the text may begin with a space or "
             "line break that merges with it; remove that, or use another renderer (model.renderer)"
         )
-    said = whole[len(before) :]
-    ends = [place for place, token_id in enumerate(said) if token_id in stop_token_ids]
+    completion = token_ids[len(before) :]
+    ends = [index for index, token_id in enumerate(completion) if token_id in stop_token_ids]
     if len(ends) > 1:
         raise DataError(f"messages[{at}] contains a stop token in its text; remove it")
-    return said[: ends[0] + 1] if ends else [*said, stop_token_ids[0]]
+    return completion[: ends[0] + 1] if ends else [*completion, stop_token_ids[0]]

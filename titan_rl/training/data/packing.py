@@ -190,9 +190,9 @@ def _best_fit(families: Sequence[Family], capacity: int) -> list[list[Family]]:
     free: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for family in families:
         length = family.num_tokens
-        place = bisect_left(free, (length, 0))
-        if place < len(free):
-            left, row = free.pop(place)
+        index = bisect_left(free, (length, 0))
+        if index < len(free):
+            left, row = free.pop(index)
             rows[row].append(family)
         else:
             left, row = capacity, len(rows)

@@ -191,12 +191,12 @@ class _Treatment:
     def advantages_of(self, turn: Turn, advantage: float) -> array[float]:
         """Advantage of each token.  # [num_tokens]"""
         advantages = array(LOGPROBS, (advantage,)) * len(turn.completion.token_ids)
-        for place, own in enumerate(turn.token_advantages or ()):
-            advantages[place] = advantage + own
+        for index, own in enumerate(turn.token_advantages or ()):
+            advantages[index] = advantage + own
         if turn.teacher is not None and self.distillation.coef and self.distillation.kind == "sampled":
             pairs = zip(turn.teacher.logprobs, _policy_logprobs(turn.completion), strict=False)
-            for place, (taught, own) in enumerate(pairs):
-                advantages[place] += self.distillation.coef * max(taught - own, -MAX_LOG_RATIO)
+            for index, (taught, own) in enumerate(pairs):
+                advantages[index] += self.distillation.coef * max(taught - own, -MAX_LOG_RATIO)
         return advantages
 
     def scores_of(self, turn: Turn) -> PromptScores | None:
@@ -215,7 +215,7 @@ class _Treatment:
         """Indices of the tokens that are not trained."""
         if self.constrained != "masked":
             return []
-        return [place for place, allowed in enumerate(completion.allowed_logprobs or ()) if allowed < 0]
+        return [index for index, allowed in enumerate(completion.allowed_logprobs or ()) if allowed < 0]
 
 
 def _rollout_weight(rollout: Rollout) -> float:
@@ -302,8 +302,8 @@ class _SampleTokens:
                 self._versions += array(VERSIONS, (span.version,)) * count
                 self._advantages += advantages[begin:end]
             begin = end
-        for place in self._treatment.left_out(completion):
-            at = first + place
+        for index in self._treatment.left_out(completion):
+            at = first + index
             self._loss_mask[at], self._versions[at] = 0, -1
             self._logprobs[at] = self._advantages[at] = 0.0
         if any(self._loss_mask[first:]):

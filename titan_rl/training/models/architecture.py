@@ -56,8 +56,8 @@ class VocabularyHead(Linear):
             logits_NV = F.linear(hidden_ND, weight_VD)
             if shard is None:
                 return logits_NV
-            whole = torch.Size((len(hidden_ND), len(self.weight)))  # ranks may have unequal parts
-            of_all = DTensor.from_local(logits_NV, shard.mesh, [Shard(-1)], shape=whole, stride=(whole[1], 1))
+            shape = torch.Size((len(hidden_ND), len(self.weight)))  # ranks may have unequal parts
+            of_all = DTensor.from_local(logits_NV, shard.mesh, [Shard(-1)], shape=shape, stride=(shape[1], 1))
             return of_all.full_tensor()
         with torch.autocast(hidden_ND.device.type, enabled=False):
             return selected_logprobs(hidden_ND, weight_VD, targets_N, temperatures_N, shard=shard)

@@ -141,7 +141,7 @@ class ChosenImplementation:
 
 def choose_implementation(
     hf: Mapping[str, Any],
-    asked: Implementation = "auto",
+    wanted: Implementation = "auto",
     *,
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
@@ -156,8 +156,8 @@ def choose_implementation(
             `ADAPTED`.
 
     Raises:
-        ModelError: No implementation can train the model, the one that `asked` names cannot, or config.json contradicts
-            itself.
+        ModelError: No implementation can train the model, the one that `wanted` names cannot, or config.json
+            contradicts itself.
 
     Example: Qwen2.5, whose model_type is "qwen2", is trained with transformers, and Qwen3 with torchtitan.
     """
@@ -165,12 +165,12 @@ def choose_implementation(
     if expert_parallel > 1:
         _check_experts(hf, expert_parallel)
     lacks = torchtitan_lacks(hf)
-    if asked == "torchtitan" or (asked == "auto" and lacks is None):
+    if wanted == "torchtitan" or (wanted == "auto" and lacks is None):
         if lacks is not None:
             raise ModelError(
                 f'model.implementation = "torchtitan": {lacks}; set it to "auto" to use transformers\' implementation'
             )
-        reason = "model.implementation asks for it" if asked == "torchtitan" else "it has this family"
+        reason = "model.implementation asks for it" if wanted == "torchtitan" else "it has this family"
         return ChosenImplementation("torchtitan", reason)
     if (refused := transformers_refuses(hf)) is not None:
         if lacks is None:

@@ -133,11 +133,11 @@ class HFModel:
         for parameter, tensor in self._base():
             piece = local_slice(tensor)
             if (direct := self._names[parameter]) is None:
-                whole = self._computed(parameter, piece.position)
-                piece.tensor.copy_(_cut(whole, piece))
+                full = self._computed(parameter, piece.position)
+                piece.tensor.copy_(_cut(full, piece))
             else:
-                for name, place in direct.items():
-                    if (own := _of_place(piece, place)) is not None:
+                for name, part in direct.items():
+                    if (own := _of_part(piece, part)) is not None:
                         self._weights.copy_into(own.tensor, name, own.position)
         if self.adapter is not None:
             self.adapter.begin(self._seed)
@@ -150,13 +150,13 @@ class HFModel:
             other: Model that has loaded its weights, in the same dtype.
         """
         self.decoder.allocate(device, on_host=False)
-        theirs = dict(other.decoder.module.named_parameters(remove_duplicate=False))
+        shared = dict(other.decoder.module.named_parameters(remove_duplicate=False))
         values = dict(other._base())
         for name, parameter in self.decoder.module.named_parameters(remove_duplicate=False):
-            if name in theirs and name in values:
-                parameter.data = theirs[name].data
+            if name in shared and name in values:
+                parameter.data = shared[name].data
         for name, tensor in self._base():
-            if name not in theirs:  # a buffer
+            if name not in shared:  # a buffer
                 tensor.copy_(values[name])
         if self.adapter is not None:
             self.adapter.begin(self._seed)
@@ -193,14 +193,14 @@ class HFModel:
         for parameter, tensor in self._base():
             if (direct := self._names[parameter]) is None:
                 for name, made in translation.to_hf({parameter: full_tensor(tensor)}).items():
-                    mine = next(turns) % world.size == world.rank
-                    piece = local_slice(own_copy(made, dtype)) if mine else None
+                    is_owner = next(turns) % world.size == world.rank
+                    piece = local_slice(own_copy(made, dtype)) if is_owner else None
                     found += entries_of(name, piece, made.shape, dtype, world)
             else:
                 piece = owned_slice(tensor, world)
-                for name, place in direct.items():
-                    own = None if piece is None else _of_place(piece, place)
-                    shape = tensor.shape if place is None else torch.Size((place.size, *tensor.shape[2:]))
+                for name, part in direct.items():
+                    own = None if piece is None else _of_part(piece, part)
+                    shape = tensor.shape if part is None else torch.Size((part.size, *tensor.shape[2:]))
                     found += entries_of(name, own, shape, dtype, world)
         return found
 
@@ -222,9 +222,9 @@ class HFModel:
         return name, weight
 
 
-def _cut(whole: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
+def _cut(full: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
     sizes = zip(piece.position.start, piece.tensor.shape, strict=True)
-    return whole[tuple(slice(first, first + size) for first, size in sizes)]
+    return full[tuple(slice(first, first + size) for first, size in sizes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,29 +256,29 @@ def _hf_names(translation: Any, parameter: str, shape: torch.Size) -> Places | N
     # Rows of numbered entries show which rows a tensor has, and in which order.
     short = [2 for _ in shape[2:]]
     numbered = torch.arange(shape[0] * shape[1] * prod(short)).view(*shape[:2], *short)
-    places: dict[str, RowPart] = {}
+    parts: dict[str, RowPart] = {}
     for name, rows in translation.to_hf({parameter: numbered}).items():
         row, first = divmod(int(rows.flatten()[0]) // prod(short), shape[1])
         part = numbered[row, first : first + len(rows)]
         if rows.shape != part.shape or not torch.equal(rows, part) or made[name].shape[1:] != shape[2:]:
             return None
-        places[name] = RowPart(row, first, len(rows))
-    return places if sum(each.size for each in places.values()) == shape[0] * shape[1] else None
+        parts[name] = RowPart(row, first, len(rows))
+    return parts if sum(each.size for each in parts.values()) == shape[0] * shape[1] else None
 
 
-def _of_place(piece: TensorSlice, place: RowPart | None) -> TensorSlice | None:
+def _of_part(piece: TensorSlice, part: RowPart | None) -> TensorSlice | None:
     """The part of a Hugging Face tensor that a slice of the parameter contains, sharing its memory; None if it contains
     nothing of the tensor."""
-    if place is None:
+    if part is None:
         return piece
     row, first, *start = piece.position.start
     rows, size = piece.tensor.shape[:2]
-    begin, end = max(first, place.first), min(first + size, place.first + place.size)
-    if not row <= place.row < row + rows or begin >= end:
+    begin, end = max(first, part.first), min(first + size, part.first + part.size)
+    if not row <= part.row < row + rows or begin >= end:
         return None
     return TensorSlice(
-        piece.tensor[place.row - row, begin - first : end - first],
-        SlicePosition((begin - place.first, *start), (place.size, *piece.position.global_shape[2:])),
+        piece.tensor[part.row - row, begin - first : end - first],
+        SlicePosition((begin - part.first, *start), (part.size, *piece.position.global_shape[2:])),
     )
 
 

@@ -218,12 +218,12 @@ class Adapter:
             start = read_peft(Path(self.settings.start), self.settings, self._shapes)
         for layer in self.layers:
             for name, matrix in zip(layer.names, layer.matrices, strict=True):
-                whole = _initial(name, matrix.shape, seed) if start is None else start[name]
+                full = _initial(name, matrix.shape, seed) if start is None else start[name]
                 if layer.rows is not None and name == layer.names[1]:
-                    whole = whole[torch.argsort(layer.rows)]
+                    full = full[torch.argsort(layer.rows)]
                 piece = local_slice(matrix)
                 box = zip(piece.position.start, piece.tensor.shape, strict=True)
-                piece.tensor.copy_(whole[tuple(slice(first, first + size) for first, size in box)])
+                piece.tensor.copy_(full[tuple(slice(first, first + size) for first, size in box)])
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over all matrices, whole and detached, with their Hugging Face names. All ranks iterate at the same
@@ -244,9 +244,9 @@ class Adapter:
             for name, matrix in zip(layer.names, layer.matrices, strict=True):
                 matrix = matrix.detach()
                 if layer.rows is not None and name == layer.names[1]:
-                    whole = full_tensor(matrix)[layer.rows.to(matrix.device)]
-                    mine = next(turns) % world.size == world.rank
-                    piece = local_slice(own_copy(whole, dtype)) if mine else None
+                    full = full_tensor(matrix)[layer.rows.to(matrix.device)]
+                    is_owner = next(turns) % world.size == world.rank
+                    piece = local_slice(own_copy(full, dtype)) if is_owner else None
                 else:
                     piece = owned_slice(matrix, world)
                 found += entries_of(name, piece, matrix.shape, dtype, world)

@@ -358,10 +358,10 @@ class TransformersDecoder:
     def allocate(self, device: torch.device, *, on_host: bool) -> None:
         at = torch.device("cpu") if on_host else device
 
-        def place(tensor: torch.Tensor) -> torch.Tensor:
+        def materialize(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty_like(tensor, device=at) if tensor.is_meta else tensor.to(device)
 
-        self.module._apply(place)
+        self.module._apply(materialize)
         self._tie(self._causal)
 
     def wrap_blocks(self, checkpointing: Any) -> None:

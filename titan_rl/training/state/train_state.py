@@ -48,7 +48,7 @@ from titan_rl.weights.types import SlicePosition, TensorSlice
 
 SUFFIX = ".safetensors"
 
-_PLACES = "places"
+_POSITIONS = "places"
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -65,9 +65,9 @@ _NAMES = {
 
 def write_slices(path: Path, slices: Mapping[str, TensorSlice], progress: WriteProgress | None = None) -> FileChecksum:
     """Write slices of tensors to a file that `TensorFiles` can read; see `write_tensors`."""
-    places = {name: [each.position.start, each.position.global_shape] for name, each in slices.items()}
+    positions = {name: [each.position.start, each.position.global_shape] for name, each in slices.items()}
     tensors = {name: each.tensor for name, each in slices.items()}
-    return write_tensors(path, tensors, tensors.items(), {_PLACES: json.dumps(places)}, progress)
+    return write_tensors(path, tensors, tensors.items(), {_POSITIONS: json.dumps(positions)}, progress)
 
 
 def write_tensors(
@@ -102,8 +102,8 @@ def write_tensors(
     with path.open("wb") as file:
         writer = SummingWriter(file, progress or WriteProgress())
         writer.write(memoryview(len(text).to_bytes(8, "little") + text))
-        for (name, tensor), (expected, place) in zip(tensors, layout.items(), strict=True):
-            if (name, tensor.dtype, tensor.shape) != (expected, place.dtype, place.shape):
+        for (name, tensor), (expected, planned) in zip(tensors, layout.items(), strict=True):
+            if (name, tensor.dtype, tensor.shape) != (expected, planned.dtype, planned.shape):
                 raise ValueError(f"{name} {tensor.dtype} {tuple(tensor.shape)} is written in the place of {expected}")
             if tensor.numel():
                 data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -132,8 +132,8 @@ class TensorFiles:
         for path in paths:
             try:
                 with safe_open(path, framework="pt") as file:
-                    places = parse_json(file.metadata()[_PLACES])
-                    for name, (start, global_shape) in places.items():
+                    positions = parse_json(file.metadata()[_POSITIONS])
+                    for name, (start, global_shape) in positions.items():
                         position = SlicePosition(tuple(start), tuple(global_shape))
                         stored = StoredSlice(path, tuple(file.get_slice(name).get_shape()), position)
                         self._slices.setdefault(name, []).append(stored)
@@ -176,26 +176,26 @@ class TensorFiles:
             with safe_open(path, framework="pt") as file:
                 for name, stored in parts:
                     target = wanted[name]
-                    there, here, _ = _common(stored, target)
-                    piece = file.get_slice(name)[there] if there else file.get_tensor(name)
+                    in_stored, in_target, _ = _common(stored, target)
+                    piece = file.get_slice(name)[in_stored] if in_stored else file.get_tensor(name)
                     if piece.dtype != target.tensor.dtype:
                         raise ValueError(f"{name} is {piece.dtype}; this trainer's is {target.tensor.dtype}")
-                    target.tensor[here].copy_(piece)
+                    target.tensor[in_target].copy_(piece)
 
 
 def _common(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...], tuple[slice, ...], int]:
     """Overlap of two slices of a tensor: its box in `stored`, its box in `target`, and its number of elements."""
-    there: list[slice] = []
-    here: list[slice] = []
+    in_stored: list[slice] = []
+    in_target: list[slice] = []
     count = 1
     for start, size, wanted_start, wanted_size in zip(
         stored.position.start, stored.shape, target.position.start, target.tensor.shape, strict=True
     ):
         first, end = max(start, wanted_start), min(start + size, wanted_start + wanted_size)
-        there.append(slice(first - start, end - start))
-        here.append(slice(first - wanted_start, end - wanted_start))
+        in_stored.append(slice(first - start, end - start))
+        in_target.append(slice(first - wanted_start, end - wanted_start))
         count *= max(0, end - first)
-    return tuple(there), tuple(here), count
+    return tuple(in_stored), tuple(in_target), count
 
 
 Trained = tuple[nn.Module, Sequence[Optimizer]]
@@ -265,10 +265,10 @@ class TrainStateWriter:
             tensors, values = flatten(_state(model, optimizers, others or {}))
         except TypeError as error:
             raise CheckpointError(str(error)) from error
-        mine = {name: own for name, tensor in tensors.items() if (own := owned_slice(tensor, self._world)) is not None}
-        copies = self._stager.stage({name: each.tensor for name, each in mine.items()})
+        owned = {name: own for name, tensor in tensors.items() if (own := owned_slice(tensor, self._world)) is not None}
+        copies = self._stager.stage({name: each.tensor for name, each in owned.items()})
         assert not isinstance(copies, Future), "staging is synchronous"
-        slices = {name: TensorSlice(copies[name], each.position) for name, each in mine.items()}
+        slices = {name: TensorSlice(copies[name], each.position) for name, each in owned.items()}
         described = None if adapter is None else adapter.model_dump(mode="json")
         state = json.dumps({"format": FORMAT, "version": version, "values": values, ADAPTER: described})
         # Monarch keeps the calling actor in the context.
@@ -388,15 +388,15 @@ def load_train_state(
 
 
 def _check_adapter(found: AdapterConfig | None, expected: AdapterConfig | None) -> None:
-    def told(adapter: AdapterConfig | None) -> str:
+    def describe(adapter: AdapterConfig | None) -> str:
         if adapter is None:
             return "all weights"
         return f"an adapter of rank {adapter.rank} and alpha {adapter.alpha:g}"
 
-    if told(found) != told(expected):
+    if describe(found) != describe(expected):
         raise ValueError(
-            f"it has {told(found)}, and [training.adapter] asks for {told(expected)}; set the table to that of its "
-            "run, or begin a new run"
+            f"it has {describe(found)}, and [training.adapter] asks for {describe(expected)}; set the table to that of "
+            "its run, or begin a new run"
         )
 
 

@@ -42,7 +42,7 @@ def build_tokenizer(texts: Iterable[str], level: Level) -> Tokenizer:
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens += [byte_level.pre_tokenize_str(text)[0][0] for text in (*phrases, *words)]
     tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, [], ignore_merges=True))
-    pattern = "|".join([*map(_whole, sorted(phrases, key=len, reverse=True)), WORD])
+    pattern = "|".join([*map(_phrase_pattern, sorted(phrases, key=len, reverse=True)), WORD])
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated")] if level == "word" else []
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
@@ -63,7 +63,7 @@ def _words_and_phrases(texts: Iterable[str]) -> tuple[list[str], list[str]]:
     return phrases, [word for word in frequent_words(pieces) if word not in taken]
 
 
-def _whole(phrase: str) -> str:
+def _phrase_pattern(phrase: str) -> str:
     """Pattern that matches the phrase, except where it would end within a word."""
     return re.escape(phrase) + (r"(?!\p{Ll})" if phrase[-1].isalpha() else "")
 
@@ -100,38 +100,43 @@ def fixed_phrases(pieces: Sequence[Sequence[Piece]], num_texts: int) -> list[Pie
     Example: in "What is 3 + 4?", "What is 2 + 9?" and more questions of this form, "What is " is a phrase.
     """
     least = max(SELDOM, num_texts / SELDOM)
-    places = _seeds(pieces)
+    occurrences_of = _seeds(pieces)
     runs: list[Sequence[Piece]] = []
     within: set[tuple[Place, int]] = (
         set()
     )  # places of the first occurrence of each run, with the number of its occurrences
-    for seed in sorted((seed for seed in places if len(places[seed]) >= least), key=lambda seed: places[seed][0]):
-        occurrences = places[seed]
+    for seed in sorted(
+        (seed for seed in occurrences_of if len(occurrences_of[seed]) >= least),
+        key=lambda seed: occurrences_of[seed][0],
+    ):
+        occurrences = occurrences_of[seed]
         number, at = occurrences[0]
         if ((number, at), len(occurrences)) in within:
             continue
         length = _length(pieces, occurrences, len(seed))
         run = pieces[number][at : at + length]
-        if length < len(seed) + 2 or _count(pieces, places, run[1:]) > len(occurrences):
+        if length < len(seed) + 2 or _count(pieces, occurrences_of, run[1:]) > len(occurrences):
             continue
         within |= {((number, at + offset), len(occurrences)) for offset in range(length)}
         runs.append(run)
     return list(dict.fromkeys("".join(run) for run in runs))
 
 
-def _count(pieces: Sequence[Sequence[Piece]], places: Mapping[Seed, Sequence[Place]], run: Sequence[Piece]) -> int:
-    begun = places[tuple(run[:SEED])]
-    return sum(pieces[number][at : at + len(run)] == run for number, at in begun)
+def _count(
+    pieces: Sequence[Sequence[Piece]], occurrences_of: Mapping[Seed, Sequence[Place]], run: Sequence[Piece]
+) -> int:
+    occurrences = occurrences_of[tuple(run[:SEED])]
+    return sum(pieces[number][at : at + len(run)] == run for number, at in occurrences)
 
 
 def _seeds(pieces: Sequence[Sequence[Piece]]) -> dict[Seed, list[Place]]:
     """Places of each possible beginning of a run, the shortest beginnings first."""
-    places: dict[Seed, list[Place]] = defaultdict(list)
+    occurrences_of: dict[Seed, list[Place]] = defaultdict(list)
     for length in range(1, SEED + 1):
         for number, text in enumerate(pieces):
             for at in range(len(text) - length + 1):
-                places[tuple(text[at : at + length])].append((number, at))
-    return places
+                occurrences_of[tuple(text[at : at + length])].append((number, at))
+    return occurrences_of
 
 
 def _length(pieces: Sequence[Sequence[Piece]], occurrences: Sequence[Place], length: int) -> int:

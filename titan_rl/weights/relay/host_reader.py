@@ -148,11 +148,11 @@ class Download:
         """
         if from_trainer:
             self._base = None
-        while not copy.is_whole:
+        while not copy.is_complete:
             sender = self._trainer
             try:
                 if not from_trainer:
-                    sender = self._place(copy.version)
+                    sender = self._find_sender(copy.version)
                 self._read_from(sender, copy)
             except ConnectionLostError as error:
                 self._lost(sender.name, copy.version, error)
@@ -163,7 +163,7 @@ class Download:
 
     def _read_from(self, sender: Sender, copy: ShardCopy) -> None:
         """Read until the copy is whole."""
-        while not copy.is_whole:
+        while not copy.is_complete:
             watch = PaceWatch(self._pace, sender.hops) if sender.name else None
             try:
                 self._read(copy, sender.address, watch=watch)
@@ -191,7 +191,7 @@ class Download:
         else:
             time.sleep(RETRY_S)
 
-    def _place(self, version: int) -> Sender:
+    def _find_sender(self, version: int) -> Sender:
         answer = ask(
             self._remote.address,
             {
@@ -398,18 +398,18 @@ class HostReader:
         Raises:
             StateDictError: the shard could not be read, or differs from what was published.
         """
-        place = wanted.remote.key, wanted.remote.version
+        key_version = wanted.remote.key, wanted.remote.version
         with self._lock:
-            found = self._found.get(place)
-            is_mine = found is None
+            found = self._found.get(key_version)
+            is_first = found is None
             if found is None:
-                found = self._found[place] = Future()
-        if is_mine:
+                found = self._found[key_version] = Future()
+        if is_first:
             try:
                 found.set_result(self._fetch(wanted))
             except BaseException as error:
                 with self._lock:
-                    self._found.pop(place, None)
+                    self._found.pop(key_version, None)
                 found.set_exception(error)
         return found.result()
 
@@ -435,7 +435,9 @@ class HostReader:
             if store is None:
                 store = self._stores[remote.key] = FileShardStore(self._run_id, keep=NUM_KEPT, root=self._root)
         copies = self._server.copies(remote.key)
-        fitting = [version for version, copy in copies.items() if len(copy.data) == wanted.num_bytes and copy.is_whole]
+        fitting = [
+            version for version, copy in copies.items() if len(copy.data) == wanted.num_bytes and copy.is_complete
+        ]
         base = copies[max(fitting)] if fitting else None
         download = Download(
             remote, base, name=self._name, address=self.address, timeout_s=self._timeout_s, pace=self._pace
@@ -482,6 +484,10 @@ class HostReader:
         for version in self._server.copies(key).keys() - kept - {fetched}:
             self._server.withdraw(key, version)
         with self._lock:
-            gone = [place for place in self._found if place[0] == key and place[1] not in kept | {fetched}]
-            for place in gone:
-                del self._found[place]
+            gone = [
+                key_version
+                for key_version in self._found
+                if key_version[0] == key and key_version[1] not in kept | {fetched}
+            ]
+            for key_version in gone:
+                del self._found[key_version]

@@ -54,9 +54,9 @@ class Chain:
 
     Example:
 
-        chain.place(7, "b", "10.0.0.2:4711") is None              # from the trainer
-        chain.place(7, "c", "10.0.0.3:4711") == ("b", "10.0.0.2:4711", 1)
-        chain.place(7, "c", "10.0.0.3:4711", avoid=["b"]) is None  # b is dead
+        chain.assign(7, "b", "10.0.0.2:4711") is None              # from the trainer
+        chain.assign(7, "c", "10.0.0.3:4711") == ("b", "10.0.0.2:4711", 1)
+        chain.assign(7, "c", "10.0.0.3:4711", avoid=["b"]) is None  # b is dead
     """
 
     def __init__(self, fanout: int = 1) -> None:
@@ -66,7 +66,7 @@ class Chain:
         self._blamed: dict[str, int] = {}  # version at which each host was reported last
         self._lock = threading.Lock()
 
-    def place(self, version: int, name: str, address: str, avoid: Collection[str] = ()) -> Sender | None:
+    def assign(self, version: int, name: str, address: str, avoid: Collection[str] = ()) -> Sender | None:
         """Assign a host to read from; None stands for the trainer.
 
         Args:
@@ -163,7 +163,7 @@ class ShardOrigin:
         self._encoding: threading.Thread | None = None
         self._stop = threading.Event()
         self._server.admit(self._token)
-        self._server.answer("place", self._place)
+        self._server.answer("place", self._assign)
 
     @property
     def sent_bytes(self) -> int:
@@ -215,13 +215,13 @@ class ShardOrigin:
         """Whether deltas from `base` would save bytes for some host."""
         return self._is_read or (self._last_read is not None and base.follows(self._last_read))
 
-    def _place(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _assign(self, message: dict[str, Any]) -> dict[str, Any]:
         version = int(message["version"])
         self._is_read = True
         self._last_read = version if self._last_read is None else max(version, self._last_read)
         avoid = [str(name) for name in message["avoid"]]
-        place = self._chain.place(version, str(message["host"]), str(message["address"]), avoid)
-        name, address, hops = place or ("", self._server.address, 0)
+        sender = self._chain.assign(version, str(message["host"]), str(message["address"]), avoid)
+        name, address, hops = sender or ("", self._server.address, 0)
         return {"host": name, "address": address, "hops": hops}
 
     def _encode(self, base: ShardCopy, copy: ShardCopy, word: int) -> None:

@@ -132,7 +132,7 @@ class ShardCopy:
         return self._ready
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self._ready == self.num_chunks
 
     def chunk(self, index: int) -> NDArray[np.uint8]:

@@ -156,8 +156,8 @@ class TCPTransport:
         return is_mapped or not shard.num_bytes
 
     def _note(self, remote: Sequence[Shard], read: Mapping[str, ReadShard]) -> None:
-        received, whole = sum(one.received_bytes for one in read.values()), sum(shard.num_bytes for shard in remote)
-        self._figures = {"received_bytes": received, "received_share": received / whole} if whole else {}
+        received, total = sum(one.received_bytes for one in read.values()), sum(shard.num_bytes for shard in remote)
+        self._figures = {"received_bytes": received, "received_share": received / total} if total else {}
 
     def _fetch(self, shard: Shard, keys: tuple[str, ...]) -> ReadShard:
         """Make the process that reads for this host download the shard."""
