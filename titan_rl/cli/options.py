@@ -25,7 +25,7 @@ _OPTION = re.compile(r"--[^=]+")
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that prints through `say` and `tell`. The parsers of commands have the same class."""
+    """Parser that prints through `print_result` and `print_stderr`. The parsers of commands have the same class."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, allow_abbrev=False)

@@ -37,7 +37,7 @@ from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.machine.signals import StopSignals, run_to_its_end
 from titan_rl.run.observability.progress import status
 from titan_rl.run.session import SessionFiles, process_session
-from titan_rl.run.terminal.standard_streams import OutputError, StderrConsole, say
+from titan_rl.run.terminal.standard_streams import OutputError, StderrConsole, print_result
 from titan_rl.serving.access import Keys
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.exchange import ServerLimits
@@ -218,7 +218,9 @@ async def _serve(
                     with contextlib.suppress(OSError, OutputError):
                         shown = seen_from_elsewhere(url)
                         name = f"{source.name}{_with_adapters(read)}"
-                        say(greeting(name, shown, server.model, chat=renderer is not None, keyed=keys.required))
+                        print_result(
+                            greeting(name, shown, server.model, chat=renderer is not None, keyed=keys.required)
+                        )
                     await asyncio.Event().wait()  # until a signal arrives, or no generator is left
 
 

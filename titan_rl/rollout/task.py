@@ -178,7 +178,7 @@ class RunContext:
     dry: bool = False
     versions: Path | None = None
 
-    def notify(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         """Show the user one line."""
         self.console.message(text)
 

@@ -229,8 +229,8 @@ class MessageTask(Section):
     def _demonstration(self, number: int, *, careless: bool) -> tuple[MessageEnv, Player]:
         sample = self._draw(f"demonstration/{number}", held_out=False)
         rng = random.Random(f"demonstrated/{number}")
-        say = self.demonstrate_carelessly if careless else self.demonstrate
-        return self.env(sample), lambda messages: say(sample, messages, rng)
+        answer = self.demonstrate_carelessly if careless else self.demonstrate
+        return self.env(sample), lambda messages: answer(sample, messages, rng)
 
     def train_sample(self, seed: int, index: int) -> Any:
         return self._draw(f"train/{seed}/{index}", held_out=False)

@@ -107,7 +107,7 @@ async def open_opponents(settings: LeagueSeat, run: RunContext, versions: Path) 
 
     versions.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240  it returns at once
     log = run.folder / "logs" / f"league-{socket.gethostname()}-{os.getpid()}.log"
-    run.notify(f"versions of this run play, and are being served; log: {log}")
+    run.tell(f"versions of this run play, and are being served; log: {log}")
     async with AsyncExitStack() as resources:
         processes = await resources.enter_async_context(agent_processes())
         starting = serving(

@@ -252,7 +252,7 @@ async def _open(seat: str, setting: PlayerSetting, run: RunContext, stack: Async
     from titan_rl.tasks.served import serving
 
     log = run.folder / "logs" / f"player-{seat}-{socket.gethostname()}-{os.getpid()}.log"
-    run.notify(f"seat {seat!r} is played by {setting.policy}, which is being served; log: {log}")
+    run.tell(f"seat {seat!r} is played by {setting.policy}, which is being served; log: {log}")
     processes = await stack.enter_async_context(agent_processes())
     starting = serving(
         setting.policy,

@@ -47,7 +47,7 @@ class ProviderSpec:
     console: Console = LOG
     wait_s: float = 180.0
 
-    def notify(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         """Show the user one line."""
         self.console.message(text)
 

@@ -41,7 +41,7 @@ class WandbSink:
         if spec.config.exists():
             self._run.save(str(spec.config), base_path=str(spec.folder), policy="now")
         if url := self._run.url:
-            spec.notify(f"Weights & Biases: {url}")
+            spec.tell(f"Weights & Biases: {url}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # W&B's own step counter must rise with every call, but a step's validation follows its training.
@@ -69,7 +69,7 @@ class TensorBoardSink:
         )
         if spec.config.exists():
             self._writer.add_text("config", f"```toml\n{spec.config.read_text(encoding='utf-8')}\n```")
-        spec.notify(f"TensorBoard: tensorboard --logdir {folder}")
+        spec.tell(f"TensorBoard: tensorboard --logdir {folder}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -96,7 +96,7 @@ class TrackioSink:
             resume="allow" if spec.step else "never",
             embed=False,
         )
-        spec.notify(f"trackio: {space or f'trackio show --project {project}'}")
+        spec.tell(f"trackio: {space or f'trackio show --project {project}'}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -138,7 +138,7 @@ class PrometheusSink:
         registry.register(self)
         self._server, self._thread = self._client.start_http_server(int(port), host, registry)
         self.url = f"http://{host}:{self._server.server_port}/metrics"
-        spec.notify(f"Prometheus: {self.url}")
+        spec.tell(f"Prometheus: {self.url}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._newest = max(step, self._newest)  # a validation beside training may follow later steps

@@ -46,7 +46,7 @@ class SinkSpec:
     step: int = 0
     console: Console = LOG
 
-    def notify(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         """Show the user one line, such as the URL of the metrics, even if the command is quiet."""
         self.console.warning(text)
 

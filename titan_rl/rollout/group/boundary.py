@@ -165,8 +165,8 @@ class EnvCalls:
         Args:
             request_s: Seconds of the rollout's requests.
         """
-        asks_policy = self.has_seats or self.is_agent  # the requests are made within the environment's calls
-        return max(0.0, self._seconds - request_s) if asks_policy else self._seconds
+        requests_policy = self.has_seats or self.is_agent  # the requests are made within the environment's calls
+        return max(0.0, self._seconds - request_s) if requests_policy else self._seconds
 
     async def reset(self) -> Any:
         return await self._run("env reset", "reset")

@@ -138,13 +138,13 @@ async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[Ag
         )
         host = AgentHost(settings, url, run.folder / "agents", Path.cwd(), store, program, waiting)
         if settings.command:
-            run.notify(f"agents ask the policy at {seen_from_elsewhere(url)}")
+            run.tell(f"agents ask the policy at {seen_from_elsewhere(url)}")
             yield host
             return
         address = run.folder / f"agents-{socket.gethostname()}-{os.getpid()}.json"
         address.touch(0o600)
         address.write_text(json.dumps({"url": seen_from_elsewhere(url), "key": key}), encoding="utf-8")
-        run.notify(f"harnesses open episodes at {seen_from_elsewhere(url)}/episodes, with the key in {address}")
+        run.tell(f"harnesses open episodes at {seen_from_elsewhere(url)}/episodes, with the key in {address}")
         try:
             yield host
         finally:

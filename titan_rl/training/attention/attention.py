@@ -141,9 +141,9 @@ class _SpreadEntries(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_M: torch.Tensor, at_M: torch.Tensor, size: int, ranks: ContextRanks) -> torch.Tensor:
         ctx.save_for_backward(at_M)
-        whole = own_M.new_zeros((size, *own_M.shape[1:])).index_copy_(0, at_M, own_M)
-        dist.all_reduce(whole, group=ranks.group)  # the entries of other ranks are zero here
-        return whole
+        all_N = own_M.new_zeros((size, *own_M.shape[1:])).index_copy_(0, at_M, own_M)
+        dist.all_reduce(all_N, group=ranks.group)  # the entries of other ranks are zero here
+        return all_N
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

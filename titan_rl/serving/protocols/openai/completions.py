@@ -66,11 +66,11 @@ class CompletionEndpoint:
                 )
                 for prompt in prompts
             ]
-            asks: list[tuple[Talk, Ask]] = []
+            requests: list[tuple[Talk, Ask]] = []
             for at, (prompt, sampling) in enumerate(zip(prompts, sampled, strict=True)):
                 talk = caller.talk_in_tokens(prompt, text.decode, session_id)
-                asks.append((talk, talk.ask(sampling, num_choices, request_id, first_index=at * num_choices)))
-            return await _Work(policy, text, body, asks, request_id)(emit)
+                requests.append((talk, talk.ask(sampling, num_choices, request_id, first_index=at * num_choices)))
+            return await _Work(policy, text, body, requests, request_id)(emit)
 
         return Answer(self._exchanges, work, num_completions=num_completions, stream=bool(body.stream))
 
@@ -81,13 +81,13 @@ class _Work:
         policy: ServedPolicy,
         text: Text,
         body: CompletionBody,
-        asks: list[tuple[Talk, Ask]],
+        requests: list[tuple[Talk, Ask]],
         request_id: str,
     ) -> None:
         self._policy = policy
         self._text = text
         self._body = body
-        self._asks = asks
+        self._requests = requests
         self._envelope = {
             "id": request_id,
             "object": "text_completion",
@@ -98,19 +98,19 @@ class _Work:
     async def __call__(self, emit: Emit | None) -> Any:
         choices = [
             _Choice(self, index, ask.prompt_token_ids, emit)
-            for index, ask in enumerate(ask for _, ask in self._asks for _ in range(ask.num_choices))
+            for index, ask in enumerate(ask for _, ask in self._requests for _ in range(ask.num_choices))
         ]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._complete(ask, choices[at * ask.num_choices :]))
-                    for at, (_, ask) in enumerate(self._asks)
+                    for at, (_, ask) in enumerate(self._requests)
                 ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         by_prompt = [task.result() for task in tasks]
         completions = [completion for one in by_prompt for completion in one]
-        use = usage(sum(len(ask.prompt_token_ids) for _, ask in self._asks), completions)
+        use = usage(sum(len(ask.prompt_token_ids) for _, ask in self._requests), completions)
         if emit is None:
             choice_bodies = [
                 choice.complete(completion) for choice, completion in zip(choices, completions, strict=True)
@@ -132,7 +132,7 @@ class _Work:
     def _keep(self, by_prompt: list[list[Completion]]) -> None:
         """Record completions. Called once the answer is encoded, because completions that cannot be sent must not be
         kept."""
-        for (talk, _), completions in zip(self._asks, by_prompt, strict=True):
+        for (talk, _), completions in zip(self._requests, by_prompt, strict=True):
             for index, completion in enumerate(completions):
                 talk.record(
                     index, completion, {"role": "assistant", "content": self._text.decode(completion.token_ids)}
