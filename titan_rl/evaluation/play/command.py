@@ -73,7 +73,7 @@ async def play(
 
     Args:
         policy: Policy to watch: a folder or a URL, as for `titan-rl eval`. None if a person plays.
-        say: Function that shows text.
+        write_line: Function that shows text.
         console: Console for messages about the command.
         lines: Input of the person.
         is_terminal: Whether to show prompts for the input.

@@ -33,7 +33,7 @@ class Screen:
     """Text output of what happens in an environment.
 
     Args:
-        say: Function that shows text of one line or more.
+        write_line: Function that shows text of one line or more.
         decode: Function that returns the text of tokens, including special ones; None if there is no tokenizer.
     """
 
