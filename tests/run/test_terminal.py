@@ -135,7 +135,7 @@ def test_work_that_takes_long_is_told_of_now_and_then_and_at_its_end():
     said = ConsoleLines()
     clock = ManualClock()
     operations = Operations(said, clock)
-    operations.tells = True
+    operations.shows_lines = True
     with operations.begin("starting 2 generators"):
         for clock.seconds in (1.0, 9.0, 10.0, 12.0, 29.0, 31.0, 45.0, 61.0):
             operations.tick()
@@ -155,7 +155,7 @@ def test_several_at_a_time_are_each_told_of_with_their_notes():
     said = ConsoleLines()
     clock = ManualClock()
     operations = Operations(said, clock)
-    operations.tells = True
+    operations.shows_lines = True
     done = 0
     with operations.begin("validating", lambda: f"{done} of 64 groups"):
         clock.seconds = 5.0
@@ -172,7 +172,7 @@ def test_work_that_fails_is_not_said_to_have_taken_its_time():
     said = ConsoleLines()
     clock = ManualClock()
     operations = Operations(said, clock)
-    operations.tells = True
+    operations.shows_lines = True
     with pytest.raises(ValueError, match="no"), operations.begin("starting"):  # noqa: PT012
         clock.seconds = 12.0
         operations.tick()
