@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from titan_rl.cluster.liveness.local_processes import how_it_ended
+from titan_rl.cluster.liveness.local_processes import exit_description
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 
 KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2])
@@ -43,7 +43,7 @@ def test_the_signal_is_told_also_when_the_parent_has_collected_it(process, act, 
     else:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     try:
-        assert how_it_ended(descriptor) == says
+        assert exit_description(descriptor) == says
     finally:
         os.close(descriptor)
 

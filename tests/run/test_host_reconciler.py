@@ -237,7 +237,7 @@ def test_a_run_that_is_over_is_not_asked(run_dir: Path):
     with pytest.raises(ConfigError, match="does not list its hosts"):
         HostFiles(run_dir).states()
     HostFiles(run_dir).write(HostStates([HostStatus("h1", H1, "in the run")], counts={"joined": 0, "lost": 2}))
-    assert not HostFiles(run_dir).goes_on
+    assert not HostFiles(run_dir).is_running
     assert describe(HostFiles(run_dir).states()).splitlines()[1:] == [
         "h1    10.0.0.1:22222  in the run",
         "since the run began: 0 joined, 2 lost",

@@ -233,7 +233,7 @@ def test_a_stopped_run_says_what_is_saved_and_how_it_goes_on(run_dir):
 def test_a_stopped_run_whose_last_save_failed_says_where_it_stands_and_what_a_resume_starts_from(run_dir):
     command = f"titan-rl train --resume {run_dir.path}"
     messages = EndMessages(load_config(run_dir.config), run_dir, step=1)
-    messages.stands_at(4)
+    messages.note_step(4)
     newest = step_directory(run_dir.checkpoints, 3)
     stands = "step 4, which is not saved"
     assert messages.stopped() == f"stopped at {stands}; to continue from step 3, {newest}: {command}"
@@ -243,7 +243,7 @@ def test_a_stopped_run_whose_last_save_failed_says_where_it_stands_and_what_a_re
     for step in (1, 3):
         shutil.rmtree(step_directory(run_dir.checkpoints, step))
     assert messages.stopped().startswith("stopped at step 4, which is not saved; to continue from step 0")
-    messages.stands_at(0)
+    messages.note_step(0)
     assert messages.stopped() == f"stopped before a step was trained; to continue: {command}"
 
 

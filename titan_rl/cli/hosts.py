@@ -35,7 +35,7 @@ def _list(arguments: argparse.Namespace) -> int:
     files = HostFiles(find_run(arguments.of, "titan-rl hosts"))
     waits = "the run's processes still start; this waits until they are up, or until Ctrl-C"
     states = files.states(WAIT_S, lambda: print_stderr(f"titan-rl: {waits}"))
-    if not files.goes_on:
+    if not files.is_running:
         print_stderr("titan-rl: the run has ended; these were its hosts when it ended")
     print_result(describe(states))
     return 0

@@ -255,7 +255,7 @@ def copy_example(example: str, folder: Path) -> list[Path]:
     check_name(folder.name)
     check_room(folder)
     source = examples_folder() / example
-    files = [path for path in sorted(source.rglob("*")) if path.is_file() and _is_of_it(path, source)]
+    files = [path for path in sorted(source.rglob("*")) if path.is_file() and _is_shipped(path, source)]
     written: list[Path] = []
     with writing():
         for path in files:
@@ -266,7 +266,7 @@ def copy_example(example: str, folder: Path) -> list[Path]:
     return written
 
 
-def _is_of_it(path: Path, source: Path) -> bool:
+def _is_shipped(path: Path, source: Path) -> bool:
     """Return whether a file belongs to the example. Caches do not, nor do models without a README, which can be made
     again."""
     room = path.relative_to(source).parts[0]

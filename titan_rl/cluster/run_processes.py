@@ -194,8 +194,8 @@ class RunProcesses(GeneratorProcesses):
     def _num_lacking(self) -> int:
         """Number of rollout workers that the run lacks compared with the settings."""
         workers = [_worker(index) for index in range(len(self._worker_places))]
-        here = sum(worker not in self._lost and self.hosts.takes(self._host_of(worker)) for worker in workers)
-        return max(0, self._config.rollout.num_workers - here)
+        num_present = sum(worker not in self._lost and self.hosts.takes(self._host_of(worker)) for worker in workers)
+        return max(0, self._config.rollout.num_workers - num_present)
 
     def _others_of(self, host: str) -> Sequence[ProcessId]:
         """Choose rollout workers for a host that joins: those that the run lacks, and as many as other hosts with

@@ -97,8 +97,8 @@ class Supervisor(Actor):
         self._hosts.pop(host, None)
         for process_id, spawned in self._processes.items():
             self._processes[process_id] = [process for process in spawned if process.host != host]
-        for stop, its_host in self._stops.items():
-            if its_host == host:
+        for stop, stop_host in self._stops.items():
+            if stop_host == host:
                 stop.cancel()
 
     @concurrent_endpoint

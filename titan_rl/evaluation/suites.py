@@ -125,10 +125,10 @@ def finished_lines(lines: Iterable[Mapping[str, Any]], suites: Sequence[Suite]) 
     finished: list[Mapping[str, Any]] = []
     for suite in suites:
         for index, prompt in enumerate(suite.prompts):
-            of_it = siblings.get((suite.name, index, digest(prompt)), [])
-            played = {line["sibling"] for line in of_it}  # a game has a line for each seat
-            if len(played) == suite.samples_per_prompt and not any(map(is_fault, of_it)):
-                finished += of_it
+            prompt_lines = siblings.get((suite.name, index, digest(prompt)), [])
+            played = {line["sibling"] for line in prompt_lines}  # a game has a line for each seat
+            if len(played) == suite.samples_per_prompt and not any(map(is_fault, prompt_lines)):
+                finished += prompt_lines
     return finished
 
 

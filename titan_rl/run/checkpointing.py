@@ -352,10 +352,10 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     Raises:
         ConfigError, CheckpointError: The run cannot resume; see `find_standing`.
     """
-    stands = find_standing(config, run_dir)
-    checkpoint, state, journal = stands.checkpoint, stands.state, stands.journal
-    losses = [*stands.notes, *(_set_aside(path, complaint) for path, complaint in stands.damaged.items())]
-    losses += stands.lost_records
+    standing = find_standing(config, run_dir)
+    checkpoint, state, journal = standing.checkpoint, standing.state, standing.journal
+    losses = [*standing.notes, *(_set_aside(path, complaint) for path, complaint in standing.damaged.items())]
+    losses += standing.lost_records
     if checkpoint is None and not journal.begins and not journal.losses:
         losses.append(f"{run_dir.path} has no checkpoint and no journal: the run starts from the beginning")
     # Without a checkpoint, the first validation is also repeated.

@@ -149,7 +149,7 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
     if planes.training is not None:
         planes.training.before_leaving = controller.save_soon
     resources.callback(controller.close)
-    resources.callback(lambda: session.messages.stands_at(controller.version))
+    resources.callback(lambda: session.messages.note_step(controller.version))
     watchers = {
         "watch": planes.watch(),
         "shortage": warn_of_shortage(planes, progress, run_dir.path),

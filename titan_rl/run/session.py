@@ -387,7 +387,7 @@ class EndMessages:
         """Command that resumes the run."""
         return self._command
 
-    def stands_at(self, step: int) -> None:
+    def note_step(self, step: int) -> None:
         """Set the step that was trained last."""
         self._step = step
 

@@ -140,7 +140,7 @@ class ReadyQueue:
         """Indices of the first `count` eligible groups, in order. Call the method `count` first."""
         return [self._indices[task_index] for task_index in heapq.nsmallest(count, self._eligible)]
 
-    def finished_but(self, task_indices: Set[int]) -> Self:
+    def all_finished_except(self, task_indices: Set[int]) -> Self:
         """Copy of this queue in which all groups have finished except those at `task_indices`. O(groups)."""
         later = copy(self)
         vars(later).update({name: copy(value) for name, value in vars(self).items()})
@@ -353,7 +353,8 @@ class WaitingGroups:
                     return False
         turns = self._next_turns(size)
         return turns.total() >= size and all(
-            self._can_give(self._queues[task].finished_but(suspended[task]), task, turns, version) for task in turns
+            self._can_give(self._queues[task].all_finished_except(suspended[task]), task, turns, version)
+            for task in turns
         )
 
     def _first_finished(self, size: int, version: int) -> list[int]:

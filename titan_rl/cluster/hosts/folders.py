@@ -174,10 +174,10 @@ def _known_to_git(folder: Path) -> list[Path] | None:
 
 def _walk(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
-        here = Path(root)
+        parent = Path(root)
         folders[:] = [
             name
             for name in folders
-            if not name.startswith(".") and name not in LEFT_OUT and not (here / name / "pyvenv.cfg").exists()
+            if not name.startswith(".") and name not in LEFT_OUT and not (parent / name / "pyvenv.cfg").exists()
         ]
-        yield from (here / name for name in names if not name.startswith(".") and (here / name).is_file())
+        yield from (parent / name for name in names if not name.startswith(".") and (parent / name).is_file())

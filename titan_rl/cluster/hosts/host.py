@@ -71,9 +71,9 @@ class Host:
     def path(self, path: str | Path) -> Path:
         """Path on the host of a file of this machine."""
         path = Path(path)
-        for here, remote in self.folders.items():
-            if path.is_relative_to(here):
-                return remote / path.relative_to(here)
+        for local, remote in self.folders.items():
+            if path.is_relative_to(local):
+                return remote / path.relative_to(local)
         return path
 
     def search_path(self, folders: str) -> str:

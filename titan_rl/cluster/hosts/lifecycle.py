@@ -321,13 +321,13 @@ class HostHistory:
         counts, self._counts = self._counts, Counter()
         if not self.is_of_several:
             return {}
-        here = [host for host in self.states if host.state in HERE]
+        present = [host for host in self.states if host.state in HERE]
         metrics = {
-            "hosts/present": float(len(here)),
-            "hosts/draining": float(sum(host.state == "draining" for host in here)),
+            "hosts/present": float(len(present)),
+            "hosts/draining": float(sum(host.state == "draining" for host in present)),
             **{f"hosts/{what}": float(counts[what]) for what in COUNTED},
         }
-        for host in here:
+        for host in present:
             generators = sum(Role.of(name) is Role.GENERATOR for name in host.processes)
             metrics[f"hosts/{host.name}/generators"] = float(generators)
             if host.name in silences:

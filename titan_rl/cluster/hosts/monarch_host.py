@@ -30,7 +30,7 @@ def main(address: str) -> None:
     bind_below(Path(tempfile.gettempdir()))
     with without_log_notice():
         serving = start_worker_loop_forever(ca="trust_all_connections", address=address)
-        _wait_until_it_listens(address)
+        _wait_until_listening(address)
     print(READY, flush=True)
     os.dup2(2, 1)
     os.read(0, 1)  # returns at the end of standard input, because nothing is ever written
@@ -38,7 +38,7 @@ def main(address: str) -> None:
     os._exit(0)
 
 
-def _wait_until_it_listens(address: str) -> None:
+def _wait_until_listening(address: str) -> None:
     """Wait until Monarch listens. It listens in a thread, and knows its own agent a moment later. A message in between
     cannot be delivered, which ends its sender."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")

@@ -159,8 +159,8 @@ def place_generator_again(
     generate, train = {place.host for place in others} & gpus.keys(), {place.host for place in trainer}
     for host, own in sorted(gpus.items(), key=lambda each: each[0] in train):
         free = tuple(gpu for gpu in own if (host, gpu) not in taken)
-        here = sum(place.host == host for place in others)
-        if len(free) >= size if own else here < a_host * size and (here or not generate):
+        num_here = sum(place.host == host for place in others)
+        if len(free) >= size if own else num_here < a_host * size and (num_here or not generate):
             return tuple(ProcessPlace(host, free[:size], rank) for rank in range(size))
     return ()
 

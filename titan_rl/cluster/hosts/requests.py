@@ -100,7 +100,7 @@ class HostFiles:
         fresh.replace(self._states)
 
     @property
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the run is in progress."""
         return read_status(self._run_dir).state == "running"
 
@@ -115,9 +115,9 @@ class HostFiles:
             ConfigError: The run's processes are not up yet, or were not when it ended.
         """
         until = time.monotonic() + wait_s
-        if wait_s and self._read_states() is None and self.goes_on:
+        if wait_s and self._read_states() is None and self.is_running:
             on_wait()
-        while time.monotonic() < until and self._read_states() is None and self.goes_on:
+        while time.monotonic() < until and self._read_states() is None and self.is_running:
             time.sleep(POLL_S)
         if (states := self._read_states()) is None:
             raise ConfigError(
@@ -142,7 +142,7 @@ class HostFiles:
             ConfigError: The run has ended, or refuses with a reason.
             TitanRLError: The run has not answered within `wait_s` seconds.
         """
-        self._check_goes_on()
+        self._check_running()
         request = HostRequest(secrets.token_hex(8), do, what)
         allowed = stat.S_IMODE(self._run_dir.stat().st_mode) & 0o666  # readable by everyone who may read the folder
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -164,10 +164,10 @@ class HostFiles:
                 raise ConfigError(answer)
             if answer == "":
                 return
-            self._check_goes_on()
+            self._check_running()
         raise TitanRLError(f"the run was asked to {do} {what}, and did not answer within {wait_s:g} s")
 
-    def _check_goes_on(self) -> None:
+    def _check_running(self) -> None:
         if (state := read_status(self._run_dir).state) == "running":
             return
         how, command = ENDED[state], "sft" if (self._run_dir / "supervised.json").exists() else "train"

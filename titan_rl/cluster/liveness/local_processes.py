@@ -99,7 +99,7 @@ _INFO = struct.Struct("=QQ11Ii")  # struct pidfd_info: mask, cgroup, eleven ids,
 _GET_INFO = 0xC0000000 | _INFO.size << 16 | 0xFF << 8 | 11  # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
 
 
-def how_it_ended(descriptor: int) -> str:
+def exit_description(descriptor: int) -> str:
     """Describe the end of a process, for example `was killed by SIGKILL`, by a descriptor opened while it lived.
 
     The status is available while its parent can still wait for it. If the parent has done so already, only Linux 6.15
@@ -178,7 +178,7 @@ class WatchedProcess:
 
     def _ended(self) -> None:
         assert self._descriptor is not None
-        how = how_it_ended(self._descriptor)
+        how = exit_description(self._descriptor)
         self.close()
         self._observer.ended(f"process {self.pid} {how}")
 

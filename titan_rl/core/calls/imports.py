@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 def search_in(folders: Iterable[str]) -> None:
     """Add folders to the search path, after the current folder and before installed packages."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    index = sys.path.index(here) + 1
+    current = os.getcwd()
+    if current not in sys.path:
+        sys.path.insert(0, current)
+    index = sys.path.index(current) + 1
     sys.path[index:index] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
 
 

@@ -194,7 +194,7 @@ def _is_library(filename: str) -> bool:
 
 def _short(filename: str) -> str:
     try:
-        path, here = Path(filename), Path.cwd()
+        path, current = Path(filename), Path.cwd()
     except OSError:  # the current directory is gone
         return filename
-    return str(path.relative_to(here)) if path.is_relative_to(here) else filename
+    return str(path.relative_to(current)) if path.is_relative_to(current) else filename

@@ -182,12 +182,12 @@ def describe_implementation(config: RunConfig) -> str:
         has_adapter=config.training.adapter.is_on,
     )
     untried = chosen.name == "transformers" and hf.get("model_type") not in PROVED
-    try_it = f"; no test has this family, try it with titan-rl doctor --model {config.model.path}" if untried else ""
+    advice = f"; no test has this family, try it with titan-rl doctor --model {config.model.path}" if untried else ""
     divided = ""
     if (ranks := config.training.expert_parallel) > 1:
         count = next(hf[name] for name in EXPERT_COUNTS if hf.get(name))
         divided = f"; each rank holds {count // ranks} of {count} experts (training.expert_parallel = {ranks})"
-    return f"model.implementation is {chosen.name}: {chosen.reason}{divided}{try_it}"
+    return f"model.implementation is {chosen.name}: {chosen.reason}{divided}{advice}"
 
 
 def check_policy(config: RunConfig) -> None:
@@ -248,9 +248,9 @@ def warn_of_experimental(config: RunConfig) -> str | None:
 def _chosen_transport(config: RunConfig) -> tuple[str, str]:
     if config.statedict.transport != "auto":
         return config.statedict.transport, ", as set"
-    here = {"here": () if config.hosts.elsewhere else visible_gpus()}
-    trainer = () if config.hosts.elsewhere else place_trainer(config.training, ["here"], here)
-    generators = place_generators(config.generation, ["here"], here, trainer)
+    gpus_of = {"here": () if config.hosts.elsewhere else visible_gpus()}
+    trainer = () if config.hosts.elsewhere else place_trainer(config.training, ["here"], gpus_of)
+    generators = place_generators(config.generation, ["here"], gpus_of, trainer)
     name, why = choose_transport(config, trainer, generators, least_gpu_bytes)
     return name, f": {why}"
 

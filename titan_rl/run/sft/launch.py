@@ -399,7 +399,7 @@ async def _teach(
         hosts=history,
     )
     training.before_leaving = loop.save_soon
-    resources.callback(lambda: session.messages.stands_at(loop.version))
+    resources.callback(lambda: session.messages.note_step(loop.version))
     shortage = warn_of_shortage(_TrainerAlone(training), progress, run_dir.path)
     async with session.training(hosts=watch_hosts(), shortage=shortage):
         summary = await loop.run()
