@@ -430,7 +430,7 @@ def _spread(items: Sequence[T], most: int) -> list[T]:
     """Choose at most `most` items evenly, including the first and the last."""
     if len(items) <= most:
         return list(items)
-    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
+    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
 
 
 def _where(query: RolloutQuery, filters: Mapping[str, str]) -> tuple[str, Sequence[Any]]:
