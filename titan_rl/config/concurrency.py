@@ -18,7 +18,7 @@ from titan_rl.generation.gpu_share import planned_kv_gib
 from titan_rl.training.settings import ModelConfig
 
 STEP = 8
-"""Multiple to which the number of running requests is rounded, because engines prepare their kernels for such batches."""
+"""Multiple to which numbers of running requests are rounded, because engines prepare their kernels for such batches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, folders
     """Check that the policy's folder can be loaded, and that generators with these settings can run the model.
 
     Args:
-        places: Folders in which the model's folder is searched.
+        folders: Folders in which the model's folder is searched.
 
     Raises:
         ModelError: A file is missing or unreadable, or config.json contradicts itself.

@@ -254,7 +254,7 @@ def load_task(table: Any, origins: Origins, prefix: str = "task", extra_names: S
 
     Args:
         prefix: Dotted name of the table.
-        beside: Names of further keys of the table that are not fields of the task.
+        extra_names: Names of further keys of the table that are not fields of the task.
 
     Raises:
         ConfigError: The module or the class does not exist, the class is not a task, or its settings are wrong.

@@ -114,7 +114,7 @@ class ChosenRows:
 
     Args:
         data: Sequence of rows.
-        places: Indices of the rows; None for all rows.
+        indices: Indices of the rows; None for all rows.
     """
 
     def __init__(self, data: Any, indices: Sequence[int] | None = None) -> None:
