@@ -184,7 +184,7 @@ class Resume:
         self._max_attempts = max_attempts
         self._max_context = max_context
 
-    async def completion(self, ask: RequestFn, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
+    async def complete(self, ask: RequestFn, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
         """The completion of all attempts together. `on_chunk` receives each of its tokens once and in order.
 
         Raises:
