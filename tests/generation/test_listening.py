@@ -72,7 +72,9 @@ async def test_what_does_not_stream_is_heard_of_part_by_part() -> None:
     parts = [completion([5, 6], FinishReason.ABORT), completion([7])]
     heard: list[list[int]] = []
 
-    async def generate(prompt: Any, *, request_id: str, session_id: str | None = None, sampling: Any) -> Completion:
+    async def generate(
+        prompt_token_ids: Any, *, request_id: str, session_id: str | None = None, sampling: Any
+    ) -> Completion:
         return parts.pop(0)
 
     with listening(lambda chunk: heard.append(list(chunk.token_ids))):

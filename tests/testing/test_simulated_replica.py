@@ -14,6 +14,7 @@ from titan_rl import FinishReason, SamplingParams
 from titan_rl.generation.adaptive_batch import AdaptiveLimit
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
+from titan_rl.generation.types import PauseMode
 from titan_rl.testing.simulated_replica import SimulatedReplica
 from titan_rl.testing.simulation import log_normal_with_tail
 
@@ -104,7 +105,7 @@ def test_pulls_aborts_and_pauses_happen_between_two_steps():
         await replica.pull(7)
         assert loop.time() == 14.0  # the step under way, then the load
         await asyncio.sleep(5.5)
-        await replica.pause("keep")
+        await replica.pause(PauseMode.KEEP)
         await asyncio.sleep(100)
         await replica.resume()
         await asyncio.sleep(2.5)
