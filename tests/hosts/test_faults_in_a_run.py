@@ -107,7 +107,9 @@ def test_a_host_that_is_killed_in_a_pull(in_a_step: HeldRun, tmp_path: Path) -> 
 
 def test_a_rollout_worker_that_is_stopped(in_a_step: HeldRun) -> None:
     in_a_step.go_on_until_generating(in_a_step.host_of("generator-0"))
-    with in_a_step.says("rollout-worker-1 died: it has been stopped by a signal", "rollout-worker-1 is there again after"):
+    with in_a_step.says(
+        "rollout-worker-1 died: it has been stopped by a signal", "rollout-worker-1 is there again after"
+    ):
         os.kill(in_a_step.run.child("rollout-worker-1"), signal.SIGSTOP)
 
 
