@@ -147,8 +147,8 @@ def test_a_trainers_host_that_is_cut_off_for_longer_than_its_lease(in_a_step: He
     host = in_a_step.host_of("trainer")
     host.link_down()
     in_a_step.go_on_until_said("trainer is there again after")
-    assert in_a_step.host_of("trainer") is not host
     until(lambda: not host.pids("bootstrap_main"), "what is there ends itself")
+    assert in_a_step.host_of("trainer") is not host
     with in_a_step.says(f"host {host.name} at {host.worker_address} has joined"):
         host.link_up()
 

@@ -4,6 +4,7 @@ stopped."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def test_a_rank_that_is_killed_while_it_starts_ends_the_run_with_its_reason(
         killed = time.monotonic()
         assert run.wait() == 1, run.output
         assert time.monotonic() - killed < SOON_S
-        assert "trainer died: process " in run.output
+        assert re.search("trainer died: (the )?process ", run.output)  # whoever notices first
 
 
 @pytest.fixture
