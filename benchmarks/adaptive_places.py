@@ -120,7 +120,7 @@ def compare(name: str, case: Case, seeds: int) -> float:
     for cache in CACHES:
         setup = Setup.of(case, cache)
         fixed = {int(part * setup.most): setup.serve(seeds, int(part * setup.most)) for part in FIXED}
-        best = min(fixed, key=lambda adaptive_limit: fixed[adaptive_limit].seconds)
+        best = min(fixed, key=lambda limit: fixed[limit].seconds)
         adaptive = setup.serve(seeds, None)
         ratios.append(fixed[best].seconds / adaptive.seconds)
         row = "".join(f"{served.seconds:>9.0f} ({served.preemptions:.2f})" for served in fixed.values())

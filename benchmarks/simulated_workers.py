@@ -81,7 +81,7 @@ class SimulatedWorker:
         self.traffic = traffic
         self.context = context_of("workers")
         self.run_group = WorkerEndpoint(self, self._run_group)
-        self.send_to_shard = WorkerEndpoint(self, self._tell_shard)
+        self.send_to_shard = WorkerEndpoint(self, self._send_to_shard)
         self.num_tokens = 0  # generated so far
         self._router = router
         self._length_of = length_of
@@ -91,7 +91,7 @@ class SimulatedWorker:
         self._names: list[str] = []  # of the generators
         self._in_flight = 0
 
-    async def _tell_shard(self, sent: bytes) -> bytes:
+    async def _send_to_shard(self, sent: bytes) -> bytes:
         _, message = cloudpickle.loads(sent)
         return cloudpickle.dumps((self._carry_out(message), Counter[str]()))
 

@@ -187,18 +187,18 @@ def test_several_adapters_share_the_frozen_weights_and_have_optimizer_states_eac
     assert both["activations"] == large["activations"]
 
 
-def test_the_places_that_an_engine_reserves_for_adapters_are_counted(
+def test_the_slots_that_an_engine_reserves_for_adapters_are_counted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (several := folder / "several.toml").write_text(ADAPTERS)
     sizes = ("--gpus", "1", "--memory", "80", "--generation.num_generators", "1", "--scheduling.max_staleness", "2")
     of_rank_1 = 4 * sum((256 + 512, 256 + 256, 256 + 256, 512 + 256, 256 + 512, 256 + 512, 512 + 256))  # 4 layers
     one = fit_as_json(folder, capsys, *sizes, "--training.adapter.rank", "12")["gpus"][0]["engines"]
-    assert one["engine adapters"] == 16 * of_rank_1 * 2, "vLLM's places have a rank of 1, 8, 16, ..."
+    assert one["engine adapters"] == 16 * of_rank_1 * 2, "vLLM's slots have a rank of 1, 8, 16, ..."
     pinned = ("--generation.adapter_swap", "pinned")
     assert main(["fit", EXAMPLE, str(several), "--model.path", str(folder), *sizes, *pinned, "--json"]) == 0
     both = json.loads(capsys.readouterr().out)["gpus"][0]["engines"]
-    assert both["engine adapters"] == 2 * (2 + 2) * 256 * of_rank_1 * 2, "each place has the largest rank"
+    assert both["engine adapters"] == 2 * (2 + 2) * 256 * of_rank_1 * 2, "each slot has the largest rank"
     assert "engine adapters" not in fit_as_json(folder, capsys, *sizes)["gpus"][0]["engines"]
 
 

@@ -74,7 +74,7 @@ def test_weights_are_counted_in_the_dtype_they_are_served_in(tmp_path: Path) -> 
     assert weight_bytes(tmp_path, "float32") == 4 * 42
 
 
-def test_a_place_for_an_adapter_is_counted_by_the_matrices_it_changes(tmp_path: Path) -> None:
+def test_a_slot_for_an_adapter_is_counted_by_the_matrices_it_changes(tmp_path: Path) -> None:
     shapes = {"q_proj.weight": (4, 6), "q_proj.bias": (4,), "o_proj.weight": (6, 4), "experts.0.q_proj.weight": (4, 6)}
     save_file(
         {f"model.layers.0.{name}": torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "m.safetensors"

@@ -14,7 +14,7 @@ from titan_rl.config.model_files import check_weights, model_identity, read_head
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, SpeculativeConfig
 from titan_rl.core.errors import ConfigError, ModelError
-from titan_rl.generation.gpu_share import planned_kv_gib
+from titan_rl.generation.gpu_share import adapted_width, planned_kv_gib
 from titan_rl.training.models.choice import (
     EXPERT_COUNTS,
     check_numbers,
@@ -100,9 +100,8 @@ def count_adapter(folder: Path, adapter: AdapterConfig) -> int:
     count = 0
     for path in folder.glob("*.safetensors"):
         with contextlib.suppress(ModelError):
-            for name, (shape, _) in read_header(path).items():
-                is_target = name.split(".")[-2:-1] in [[target] for target in adapter.targets or TARGETS]
-                count += adapter.rank * sum(shape) if is_target and ".experts." not in name else 0
+            shapes = {name: shape for name, (shape, _) in read_header(path).items()}
+            count += adapter.rank * adapted_width(shapes, adapter.targets or TARGETS)
     return count
 
 

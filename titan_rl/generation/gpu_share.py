@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -103,12 +103,22 @@ def adapter_bytes(folder: Path, dtype: str, targets: Collection[str], *, rank: i
         targets: Last parts of the names of the changed layers.
         rank: Rank of the adapter.
     """
-    changed = [
-        shape
-        for name, shape in _shapes(folder).items()
+    return _ITEMSIZE[dtype] * rank * adapted_width(_shapes(folder), targets)
+
+
+def adapted_width(shapes: Mapping[str, Sequence[int]], targets: Collection[str]) -> int:
+    """Sum of in + out over the matrices that a LoRA adapter changes: its number of parameters at rank 1. Biases and the
+    matrices of experts do not change.
+
+    Args:
+        shapes: Shapes of a model's weights by their names.
+        targets: Last parts of the names of the changed layers.
+    """
+    return sum(
+        sum(shape)
+        for name, shape in shapes.items()
         if name.split(".")[-2:-1] in [[target] for target in targets] and len(shape) == 2 and ".experts." not in name
-    ]
-    return _ITEMSIZE[dtype] * rank * sum(map(sum, changed))
+    )
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
