@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 import torch
+from safetensors.torch import save_file
 from vllm.engine.arg_utils import EngineArgs
 
 from titan_rl.generation import vllm_arguments
-from titan_rl.generation.engine import EngineSpec
+from titan_rl.generation.engine import AdapterSpec, EngineSpec
 from titan_rl.generation.vllm_arguments import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, engine_arguments
 
 
@@ -55,3 +56,16 @@ def test_the_kv_cache_is_one_gib_on_a_cpu_and_what_is_free_on_a_gpu(
     found = engine_arguments(spec, on_cpu=False)
     assert found.kv_cache_memory_bytes == pytest.approx((0.98 * 50 - 3) * 2**30)
     assert found.gpu_memory_utilization == pytest.approx(0.98 * 50 / 80)
+
+
+def test_the_kv_cache_of_a_gpu_leaves_room_for_the_slots_of_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * 2**30, 80 * 2**30))
+    save_file({"layers.0.q_proj.weight": torch.zeros(100, 60)}, tmp_path / "model.safetensors")
+    adapters = {name: AdapterSpec(12, 32.0, ("q_proj",), num_versions=3) for name in ("sort", "sum")}
+    base = EngineSpec(str(tmp_path), max_context=100, dtype="bfloat16")
+    without, with_them = (engine_arguments(each, on_cpu=False) for each in (base, replace(base, adapters=adapters)))
+    assert without.kv_cache_memory_bytes is not None
+    assert with_them.kv_cache_memory_bytes == without.kv_cache_memory_bytes - 6 * 16 * (100 + 60) * 2
+    assert with_them.gpu_memory_utilization == pytest.approx(without.gpu_memory_utilization)
