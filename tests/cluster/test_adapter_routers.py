@@ -36,6 +36,7 @@ class Generator:
         for event in self.held.values():
             event.set()
         self.pull_s = 0.0
+        self.engine = asyncio.Lock()  # loads one version at a time
         self.remote = RemoteProcess(name)
         self.deadly: set[str] = set()  # adapters whose requests kill it
         self.asked: list[str] = []  # adapters, in the order of their requests
@@ -55,7 +56,8 @@ class Generator:
 
     async def pull_adapter(self, version: int, published: PublishedWeights, adapter: str) -> int:
         await self.held[adapter].wait()
-        await asyncio.sleep(self.pull_s)
+        async with self.engine:
+            await asyncio.sleep(self.pull_s)
         if adapter in self.failing:
             raise StateDictError("the probes differ")
         self.loaded[adapter] = published.manifest_of(version).version
@@ -148,6 +150,24 @@ async def test_a_request_that_waits_while_other_adapters_are_loaded_is_no_sign_o
     assert [str(error) for error in processes.failed] == ["no sign of life from generator-0 for 300 s"]
     generator.answers.set()
     assert await waiting == 3
+    await routers.close()
+
+
+@pytest.mark.looptime
+async def test_the_time_limit_of_a_pull_begins_again_when_a_pull_ends_that_it_waits_for() -> None:
+    routers, processes = await open_routers(sort=3, sum=5, tags=7)
+    (generator,) = processes.replicas
+    generator.pull_s = 100  # of at most 120
+    for published in routers.published.values():
+        published.announce(Manifest(8, ()))
+    await asyncio.gather(*(router.pull_state_dict(8) for router in routers.by_adapter.values()))
+    assert generator.loaded == {"sort": 8, "sum": 8, "tags": 8}
+    assert processes.failed == []
+
+    generator.pull_s = 130
+    routers.published["sum"].announce(Manifest(9, ()))
+    with pytest.raises(StateDictError, match="the pull of version 9 took longer than 120 s"):
+        await routers.by_adapter["sum"].pull_state_dict(9)
     await routers.close()
 
 

@@ -171,10 +171,16 @@ class AdapterReplica:
 
     async def pull(self, version: int) -> int:
         try:
-            return await self.shared.pull_adapter(version, self._published, self.adapter)
-        finally:
-            if self._listener is not None:
-                self._listener.pulled(self.name)
+            loaded = await self.shared.pull_adapter(version, self._published, self.adapter)
+        except Exception:  # not if it is cancelled, because the engine may still load the version
+            self._note_pulled()
+            raise
+        self._note_pulled()
+        return loaded
+
+    def _note_pulled(self) -> None:
+        if self._listener is not None:
+            self._listener.pulled(self.name)
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause the requests of all adapters."""

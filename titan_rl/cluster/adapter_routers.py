@@ -151,9 +151,9 @@ class AdapterRouters:
             return True  # the adapter has ended meanwhile, and needs no replica
 
     def pulled(self, name: str) -> None:
-        """Note a pull of one adapter, during which the requests of the others waited."""
+        """Note a pull of one adapter, during which the requests and pulls of the others waited."""
         for router in self.by_adapter.values():
-            router.hear_from(name)
+            router.note_pull_elsewhere(name)
 
     def trouble(self) -> str | None:
         """Reason why the requests of an adapter cannot be answered at present; None while all can."""

@@ -173,7 +173,7 @@ async def _awaited(work: Awaitable[T], error_type: type[Exception]) -> T:
 
 
 @asynccontextmanager
-async def limited(seconds: float, what: str) -> AsyncGenerator[None]:
+async def limited(seconds: float, what: str) -> AsyncGenerator[asyncio.Timeout]:
     """Like `asyncio.timeout`, with an error message that names the operation and the limit.
 
     Args:
@@ -186,7 +186,7 @@ async def limited(seconds: float, what: str) -> AsyncGenerator[None]:
     scope = asyncio.timeout(seconds)
     try:
         async with scope:
-            yield
+            yield scope
     except TimeoutError as error:
         if not scope.expired():
             raise

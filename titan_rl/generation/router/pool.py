@@ -59,6 +59,7 @@ class PooledReplica:
         self.last_seen_at = 0.0  # time of the last sign of life, by the event loop's clock
         self.takes_aborts = True  # whether the last abort succeeded
         self.pulling = asyncio.Lock()
+        self.pull_limit: asyncio.Timeout | None = None  # of the pull in flight
         self.pausing = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -72,6 +73,13 @@ class PooledReplica:
         """
         self.num_served += served
         self.last_seen_at = asyncio.get_running_loop().time()
+
+    def note_pull_elsewhere(self, pull_s: float) -> None:
+        """Note the end of a pull for another router. A pull in flight may have waited for it, and has `pull_s` seconds
+        from now on."""
+        self.note_alive()
+        if self.pull_limit is not None and not self.pull_limit.expired():
+            self.pull_limit.reschedule(self.last_seen_at + pull_s)
 
 
 class Reservation:
@@ -212,8 +220,11 @@ class TargetState:
                 await self._pull(replica, self.version)
 
     async def _pull(self, replica: PooledReplica, version: int) -> None:
-        async with limited(self._limits.pull_s, f"the pull of version {version}"):
-            replica.version = await replica.calls.pull(version)
+        async with limited(self._limits.pull_s, f"the pull of version {version}") as replica.pull_limit:
+            try:
+                replica.version = await replica.calls.pull(version)
+            finally:
+                replica.pull_limit = None
         self.loaded = max(version, self.loaded or 0)
         replica.note_alive()
 

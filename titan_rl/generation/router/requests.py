@@ -212,9 +212,9 @@ class StallWatch:
 
     Signs of life are tokens, answers, pulls, and the empty chunks of an engine that steps. A sign for any request of
     the replica counts: a request that queues behind others may wait as long as they progress. If several routers share
-    a replica, the pulls of the other routers are signs of life, too (`GeneratorRouter.hear_from`), because the engine
-    does not step during a pull. Frozen time does not count. A stalled replica is quarantined, and its requests continue
-    elsewhere.
+    a replica, the pulls of the other routers are signs of life, too (`GeneratorRouter.note_pull_elsewhere`), because
+    the engine does not step during a pull. Frozen time does not count. A stalled replica is quarantined, and its
+    requests continue elsewhere.
 
     Recording a sign costs one assignment: each replica with requests has one timer, which checks the time of the last
     sign. It checks twice before it reports a stall, because after a block of the event loop timers run before the signs

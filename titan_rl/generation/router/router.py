@@ -124,11 +124,11 @@ class GeneratorRouter:
         before the first pull."""
         return self._pool.target.version
 
-    def hear_from(self, name: str) -> None:
-        """Note a sign of life that another router of the same replicas has received from a replica. Does nothing if
-        there is no replica of that name."""
+    def note_pull_elsewhere(self, name: str) -> None:
+        """Note that a replica has ended a pull for another router, behind which the requests and the pull of this
+        router may wait: their time limits begin again. Does nothing if there is no replica of that name."""
         if name in self._pool:
-            self._pool.find(name).note_alive()
+            self._pool.find(name).note_pull_elsewhere(self._pool.limits.pull_s)
 
     @property
     def last_seen_at(self) -> float | None:
