@@ -1,6 +1,6 @@
 """Several experiments at once, each with an adapter, against one after the other.
 
-    python -m benchmarks.tenants [--only simulated real] [--experiments 32] [--steps 10]
+    python -m benchmarks.tenants [--only simulated real] [--experiments 32] [--steps 10] [--tool_s 0 2]
 
 - tenants_utilization: seconds of the experiments one after the other, over those of all at once, in virtual time; the
   work is the same, so this is the ratio of utilizations. Router, rollouter, scheduler and fair turns are the real ones;
@@ -10,6 +10,8 @@
 - tenants_fairness: largest time of the trainer of an experiment over the smallest while all of them train.
 - tenants_speedup: seconds of four runs of `examples/alphabet_sort` with different ranks, algorithms and learning rates,
   one after the other, over those of one run of all four with [[adapters]], start and export included.
+- tenants_speedup_tool_N_s: the same if the environment of every turn takes N seconds in the median, as tools, sandboxes
+  and judges do, during which a run alone leaves the machine idle.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -26,12 +29,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import NonNegativeFloat
+
+from examples.alphabet_sort.data import Sample
+from examples.alphabet_sort.env import AlphabetSortEnv
+from examples.alphabet_sort.task import AlphabetSort
+from titan_rl import Message, MessageStep
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.generation.types import PauseMode
-from titan_rl.rollout.environment.types import TokenObservation, TokenStep
+from titan_rl.rollout.environment.messages import MessageTokenEnv
+from titan_rl.rollout.environment.types import TokenEnv, TokenObservation, TokenStep
 from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
@@ -203,10 +214,31 @@ def simulated(num_experiments: int, steps: int) -> None:
     figure("tenants_fairness", fairness, 1.1, "largest time of the trainer over the smallest, at most")
 
 
+class SlowNames(AlphabetSort):
+    """Alphabet-sort with a tool that takes its time in every turn."""
+
+    tool_s: NonNegativeFloat = 0.0
+    """Median time of the tool, which is log-normal."""
+
+    def make_env(self, sample: Sample, renderer: Renderer) -> TokenEnv:
+        return MessageTokenEnv(SlowEnv(sample, self.tool_s), renderer)
+
+
+class SlowEnv(AlphabetSortEnv):
+    def __init__(self, sample: Sample, tool_s: float) -> None:
+        super().__init__(sample)
+        self._tool_s = tool_s
+
+    async def step(self, message: Message) -> MessageStep:
+        await asyncio.sleep(self._tool_s * random.lognormvariate(0, 0.5))
+        return await super().step(message)
+
+
 TABLES = """
 [[tasks]]
 name = "names"
-type = "examples.alphabet_sort.task:AlphabetSort"
+type = "benchmarks.tenants:SlowNames"
+tool_s = {tool_s}
 pool_size = 24
 min_turns = 2
 max_first_names = 3
@@ -220,23 +252,25 @@ EXPERIMENTS = {
 }
 
 
-def real(steps: int) -> None:
+def real(steps: int, tool_s: float) -> None:
     base = Path("examples/alphabet_sort/lora.toml")
     with tempfile.TemporaryDirectory() as place:
         folder, common = Path(place), base.read_text().partition("[task]")[0].replace("adapter.rank = 1", "")
         common = common.replace('path = "base"', f'path = "{(base.parent / "base").resolve()}"')
         alone = 0.0
-        several = common + TABLES
+        tables = TABLES.format(tool_s=tool_s)
+        several = common + tables
         for name, settings in EXPERIMENTS.items():
             several += f'\n[[adapters]]\nname = "{name}"\ntasks = ["names"]\n'
             several += "".join(f"training.{key} = {value}\n" for key, value in settings.items())
-            (file := folder / f"{name}.toml").write_text(common + TABLES)
+            (file := folder / f"{name}.toml").write_text(common + tables)
             options = [f"--training.{key}={value.strip(chr(34))}" for key, value in settings.items()]
             alone += train(file, folder / "runs", steps, options)
         (file := folder / "several.toml").write_text(several)
         together = train(file, folder / "runs", steps, [])
-    print(f"one after the other {alone:.1f} s, at once {together:.1f} s")
-    figure("tenants_speedup", alone / together, 2.8, "seconds one after the other over those at once, at least")
+    print(f"one after the other {alone:.1f} s, at once {together:.1f} s, with tools of {tool_s:g} s")
+    name = f"tenants_speedup_tool_{tool_s:g}_s" if tool_s else "tenants_speedup"
+    figure(name, alone / together, 2.8, "seconds one after the other over those at once, at least")
 
 
 def train(file: Path, runs: Path, steps: int, options: Sequence[str]) -> float:
@@ -253,11 +287,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=("simulated", "real"), default=("simulated", "real"))
     parser.add_argument("--experiments", type=int, default=32)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--tool_s", type=float, nargs="+", default=[0.0, 2.0], help="for each, the real runs once")
     arguments = parser.parse_args()
     if "simulated" in arguments.only:
         simulated(arguments.experiments, arguments.steps)
     if "real" in arguments.only:
-        real(arguments.steps)
+        for tool_s in arguments.tool_s:
+            real(arguments.steps, tool_s)
 
 
 if __name__ == "__main__":
