@@ -147,12 +147,12 @@ class ScaledRun:
         )
         processes.traffic, processes.length_of, processes.generators = self._traffic, length_of, {}
         await processes.start()
-        router = self._router = processes.make_router()
+        router = self._router = processes.router = processes.make_router()
         rubric = Rubric([Reward(lambda rollout: float(rollout.sibling == 0), name="first")])
         self._rollouter = Rollouter(
             lambda sample: OneAnswer(), rubric, max_context=4096, finish_session=router.finish_session
         )
-        watching = asyncio.ensure_future(processes.watch(router))
+        watching = asyncio.ensure_future(processes.watch())
         await self._begin(router)
         await self._pull(0)
         groups_per_step = self.num_generators * self.num_requests // GROUP_SIZE // 2

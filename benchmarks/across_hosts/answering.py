@@ -115,11 +115,11 @@ async def answer(config: RunConfig, folder: Path, in_flight: int, tokens: int) -
     generating = start_processes(config, RunDirectory(folder), PublishedWeights(), Said(), trains=False)
     async with contextlib.AsyncExitStack() as opened:
         processes = await opened.enter_async_context(generating)
-        router = processes.make_router()
+        router = processes.router = processes.make_router()
         opened.push_async_callback(router.close)
         opened.enter_context(noted(folder, begins=True))
         tell("serving")
-        watch = watcher(config, HostFiles(folder), processes, router)
+        watch = watcher(config, HostFiles(folder), processes)
         async with asyncio.TaskGroup() as tasks:
             going_on = [tasks.create_task(watch())]
             going_on += [tasks.create_task(ask(router, place, in_flight, tokens)) for place in range(in_flight)]

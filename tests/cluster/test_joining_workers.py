@@ -15,7 +15,7 @@ from background import in_background
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from group_requests import requests
-from test_run_processes import Replica, Supervisor, cluster_of, host_of, lose, worker, worker_hosts
+from test_run_processes import Supervisor, cluster_of, host_of, lose, worker, worker_hosts
 
 from titan_rl import SamplingParams
 from titan_rl.cluster.hosts.lifecycle import HostState
@@ -27,7 +27,6 @@ from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import ActorDiedError, ConfigError
-from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.settings import RolloutConfig
 
 ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
@@ -50,19 +49,18 @@ class Cluster:
             rollout=RolloutConfig(num_workers=num_workers),
             generation=GenerationConfig(num_generators=1, num_generators_range=(1, 1)),
         )
-        self.router = GeneratorRouter([Replica()])
 
     async def join(self, name: str) -> list[str]:
         """What it brings."""
         self.processes.hosts.add(host_of(name))
-        return await self.processes.join(name, self.router)
+        return await self.processes.join(name)
 
     async def drain(self, name: str) -> None:
         lifecycles = self.processes.hosts.lifecycles
         record = lifecycles.named(name)
         assert record is not None
         lifecycles.move(record, HostState.DRAINING, "it was asked to")
-        await self.processes.leave(name, self.router, "it was asked to")
+        await self.processes.leave(name, "it was asked to")
         await self.processes.hosts.detach(name)
 
 
@@ -72,7 +70,7 @@ async def running(folder: Path, hosts: HostsConfig | None = None, num_workers: i
     for index in range(num_workers):
         await cluster.processes._start_worker(worker(index))  # pyright: ignore[reportPrivateUsage]
     await worker_hosts(cluster.supervisor, num_workers)
-    async with in_background(cluster.processes.watch(cluster.router)):
+    async with in_background(cluster.processes.watch()):
         yield cluster
 
 

@@ -152,6 +152,7 @@ def cluster_of(
         generates=generates,
     )
     processes.place()
+    processes.router = GeneratorRouter([Replica()])
     return processes
 
 
@@ -183,7 +184,7 @@ async def test_a_death_past_the_limit_ends_the_run_with_setting_value_and_count(
         generation=GenerationConfig(num_generators=1),
     )
     await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
-    watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
+    watching = asyncio.ensure_future(processes.watch())
     for _ in range(limit + 1):
         await supervisor.kill_next()
     with pytest.raises(ExceptionGroup) as caught:
@@ -229,7 +230,7 @@ async def test_rollout_workers_of_a_lost_host_start_at_once_where_few_are_and_co
     for index in range(6):
         await processes._start_worker(worker(index))  # pyright: ignore[reportPrivateUsage]
     assert await worker_hosts(supervisor, 6) == ["a", "a", "b", "b", "c", "c"]
-    async with in_background(processes.watch(GeneratorRouter([Replica()]))):
+    async with in_background(processes.watch()):
         supervisor.answers.clear()  # nobody there answers
         began = asyncio.get_running_loop().time()
         await lose(processes, "b")
@@ -251,13 +252,12 @@ async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(
     )
     await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
     await supervisor.started.get()
-    router = GeneratorRouter([Replica()])
-    async with in_background(processes.watch(router)):
+    async with in_background(processes.watch()):
         await lose(processes, "there")
         await asyncio.sleep(1.0)
         assert told == [f"rollout-worker-0 is gone: host there is lost: {SILENT}; no host that is left has room for it"]
         processes.hosts.add(host_of("other"))
-        assert await processes.join("other", router) == ["rollout-worker-0"]
+        assert await processes.join("other") == ["rollout-worker-0"]
         assert await worker_hosts(supervisor, 1) == ["other"]
         assert supervisor.started.empty()
 
@@ -269,7 +269,7 @@ async def test_a_worker_that_dies_before_its_host_is_known_to_be_gone_starts_els
         tmp_path, supervisor, ConsoleLines(), names=["trains", "a", "b"], rollout=RolloutConfig(num_workers=2)
     )
     await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
-    async with in_background(processes.watch(GeneratorRouter([Replica()]))):
+    async with in_background(processes.watch()):
         supervisor.answers.clear()
         await supervisor.kill_next()
         await asyncio.sleep(3.0)
@@ -320,7 +320,7 @@ async def test_a_run_starts_without_hosts_that_are_lost_meanwhile_if_others_can_
         f"the run starts without host a: rollout-worker-0 died: host a is lost: {SILENT}",
     ]
     assert processes.names_by_host()["b"] == ["rollout-worker-1", "trainer"]
-    async with in_background(processes.watch(GeneratorRouter([Replica()]))):
+    async with in_background(processes.watch()):
         await asyncio.sleep(1.0)
         assert "rollout-worker-0 is there again after 0 s" in told
         names = processes.names_by_host()
@@ -380,19 +380,19 @@ async def test_rollouts_wait_as_long_as_the_run_does_for_hosts_of_its_generators
         names=["trains", "a", "b"],
         generation=GenerationConfig(num_generators=2, start_timeout_s=180),
     )
-    router = processes.make_router([])
-    async with in_background(processes.watch(router)):
+    router = processes.router = processes.make_router([])
+    async with in_background(processes.watch()):
         await lose(processes, "trains")  # a generator may come up on any host where no other is left
         for index, host in enumerate(["a", "b"]):
             generator = ProcessId(Role.GENERATOR, index)
             await processes.spawn(generator, ProcessActor, places=[ProcessPlace(host)])
-            assert f"starting, within generation.start_timeout_s = 180: {generator}; " in processes.waits_for(router)
+            assert f"starting, within generation.start_timeout_s = 180: {generator}; " in processes.waits_for()
             await lose(processes, host)
             await asyncio.sleep(10)
         waits_for = (
             "waiting for a host that joins: generator-0, generator-1; rollouts wait as long as hosts.wait_s = 3600"
         )
-        assert processes.waits_for(router) == waits_for
+        assert processes.waits_for() == waits_for
         requests = [
             asyncio.ensure_future(router.generate([1], request_id=f"r{n}", sampling=SamplingParams(max_tokens=1)))
             for n in range(2)
@@ -449,6 +449,7 @@ async def test_deaths_of_generators_past_the_limit_stop_the_adapter_that_causes_
 ) -> None:
     told, router = ConsoleLines(), Suspecting()
     processes = cluster_of(tmp_path, Supervisor(), told, hosts=HostsConfig(max_respawns=1))
+    processes.router = router
 
     async def die(number: int) -> RemoteProcess:
         remote = RemoteProcess(ProcessId(Role.GENERATOR, 0))
@@ -465,7 +466,7 @@ async def test_deaths_of_generators_past_the_limit_stop_the_adapter_that_causes_
 
     count = processes._count_death  # pyright: ignore[reportPrivateUsage]
     for number in range(3):
-        count(await die(number), router)
+        count(await die(number))
     assert router.at_work == [{"sort"}] * 3
     assert told == [
         "generator-0 died: was killed by SIGKILL; starting another (1 of hosts.max_respawns = 1)",
@@ -473,5 +474,5 @@ async def test_deaths_of_generators_past_the_limit_stop_the_adapter_that_causes_
         "generator-0 died: was killed by SIGKILL; starting another (1 of hosts.max_respawns = 1)",
     ]
     with pytest.raises(ActorDiedError, match=r"hosts.max_respawns = 1, and 1 was replaced before"):
-        count(await die(3), router)
+        count(await die(3))
     assert len(router.told) == 2

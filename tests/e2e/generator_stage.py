@@ -25,7 +25,8 @@ class Stage:
     ) -> None:
         self.processes, self.published, self.router, self.run_dir = processes, published, router, run_dir
         self.version = 0
-        self.watch = asyncio.ensure_future(processes.watch(router))
+        processes.router = router
+        self.watch = asyncio.ensure_future(processes.watch())
         self._names = iter(range(10_000))
 
     def ask(self, count: int, generate: GenerateFn | None = None) -> list[asyncio.Future[Completion]]:

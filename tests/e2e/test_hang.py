@@ -42,7 +42,7 @@ async def main():
         generation=GenerationConfig(engine="hosts.scripted:make_at_gate", num_generators=2),
         statedict=StateDictConfig(),
     )
-    async with generators(settings, folder) as (processes, router), in_background(processes.watch(router)):
+    async with generators(settings, folder) as (processes, router), in_background(processes.watch()):
         stopped = {replica.name: replica.remote for replica in processes.replicas}["generator-0"]
         (pid,) = stopped.pids
         asking = asyncio.ensure_future(ask(router, 8, tokens=200))

@@ -40,9 +40,9 @@ async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path,
     config = load_config("examples/alphabet_sort/cpu.toml", SETTINGS)
     run_dir, published = RunDirectory(tmp_path / "run"), PublishedWeights()
     async with start_processes(config, run_dir, published) as processes:
-        router = GeneratorRouter(processes.replicas)
+        router = processes.router = GeneratorRouter(processes.replicas)
         async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as background:
-            watch = background.create_task(processes.watch(router))
+            watch = background.create_task(processes.watch())
             await publish(processes, published, router)
             alone = await asyncio.gather(*ask(router, "alone"))
 

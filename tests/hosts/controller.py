@@ -43,7 +43,7 @@ async def main():
     async with generators(settings, folder) as (processes, router):
         status = noted(folder, begins=True)
         status.__enter__()
-        watching = asyncio.ensure_future(watcher(settings, HostFiles(folder), processes, router)())
+        watching = asyncio.ensure_future(watcher(settings, HostFiles(folder), processes)())
         say("ready")
         asking = None
         while words := (await asyncio.to_thread(sys.stdin.readline)).split():

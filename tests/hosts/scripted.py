@@ -92,7 +92,8 @@ async def generators(config: RunConfig, folder: Path) -> AsyncGenerator[tuple[An
         async with start_processes(
             config, RunDirectory(folder), PublishedWeights(), Printed(), trains=False
         ) as processes:
-            yield processes, processes.make_router()
+            processes.router = processes.make_router()
+            yield processes, processes.router
 
 
 async def ask(router: Any, count: int, tokens: int = 16) -> list[list[int]]:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -117,7 +116,10 @@ LOOK_S = 0.2
 
 class GeneratorProcesses(SupervisedProcesses):
     """Generators of a run or a server. Each is an actor in its own process. Made by `start_generators`, or as part of
-    `RunProcesses`.
+    `RunProcesses`. Implements `HostedProcesses`.
+
+    Attributes:
+        router: Router of the requests. Set before `watch`, and before hosts join or leave.
 
     Args:
         version: Version of the weights in the model's folder.
@@ -143,6 +145,7 @@ class GeneratorProcesses(SupervisedProcesses):
         adapters: Mapping[str, AdapterSpec] | None = None,
     ) -> None:
         self.replicas: list[ActorReplica]
+        self.router: ReplicaRouter
         self._places = GeneratorPlaces(generation)
         self._lost: set[ProcessId] = set()  # without a place
         self._joining: set[ProcessId] = set()  # starting on a host that has joined
@@ -211,10 +214,10 @@ class GeneratorProcesses(SupervisedProcesses):
             **router_options(self._generation, self._routing, self._statedict, self.hosts.config.wait_s),
         )
 
-    def waits_for(self, router: ReplicaRouter) -> str:
+    def waits_for(self) -> str:
         """Describe the generators that do not serve, with the settings that limit how long rollouts wait."""
         names = {remote.name for remote in self._remotes.values() if remote.process.role is Role.GENERATOR}
-        starting = sorted(name for name in names if not router.has_replica(name))
+        starting = sorted(name for name in names if not self.router.has_replica(name))
         lost = ", ".join(sorted(str(process) for process in self._lost if process.role is Role.GENERATOR))
         parts = [f"waiting for a host that joins: {lost}"] if lost else []
         if starting:
@@ -235,7 +238,7 @@ class GeneratorProcesses(SupervisedProcesses):
         else:
             self._notify(f"{replica.name} is out of service{whose} until it has the current weights: {reason(error)}")
 
-    async def watch(self, router: ReplicaRouter) -> None:
+    async def watch(self) -> None:
         """Replace processes that die, until cancelled. Meanwhile the router continues the requests of a dead generator
         on others.
 
@@ -254,11 +257,11 @@ class GeneratorProcesses(SupervisedProcesses):
             while True:
                 remote = await self._ended.get()
                 if self.hosts.takes(self._host_of(remote.process)):
-                    self._count_death(remote, router)
-                self._forget(remote, router)
-                background.create_task(self._bring_back(remote, router, background))
+                    self._count_death(remote)
+                self._forget(remote)
+                background.create_task(self._bring_back(remote, background))
 
-    async def _bring_back(self, gone: RemoteProcess, router: ReplicaRouter, background: asyncio.TaskGroup) -> None:
+    async def _bring_back(self, gone: RemoteProcess, background: asyncio.TaskGroup) -> None:
         """Start a process in place of one that ended, or on another host if its host is gone."""
         process, clock = gone.process, asyncio.get_running_loop().time
         began, host = clock(), self._host_of(process)
@@ -272,10 +275,10 @@ class GeneratorProcesses(SupervisedProcesses):
         if self._host_of(process) != host:
             self._notify(f"{process} is gone: {gone.reason}; starting another on {self._host_of(process)}")
         with contextlib.suppress(TitanRLError):  # the new process ended in turn, and its end is queued
-            if await self._restart(process, router):
+            if await self._restart(process):
                 self._notify(f"{process} is there again after {clock() - began:.0f} s")
 
-    def _count_death(self, remote: RemoteProcess, router: ReplicaRouter) -> None:
+    def _count_death(self, remote: RemoteProcess) -> None:
         """Count the death of a process. If there are more deaths than allowed and all have the same adapter as their
         cause, that adapter is stopped.
 
@@ -283,7 +286,7 @@ class GeneratorProcesses(SupervisedProcesses):
             ActorDiedError: More processes died than the setting allows, and no adapter is known to be the cause.
         """
         role, log = remote.process.role, self._files.logs / f"{remote.name}.log"
-        routers = router if role is Role.GENERATOR and isinstance(router, AdaptersRouter) else None
+        routers = self.router if role is Role.GENERATOR and isinstance(self.router, AdaptersRouter) else None
         if routers is not None:
             routers.note_death(next((each.at_work for each in self.opened if each.remote is remote), frozenset()))
         replaced, count = self._respawns.take(role)
@@ -296,9 +299,9 @@ class GeneratorProcesses(SupervisedProcesses):
         self._respawns.reset(role)
         self._notify(f"{remote.name} died: {remote.reason}; starting another, without the adapter {adapter}")
 
-    def _forget(self, remote: RemoteProcess, router: ReplicaRouter) -> None:
-        if router.has_replica(remote.name):  # else it died while starting
-            router.remove_replica(remote.name)
+    def _forget(self, remote: RemoteProcess) -> None:
+        if self.router.has_replica(remote.name):  # else it died while starting
+            self.router.remove_replica(remote.name)
 
     def _host_of(self, process: ProcessId) -> str:
         return self._places[process.index][0].host
@@ -314,7 +317,7 @@ class GeneratorProcesses(SupervisedProcesses):
     def _trainer_placement(self) -> Sequence[ProcessPlace]:
         return ()
 
-    async def join(self, host: str, router: ReplicaRouter) -> list[str]:
+    async def join(self, host: str) -> list[str]:
         """Start processes on a host that has joined: first those that have no place, then new ones.
 
         Returns:
@@ -324,17 +327,17 @@ class GeneratorProcesses(SupervisedProcesses):
         chosen = self._places.join(host, self.hosts[host].gpus, lost)
         processes = [*[ProcessId(Role.GENERATOR, index) for index in chosen], *self._others_of(host)]
         self._lost.difference_update(processes)
-        serve = await asyncio.gather(*[self._bring(process, host, router) for process in processes])
+        serve = await asyncio.gather(*[self._bring(process, host) for process in processes])
         return [str(process) for process, serves in zip(processes, serve, strict=True) if serves]
 
-    async def _bring(self, process: ProcessId, host: str, router: ReplicaRouter) -> bool:
+    async def _bring(self, process: ProcessId, host: str) -> bool:
         """Start one process on a host that has joined. If that fails, the run continues without it."""
         if host not in self.hosts.names:
             self._lost.add(process)
             return False
         self._joining.add(process)
         try:
-            return await self._restart(process, router)
+            return await self._restart(process)
         except TitanRLError as error:
             self._notify(f"{process} does not start on host {host}: {reason(error)}")
             return False
@@ -345,19 +348,19 @@ class GeneratorProcesses(SupervisedProcesses):
         """Choose processes other than generators for a host that has joined, and set their places."""
         return ()
 
-    async def leave(self, host: str, router: ReplicaRouter, why: str) -> None:
+    async def leave(self, host: str, why: str) -> None:
         """End the processes on a host once they have finished their work, or after `hosts.drain_s` seconds."""
         limit_s = self.hosts.config.drain_s
-        await self._leave(host, why, lambda remote: self._finish(remote, router, limit_s))
+        await self._leave(host, why, lambda remote: self._finish(remote, limit_s))
 
-    async def _finish(self, remote: RemoteProcess, router: ReplicaRouter, limit_s: float) -> None:
-        if router.has_replica(remote.name):
-            await router.retire_replica(remote.name, limit_s)
+    async def _finish(self, remote: RemoteProcess, limit_s: float) -> None:
+        if self.router.has_replica(remote.name):
+            await self.router.retire_replica(remote.name, limit_s)
 
-    async def _restart(self, process: ProcessId, router: ReplicaRouter) -> bool:
+    async def _restart(self, process: ProcessId) -> bool:
         """Start a process again. Returns whether it serves."""
         replica = await self._start_generator(process)
-        return replica.remote.reason is None and await router.add_replica(replica)
+        return replica.remote.reason is None and await self.router.add_replica(replica)
 
     async def _start_generator(self, process: ProcessId) -> ActorReplica:
         places = self._places[process.index]
@@ -384,27 +387,6 @@ class GeneratorProcesses(SupervisedProcesses):
     def _disconnect(self) -> None:
         for replica in self.opened:
             replica.disconnect()
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedProcesses:
-    """Generators and the other processes of a run, with the router of their requests. Implements `HostedProcesses`."""
-
-    processes: GeneratorProcesses
-    router: ReplicaRouter
-
-    @property
-    def hosts(self) -> Hosts:
-        return self.processes.hosts
-
-    def names_by_host(self) -> Mapping[str, Sequence[str]]:
-        return self.processes.names_by_host()
-
-    async def join(self, host: str) -> Sequence[str]:
-        return await self.processes.join(host, self.router)
-
-    async def leave(self, host: str, why: str) -> None:
-        await self.processes.leave(host, self.router, why)
 
 
 STATEDICT = StateDictConfig()

@@ -14,7 +14,7 @@ from typing import Any
 from monarch.actor import this_proc
 
 from titan_rl.cluster.generator_actor import adapter_specs
-from titan_rl.cluster.generator_processes import GeneratorProcesses, ReplicaRouter
+from titan_rl.cluster.generator_processes import GeneratorProcesses
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.placement import (
     ProcessPlace,
@@ -123,13 +123,13 @@ class RunProcesses(GeneratorProcesses):
         else:
             super().process_ended(remote)
 
-    def _forget(self, remote: RemoteProcess, router: ReplicaRouter) -> None:
+    def _forget(self, remote: RemoteProcess) -> None:
         self.workers.remove(remote)
-        super()._forget(remote, router)
+        super()._forget(remote)
 
-    async def _restart(self, process: ProcessId, router: ReplicaRouter) -> bool:
+    async def _restart(self, process: ProcessId) -> bool:
         if process.role is Role.GENERATOR:
-            return await super()._restart(process, router)
+            return await super()._restart(process)
         await self._start_worker(process)
         return True
 
@@ -210,11 +210,11 @@ class RunProcesses(GeneratorProcesses):
             self._worker_places[worker.index : worker.index + 1] = [ProcessPlace(host)]
         return chosen
 
-    async def _finish(self, remote: RemoteProcess, router: ReplicaRouter, limit_s: float) -> None:
+    async def _finish(self, remote: RemoteProcess, limit_s: float) -> None:
         if remote.process == TRAINER:
             await self.training.finish(limit_s)
         else:
-            await asyncio.gather(super()._finish(remote, router, limit_s), self.workers.retire(remote, limit_s))
+            await asyncio.gather(super()._finish(remote, limit_s), self.workers.retire(remote, limit_s))
 
     async def _start_worker(self, process: ProcessId) -> None:
         place = self._worker_places[process.index]

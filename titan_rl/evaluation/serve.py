@@ -175,6 +175,7 @@ async def _serve(
             transports = {name: opened.enter_context(open_transport(config.hosts, files.run_id, name)) for name in read}
             await served.load(transports, model)
         router = processes.make_router() if routers is None else routers.by_adapter[""]
+        processes.router = routers or router
         follower = None
         if source.run is not None and server.follow_s is not None:
             transport = opened.enter_context(open_transport(config.hosts, files.run_id))
@@ -211,7 +212,7 @@ async def _serve(
         )
         with settled_heap():
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(processes.watch(routers or router), name="watch")
+                tasks.create_task(processes.watch(), name="watch")
                 if follower is not None:
                     tasks.create_task(follower.follow(), name="follow")
                 async with serve(app, host=server.host, port=server.port) as url:

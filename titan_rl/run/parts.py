@@ -34,7 +34,7 @@ from titan_rl.weights.types import PublishedWeights
 
 if TYPE_CHECKING:
     from titan_rl.cluster.adapter_routers import AdapterRouters
-    from titan_rl.cluster.generator_processes import GeneratorProcesses, ReplicaRouter
+    from titan_rl.cluster.generator_processes import GeneratorProcesses
     from titan_rl.cluster.rollout_workers import WorkerPool
     from titan_rl.cluster.trainer_processes import TrainerProcesses
 
@@ -195,14 +195,14 @@ async def _with_processes(
     )
     with shown_on(console):
         async with starting as processes:
-            router = processes.make_router(parts.replicas, parts.strategy)
+            router = processes.router = processes.make_router(parts.replicas, parts.strategy)
             workers = processes.workers if config.rollout.num_workers else None
             if workers is not None:
                 await workers.use(router)
             training = processes.training if parts.trainer is None else None
             history = HostHistory()
-            watch = watcher(config, files, processes, router, history, parts.provided)
-            yield Planes(router, training, workers, watch, lambda: processes.waits_for(router), history)
+            watch = watcher(config, files, processes, history, parts.provided)
+            yield Planes(router, training, workers, watch, processes.waits_for, history)
             await asyncio.gather(router.close(), *([] if training is None else [training.close()]))
 
 
@@ -244,9 +244,9 @@ async def open_adapter_planes(
 
     (files := HostFiles(run_dir.path)).begin()
     async with start_processes(config, run_dir, PublishedWeights(), console) as processes:
-        routers = AdapterRouters(processes, config.experiments, console)
-        watch = watcher(config, files, processes, routers)
-        yield AdapterPlanes(routers, processes.training, watch, lambda: processes.waits_for(routers))
+        routers = processes.router = AdapterRouters(processes, config.experiments, console)
+        watch = watcher(config, files, processes)
+        yield AdapterPlanes(routers, processes.training, watch, processes.waits_for)
         await asyncio.gather(routers.close(), processes.training.close())
 
 
@@ -254,19 +254,15 @@ def watcher(
     config: RunConfig,
     files: HostFiles,
     processes: GeneratorProcesses,
-    router: ReplicaRouter,
     history: HostHistory | None = None,
     provided: ProvidedHosts | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """Build the function that watches the processes of a run: it replaces dead ones, and admits new hosts."""
-    from titan_rl.cluster.generator_processes import RoutedProcesses
-
-    routed = RoutedProcesses(processes, router)
-    watch_hosts = hosts_watcher(config.hosts, files, routed, history, provided)
+    watch_hosts = hosts_watcher(config.hosts, files, processes, history, provided)
 
     async def watch() -> None:
         async with background_tasks(hosts=watch_hosts()):
-            await processes.watch(router)
+            await processes.watch()
 
     return watch
 

@@ -306,10 +306,10 @@ async def start_generators_for(
             serve, version=0, max_running=running, files=files, console=console, published=published
         )
         async with starting as processes:
-            router = processes.make_router()
+            router = processes.router = processes.make_router()
             with open_transport(config.hosts, files.run_id) as transport:
                 async with asyncio.TaskGroup() as tasks:
-                    watching = tasks.create_task(processes.watch(router), name="watch")
+                    watching = tasks.create_task(processes.watch(), name="watch")
                     yield Generators(router, architecture_of(model), transport, published)
                     watching.cancel()
             await router.close()
