@@ -67,47 +67,6 @@ class AdaptersRouter(ReplicaRouter, Protocol):
         ...
 
 
-class StartLosses:
-    """Hosts that are lost while processes start. The run starts without their processes if enough generators remain."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        self._hosts = hosts
-        self._reasons: dict[str, str] = {}  # by host
-
-    async def unless_lost(self, host: str, starting: Awaitable[T]) -> T | None:
-        """Wait for a process that starts on a host. Returns None if the host is lost meanwhile.
-
-        Raises:
-            ActorDiedError: The process does not start, although its host is present.
-        """
-        try:
-            return await starting
-        except ActorDiedError as error:
-            if host in self._hosts.names:
-                raise
-            self._reasons.setdefault(host, str(error))
-            return None
-
-    def check(self, num_generators: int, least: int) -> None:
-        """Check that enough generators have started, and report the lost hosts.
-
-        Args:
-            num_generators: Number of generators that have started.
-            least: Minimum number; see `GenerationConfig.least_generators`.
-
-        Raises:
-            ActorDiedError: Hosts are lost, and too few generators have started.
-        """
-        if self._reasons and num_generators < least:
-            reasons = "; ".join(self._reasons.values())
-            raise ActorDiedError(
-                f"{reasons}; of the generators {num_generators} came up, and generation.num_generators_range begins "
-                f"with {least}"
-            )
-        for host, why in self._reasons.items():
-            self._hosts.notify(f"the run starts without host {host}: {why}")
-
-
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
@@ -149,7 +108,7 @@ class GeneratorProcesses(SupervisedProcesses):
         self._places = GeneratorPlaces(generation)
         self._lost: set[ProcessId] = set()  # without a place
         self._joining: set[ProcessId] = set()  # starting on a host that has joined
-        self._losses = StartLosses(hosts)
+        self._losses: dict[str, str] = {}  # reasons by host, of hosts that are lost while processes start
         self._generation = generation
         self._routing = routing
         self._statedict = statedict
@@ -177,18 +136,41 @@ class GeneratorProcesses(SupervisedProcesses):
 
         Raises:
             ConfigError: There are too few GPUs.
-            ActorDiedError: A process did not start in time.
+            ActorDiedError: A process did not start in time, or hosts are lost and too few generators have started.
         """
         self.place()
         async with asyncio.TaskGroup() as starting:
             generators = [
-                starting.create_task(self._losses.unless_lost(self._host_of(process), self._start_generator(process)))
+                starting.create_task(self._unless_lost(process, self._start_generator(process)))
                 for process in self._first_generators()
             ]
             for other in self._start_others():
                 starting.create_task(other)
         self.replicas = [replica for task in generators if (replica := task.result()) is not None]
-        self._losses.check(len(self.replicas), min(self._generation.least_generators, len(generators)))
+        least = min(self._generation.least_generators, len(generators))
+        if self._losses and len(self.replicas) < least:
+            reasons = "; ".join(self._losses.values())
+            raise ActorDiedError(
+                f"{reasons}; of the generators {len(self.replicas)} came up, and generation.num_generators_range "
+                f"begins with {least}"
+            )
+        for host, why in self._losses.items():
+            self._notify(f"the run starts without host {host}: {why}")
+
+    async def _unless_lost(self, process: ProcessId, starting: Awaitable[T]) -> T | None:
+        """Wait for a process that starts. Returns None if its host is lost meanwhile.
+
+        Raises:
+            ActorDiedError: The process does not start, although its host is present.
+        """
+        host = self._host_of(process)
+        try:
+            return await starting
+        except ActorDiedError as error:
+            if host in self.hosts.names:
+                raise
+            self._losses.setdefault(host, str(error))
+            return None
 
     def _first_generators(self) -> Sequence[ProcessId]:
         """Generators that the run starts with."""

@@ -111,7 +111,7 @@ class RunProcesses(GeneratorProcesses):
 
     def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
         first = [_worker(index) for index in range(self._config.rollout.num_workers)]
-        workers = [self._losses.unless_lost(self._host_of(worker), self._start_worker(worker)) for worker in first]
+        workers = [self._unless_lost(worker, self._start_worker(worker)) for worker in first]
         return [*([self._start_trainer()] if self._trains else []), *workers]
 
     def _first_generators(self) -> Sequence[ProcessId]:
