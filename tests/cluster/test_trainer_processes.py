@@ -23,10 +23,11 @@ from titan_rl.cluster.trainer_actor import ModelCheck, TrainerSettings
 from titan_rl.cluster.trainer_processes import TrainerProcesses
 from titan_rl.config.model_files import model_identity
 from titan_rl.core.errors import ModelError, NoHostError
-from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, PolicySettings, TrainingConfig
 
 TRAINING = TrainingConfig(data_parallel=2)
-SETTINGS = TrainerSettings(ModelConfig(path="unused", max_context=16), TRAINING, CorrectionConfig(), None, "run", 0)
+POLICIES = {"": PolicySettings(TRAINING, CorrectionConfig())}
+SETTINGS = TrainerSettings(ModelConfig(path="unused", max_context=16), POLICIES, None, "run", 0)
 
 
 class Processes:
@@ -67,8 +68,8 @@ def settings_of_model(folder: Path, **training: float) -> TrainerSettings:
     save_file({"weight": torch.zeros(8)}, folder / "model.safetensors")
     (folder / "tokenizer.json").write_text("{}")
     model = ModelConfig(path=str(folder), max_context=16)
-    began_with = model_identity(folder)
-    return replace(SETTINGS, model=model, training=TrainingConfig(**training), began_with=began_with)  # pyright: ignore
+    policies = {"": PolicySettings(TrainingConfig(**training), CorrectionConfig())}  # pyright: ignore
+    return replace(SETTINGS, model=model, policies=policies, began_with=model_identity(folder))
 
 
 def test_a_trainer_that_starts_again_does_not_train_weights_that_took_the_models_place(tmp_path: Path) -> None:

@@ -31,14 +31,12 @@ from titan_rl.cluster.processes.roles import ProcessId, RespawnLimit, Role
 from titan_rl.cluster.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
 from titan_rl.cluster.rollout_workers import GroupService, WorkerPool
 from titan_rl.cluster.supervision import SupervisedProcesses, started
-from titan_rl.cluster.trainer_actor import TrainerSettings
-from titan_rl.cluster.trainer_processes import TRAINER, TrainerProcesses, may_train, needs_of
+from titan_rl.cluster.trainer_processes import TRAINER, TrainerProcesses, gpus_for_training, needs_of, trainer_settings
 from titan_rl.config.concurrency import engine_max_running
 from titan_rl.config.hosts import Roles
 from titan_rl.config.run import RunConfig
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ActorDiedError, ConfigError
-from titan_rl.training.settings import PolicySettings
 from titan_rl.weights.transports.registry import find_transport
 from titan_rl.weights.types import PublishedWeights
 
@@ -84,8 +82,7 @@ class RunProcesses(GeneratorProcesses):
         )
         self.training: TrainerProcesses
         self.workers = WorkerPool(max_attempts=config.hosts.max_respawns + 1, wait_s=config.hosts.wait_s)
-        self._config_path = files.config
-        self._began_with = files.model
+        self._run_files = files
         self._service = service
         self._trainer_places: tuple[ProcessPlace, ...]
         self._worker_places: list[ProcessPlace]
@@ -135,20 +132,7 @@ class RunProcesses(GeneratorProcesses):
 
     async def _start_trainer(self) -> None:
         config = self._config
-        settings = TrainerSettings(
-            config.model,
-            config.training,
-            config.correction,
-            self._statedict,
-            self._files.run_id,
-            config.seed,
-            lends_memory=self._plan.sleeps,
-            began_with=self._began_with,
-            adapters={
-                name: PolicySettings(experiment.training, experiment.correction)
-                for name, experiment in config.experiments.items()
-            },
-        )
+        settings = trainer_settings(config, self._run_files, self._statedict, lends_memory=self._plan.sleeps)
         self.training = TrainerProcesses(self, settings, self._place_trainer, wait_s=config.hosts.wait_s)
         while True:
             hosts = {place.host for place in self._trainer_places}
@@ -169,8 +153,7 @@ class RunProcesses(GeneratorProcesses):
         return self._trainer_places
 
     def _place_trainer(self) -> Sequence[ProcessPlace]:
-        present = [host for host in self.hosts if self.hosts.takes(host.name) and may_train(host, self._config_path)]
-        gpus = {host.name: host.gpus for host in present}
+        gpus = gpus_for_training(self.hosts, self._run_files)
         self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus, self._places.gpus)
         return self._trainer_places
 
@@ -221,7 +204,7 @@ class RunProcesses(GeneratorProcesses):
         host = self.hosts[place.host]
         shard = f"{process}.{next(self._num_workers)}"
         settings = RolloutWorkerSettings(
-            host.path(self._config_path), host.path(self._config.model.path), shard, self._strategy
+            host.path(self._run_files.config), host.path(self._config.model.path), shard, self._strategy
         )
         remote, (worker,) = await self.spawn(process, RolloutWorkerActor, settings, self._service, places=[place])
         await self.workers.join(remote, worker, shard)

@@ -27,7 +27,7 @@ from titan_rl.core.tracing.spans import Track, flush, span
 from titan_rl.rollout.renderer.registry import TemplateFit
 from titan_rl.training.data.step_plan import StepPlan
 from titan_rl.training.protocol import StepResult
-from titan_rl.training.settings import CorrectionConfig, ModelConfig, PolicySettings, TrainingConfig
+from titan_rl.training.settings import ModelConfig, PolicySettings
 from titan_rl.weights.manifest import PackedManifest, pack
 
 logger = logging.getLogger(__name__)
@@ -40,23 +40,16 @@ class TrainerSettings:
     """Settings of the trainer process.
 
     Attributes:
-        adapters: Settings of each adapter, if there are several. They replace `training` and `correction`.
+        policies: Settings of the trained policies by name: of several adapters, or of one policy with the name "".
     """
 
     model: ModelConfig
-    training: TrainingConfig
-    correction: CorrectionConfig
+    policies: Mapping[str, PolicySettings]
     statedict: StateDictConfig | None  # None publishes nothing
     run_id: str
     seed: int
     lends_memory: bool = False  # between two steps engines on its GPUs use the memory that it does not hold
     began_with: Mapping[str, str] = field(default_factory=dict[str, str])  # `model_identity` of the run's initial model
-    adapters: Mapping[str, PolicySettings] = field(default_factory=dict[str, PolicySettings])
-
-    @property
-    def policies(self) -> Mapping[str, PolicySettings]:
-        """Settings of the trained policies by name: of the adapters, or of one policy with the name ""."""
-        return self.adapters or {"": PolicySettings(self.training, self.correction)}
 
 
 class ModelCheck:

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_rl.cluster.hosts.host import Host
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.placement import ProcessPlace, place_trainer, place_trainer_again
 from titan_rl.cluster.hosts.preflight import HostNeeds
@@ -25,6 +24,7 @@ from titan_rl.config.functions import named_modules
 from titan_rl.config.hosts import Roles
 from titan_rl.config.model_folder import start_limit_s
 from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import StateDictConfig
 from titan_rl.config.task_tables import type_of
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import summary
@@ -35,7 +35,7 @@ from titan_rl.rollout.renderer.registry import fit_template
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import Costs, StepPlan, plan_step
 from titan_rl.training.protocol import StepResult, agreed_version
-from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.training.settings import ModelConfig, PolicySettings, TrainingConfig
 from titan_rl.training.state.checkpoint import being_written, rename_completed, step_directory, written_by
 from titan_rl.weights.manifest import KnownLayouts, join
 from titan_rl.weights.types import Manifest
@@ -210,6 +210,24 @@ def needs_of(config: RunConfig, files: RunFiles, *, trains: bool = True, generat
     )
 
 
+def trainer_settings(
+    config: RunConfig, files: RunFiles, statedict: StateDictConfig | None, *, lends_memory: bool = False
+) -> TrainerSettings:
+    """Settings of the trainer of a run; see `TrainerSettings`."""
+    policies = {
+        name: PolicySettings(experiment.training, experiment.correction)
+        for name, experiment in (config.experiments or {"": config}).items()
+    }
+    return TrainerSettings(config.model, policies, statedict, files.run_id, config.seed, lends_memory, files.model)
+
+
+def gpus_for_training(hosts: Hosts, files: RunFiles) -> dict[str, tuple[str, ...]]:
+    """GPUs by host of the hosts on which a trainer may start. They see the run's folder, which has the checkpoints."""
+    return {
+        host.name: host.gpus for host in hosts if hosts.takes(host.name) and host.path(files.config) == files.config
+    }
+
+
 class TrainerProcesses:
     """Processes of a trainer, one per rank, and the processes that replace them.
 
@@ -327,29 +345,19 @@ class TrainerAlone(SupervisedProcesses):
     def __init__(self, config: RunConfig, files: RunFiles, hosts: Hosts) -> None:
         super().__init__(files, hosts, start_limit_s(config.model, config.generation))
         self._config = config
-        self._config_path = files.config
-        self._began_with = files.model
+        self._run_files = files
         self._trainer_places: tuple[ProcessPlace, ...]
 
     async def start(self) -> None:
         config = self._config
-        settings = TrainerSettings(
-            config.model,
-            config.training,
-            config.correction,
-            None,
-            self._files.run_id,
-            config.seed,
-            began_with=self._began_with,
-        )
+        settings = trainer_settings(config, self._run_files, None)
         train = Roles.of(config.hosts, self.hosts.names).train
         self._trainer_places = place_trainer(config.training, train, self.hosts.gpus)
         self.training = TrainerProcesses(self, settings, self._place, wait_s=config.hosts.wait_s)
         await self.training.start()
 
     def _place(self) -> Sequence[ProcessPlace]:
-        present = [host for host in self.hosts if self.hosts.takes(host.name) and may_train(host, self._config_path)]
-        gpus = {host.name: host.gpus for host in present}
+        gpus = gpus_for_training(self.hosts, self._run_files)
         self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus)
         return self._trainer_places
 
@@ -361,11 +369,6 @@ class TrainerAlone(SupervisedProcesses):
         """Save a trainer on this host and move it, or end it after `hosts.drain_s` seconds."""
         limit_s = self.hosts.config.drain_s
         await self._leave(host, why, lambda remote: self.training.finish(limit_s))
-
-
-def may_train(host: Host, config: Path) -> bool:
-    """Whether a host sees the run's folder, which contains the checkpoints."""
-    return host.path(config) == config
 
 
 @contextlib.asynccontextmanager
