@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from titan_rl.cluster.hosts.lifecycle import (
     PRESENT,
     TRANSITIONS,
+    Demand,
     HostLifecycles,
     HostListener,
     HostRecord,
@@ -42,6 +43,7 @@ class Lifecycles(RuleBasedStateMachine):
         self.lifecycles = HostLifecycles()
         self.listener = Listener()
         self.lifecycles.subscribe(self.listener)
+        self.drained: set[str] = set()  # and neither listed nor up since then
 
     def hosts_in(self, *states: HostState) -> list[HostRecord]:
         return [record for record in self.lifecycles if record.state in states]
@@ -49,7 +51,8 @@ class Lifecycles(RuleBasedStateMachine):
     @rule(address=st.sampled_from(ADDRESSES))
     def want(self, address: str) -> None:
         before = self.lifecycles.of(address).state
-        self.lifecycles.of(address).wanted = True
+        self.lifecycles.of(address).demand = Demand.WANTED
+        self.drained.discard(address)
         assert self.lifecycles.of(address).state is before
 
     @rule(address=st.sampled_from(ADDRESSES))
@@ -69,6 +72,8 @@ class Lifecycles(RuleBasedStateMachine):
         record.name = hostname if hostname not in taken else f"{hostname}-{record.address}"
         record.host = SimpleNamespace()
         self.lifecycles.joined(record, state)
+        if state is HostState.UP:
+            self.drained.discard(record.address)
         assert self.lifecycles.named(record.name) is record
         assert self.lifecycles.ended(record.name) is None, "it has the name now"
 
@@ -91,7 +96,12 @@ class Lifecycles(RuleBasedStateMachine):
         if before is HostState.JOINING:  # by `joined` and `join_failed` alone
             return
         if state in TRANSITIONS[before]:
+            is_wanted = record.demand is not Demand.NONE
             self.lifecycles.move(record, state, "asked to")
+            if state is HostState.DRAINING and is_wanted:
+                self.drained.add(record.address)
+            elif state is HostState.UP:
+                self.drained.discard(record.address)
             assert (record.state, record.reason) == (state, "asked to")
         else:
             with pytest.raises(ValueError, match=f"is {before}, and cannot become {state}"):
@@ -125,22 +135,34 @@ class Lifecycles(RuleBasedStateMachine):
         assert not wanted & {status.address for status in shown}
 
     @invariant()
-    def who_was_drained_is_away_until_it_is_up_again(self) -> None:
-        assert all(record.away for record in self.hosts_in(HostState.LEFT))
-        assert not any(record.away for record in self.hosts_in(HostState.UP))
+    def who_was_drained_waits_for_a_restart_until_it_is_listed_or_up_again(self) -> None:
+        waiting = {record.address for record in self.lifecycles if record.demand is Demand.AFTER_RESTART}
+        assert waiting == self.drained
 
 
 TestLifecycles = Lifecycles.TestCase
 
 
-def test_a_host_that_is_listed_while_it_drains_is_not_away_once_it_has_left() -> None:
+def test_a_host_that_is_listed_while_it_drains_is_wanted_once_it_has_left() -> None:
     lifecycles = HostLifecycles()
     lifecycles.add(SimpleNamespace(name="a", worker=ADDRESSES[0]))
     record = lifecycles.of(ADDRESSES[0])
+    record.demand = Demand.WANTED
     lifecycles.move(record, HostState.DRAINING)
-    record.relisted = True
+    assert record.demand is Demand.AFTER_RESTART
+    record.demand = Demand.WANTED
     lifecycles.move(record, HostState.LEFT)
-    assert not record.away
+    assert record.demand is Demand.WANTED
+
+
+def test_a_host_that_is_no_longer_listed_is_drained_once_and_not_tried_again() -> None:
+    lifecycles = HostLifecycles()
+    lifecycles.add(SimpleNamespace(name="a", worker=ADDRESSES[0]))
+    record = lifecycles.of(ADDRESSES[0])
+    record.demand = Demand.UNLISTED
+    for state in (HostState.DRAINING, HostState.UP):  # the drain fails
+        lifecycles.move(record, state)
+        assert record.demand is Demand.NONE
 
 
 def test_the_table_reaches_every_state_and_leaves_each() -> None:

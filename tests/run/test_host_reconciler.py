@@ -198,6 +198,34 @@ async def test_hosts_come_and_go_as_a_provider_says(run_dir: Path, caplog: pytes
     assert "the provider's list of hosts cannot be read: OSError: the resolver does not answer" in caplog.text
 
 
+@pytest.mark.looptime
+@pytest.mark.parametrize("first", ["file", "provider"])
+async def test_a_host_that_one_of_two_lists_drops_stays_until_the_other_drops_it_too(run_dir: Path, first: str):
+    (file := run_dir / "addresses").write_text(H1)
+    listed = {"file": [H1], "provider": [H1]}
+
+    async def current() -> list[str]:
+        return listed["provider"]
+
+    hosts, provided = Hosts(H1), ProvidedHosts([H1], current)
+    elastic: Any = hosts
+    reconciler = HostReconciler(elastic, HostFiles(run_dir), [H1], file, None, provided)
+
+    async def drop(name: str) -> str:
+        listed[name] = []
+        file.write_text("\n".join(listed["file"]))
+        await asyncio.sleep((MISSES + 1) * ASK_S)
+        return hosts.inside[H1]
+
+    async with in_background(reconciler.watch()), in_background(provided.watch()):
+        await asyncio.sleep(1)
+        assert await drop(first) == "in the run"
+        hosts.lose(H1)
+        await asyncio.sleep(2 * RETRY_S)
+        assert hosts.inside[H1] == "in the run", "it is still wanted"
+        assert await drop("provider" if first == "file" else "file") == "left"
+
+
 async def asked(run_dir: Path, reconciler: HostReconciler, do, what: str) -> None:
     """As `titan-rl hosts` asks, while the reconciler looks."""
     asking = asyncio.ensure_future(asyncio.to_thread(HostFiles(run_dir).ask, do, what, 30.0))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from titan_rl.cluster.hosts.lifecycle import (
+    Demand,
     HostHistory,
     HostLifecycles,
     HostListener,
@@ -267,7 +268,7 @@ class HostReconciler:
         self._cannot_write = False
         self._tasks: set[asyncio.Task[None]] = set()
         for address in addresses:
-            self._lifecycles.of(_full(address)).wanted = True
+            self._lifecycles.of(_full(address)).demand = Demand.WANTED
 
     async def watch(self) -> None:
         """Look every `LOOK_S` seconds until cancelled."""
@@ -289,38 +290,31 @@ class HostReconciler:
             self._follow(each)
         now = asyncio.get_running_loop().time()
         for record in self._lifecycles:
-            if record.state is HostState.UP and record.unwanted:
-                why, record.unwanted = record.unwanted, ""
-                self._begin(self._drain(record.name, why))
+            if record.state is HostState.UP and record.demand is Demand.UNLISTED:
+                self._begin(self._drain(record.name, record.drain_reason))
             is_absent = record.state in (HostState.WANTED, HostState.LEFT, HostState.LOST)
-            if record.wanted and is_absent and now - record.tried_at >= RETRY_S:
+            is_wanted = record.demand in (Demand.WANTED, Demand.AFTER_RESTART)
+            if is_absent and is_wanted and now - record.tried_at >= RETRY_S:
                 record.tried_at = now
-                self._begin(self._try_new_worker(record) if record.away else self._try(record))
+                self._begin(self._try(record) if record.demand is Demand.WANTED else self._try_new_worker(record))
         self._write()
 
     def _follow(self, listing: _List) -> None:
         before, listing.known = listing.known, frozenset(_full(address) for address in listing.source.read())
         for address in listing.known - before:
+            self._lifecycles.of(address).demand = Demand.WANTED
+        for address in before.difference(*[each.known for each in self._lists]):
             record = self._lifecycles.of(address)
-            record.wanted, record.away, record.relisted = True, False, record.state is not HostState.UP
-        for address in listing.known:
-            self._lifecycles.of(address).unwanted = ""
-        for address in before - listing.known:
-            record = self._lifecycles.of(address)
-            record.wanted, record.unwanted = False, listing.why
+            record.demand, record.drain_reason = Demand.UNLISTED, listing.why
 
     async def _answer(self, request: HostRequest) -> None:
         try:
             if request.do == "add":
                 record = self._lifecycles.of(_full(request.what))
-                record.unwanted = ""
                 record.tried_at = asyncio.get_running_loop().time()
                 await self._hosts.add(record.address)
-                record.wanted = True
+                record.demand = Demand.WANTED
             else:
-                draining = self._lifecycles.named(request.what)
-                if draining is not None and draining.is_present:
-                    draining.away = not draining.relisted  # also if the host is lost before it is drained
                 await self._hosts.drain(request.what, "titan-rl hosts asked for it")
         except Exception as error:  # of any kind, because the requester waits for the answer
             self._answers[request.id] = reason(error)

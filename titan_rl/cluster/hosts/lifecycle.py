@@ -7,7 +7,7 @@ import contextvars
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import Any
 
 from titan_rl.cluster.processes.roles import Role
@@ -44,6 +44,23 @@ TRANSITIONS: Mapping[HostState, frozenset[HostState]] = {
 }
 
 
+class Demand(Enum):
+    """Demand of a run for a host, whatever state the host is in."""
+
+    NONE = auto()  # it may stay, and is not tried again once it has ended
+    WANTED = auto()  # it is tried while it is not part of the run
+    AFTER_RESTART = auto()  # it was drained, and is tried again once its worker has been restarted
+    UNLISTED = auto()  # it is drained once it is up
+
+
+DEMAND_AFTER: Mapping[HostState, Mapping[Demand, Demand]] = {
+    HostState.JOINING: {Demand.UNLISTED: Demand.NONE},  # it is added by a request
+    HostState.UP: {Demand.AFTER_RESTART: Demand.WANTED},
+    HostState.DRAINING: {Demand.WANTED: Demand.AFTER_RESTART, Demand.UNLISTED: Demand.NONE},
+}
+"""Changes of the demand that follow from the new state of a host."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostStatus:
     """State of one host as shown in the terminal and in `hosts.json`.
@@ -75,11 +92,8 @@ class HostRecord:
         leaving: Reason that its worker announced for an imminent shutdown; "" if there is none.
         before: Name, state and reason before the current attempt to join, if it had left or was lost.
         worker_id: Identity of the worker that it had when it was drained.
-        wanted: Whether the run tries to have it.
-        relisted: Whether it was listed since it was last up.
-        away: Whether it was drained on purpose. It then joins again only with another worker, or once it is listed
-            again.
-        unwanted: Reason for draining it once it is up; "" for none.
+        demand: Whether the run tries to have it.
+        drain_reason: Reason for draining it once it is up, if it is unlisted.
         tried_at: Time of the latest attempt to join, by the event loop's clock.
         complaint: Reason shown for the latest attempt that failed; "" after a success.
     """
@@ -92,10 +106,8 @@ class HostRecord:
     leaving: str = ""
     before: tuple[str, HostState, str] | None = None
     worker_id: str = ""
-    wanted: bool = False
-    relisted: bool = False
-    away: bool = False
-    unwanted: str = ""
+    demand: Demand = Demand.NONE
+    drain_reason: str = ""
     tried_at: float = float("-inf")
     complaint: str = ""
 
@@ -205,10 +217,7 @@ class HostLifecycles:
         if state not in TRANSITIONS[before]:
             raise ValueError(f"host {record.name or record.address} is {before}, and cannot become {state}")
         record.state, record.reason = state, reason
-        if state is HostState.UP:
-            record.relisted = record.away = False
-        if state is HostState.LEFT:
-            record.away = record.away or not record.relisted
+        record.demand = DEMAND_AFTER.get(state, {}).get(record.demand, record.demand)
         if not record.is_present and state is not HostState.JOINING:
             record.host = None
         for listener in self._listeners:
