@@ -171,7 +171,7 @@ class SimulatedGenerator:
         """Ids of the running requests, as the router knows them."""
         return [request_id.partition("~")[0] for request_id in self._running]
 
-    async def _reply_to(self, caller: str, pipe: Pipe) -> None:
+    async def _reply_to(self, caller: str, pipe: Pipe, replaced: tuple[str, ...]) -> None:
         self._pipe = pipe
 
     async def _pull(self, packed: Any) -> tuple[int, dict[str, float], None]:

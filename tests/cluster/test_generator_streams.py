@@ -11,8 +11,7 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.cluster.generator_connection import GeneratorStreams
-from titan_rl.cluster.request_stream import pack
+from titan_rl.cluster.request_stream import GeneratorStreams, pack
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router.connection import ConnectionState, ReplicaConnection, Retries, ShardReplica

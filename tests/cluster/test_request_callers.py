@@ -8,8 +8,7 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl import Completion, EngineLoop, FinishReason, SamplingParams
-from titan_rl.cluster.request_callers import RequestCallers, caller_of
-from titan_rl.cluster.request_stream import FromGenerator, unpack
+from titan_rl.cluster.request_stream import FromGenerator, RequestCallers, caller_of, unpack
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import ScriptedEngine
 

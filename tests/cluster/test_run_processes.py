@@ -161,10 +161,10 @@ def cluster_of(
     [(TimeoutError(), "TimeoutError"), (GenerationError(), "GenerationError"), (GenerationError("torn"), "torn")],
 )
 async def test_a_generator_out_of_service_is_told_of_with_a_reason(tmp_path: Path, error: Exception, reason: str):
-    told = ConsoleLines()
+    told, listener = ConsoleLines(), SimpleNamespace(pulled=lambda name: None)
     processes = cluster_of(tmp_path, None, told)
     processes.on_replica_failed(Replica(), error)
-    processes.on_replica_failed(AdapterReplica(Replica(), "sort", PublishedWeights()), error)
+    processes.on_replica_failed(AdapterReplica(Replica(), "sort", PublishedWeights(), listener), error)
     assert told == [
         f"generator-0 is out of service until it has the current weights: {reason}",
         f"generator-0 is out of service for the adapter sort until it has the current weights: {reason}",

@@ -61,7 +61,8 @@ class Stage:
         Args:
             host: Name of the host that is announced as the one with the weights' memory.
         """
-        manifest = await self.processes.training.trainer.publish()
+        await self.processes.training.trainer.begin_publish()
+        manifest = await self.processes.training.trainer.finish_publish()
         if host is not None:
             manifest = replace(manifest, shards=tuple(replace(shard, host=host) for shard in manifest.shards))
         self.published.announce(manifest)

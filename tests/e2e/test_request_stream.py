@@ -16,11 +16,9 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.cluster.actor_replica import ActorReplica
-from titan_rl.cluster.generator_connection import GeneratorStreams
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessSpec
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
-from titan_rl.cluster.request_callers import caller_of
-from titan_rl.cluster.request_stream import RequestServer
+from titan_rl.cluster.request_stream import GeneratorStreams, RequestServer, caller_of
 from titan_rl.cluster.supervision import Supervisor
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.request import EngineRequest
@@ -101,7 +99,7 @@ async def replica(tmp_path) -> AsyncIterator[ActorReplica]:
 
 async def ask(replica: ActorReplica, name: str, *prompt: int) -> Completion:
     async with asyncio.timeout(LIMIT_S):
-        return await replica.generate(prompt, request_id=name, sampling=SAMPLING)
+        return await replica.stream(EngineRequest(name, prompt, SAMPLING), lambda _: None)
 
 
 async def test_what_is_asked_in_one_turn_arrives_together_and_each_has_its_answer(replica) -> None:
@@ -181,7 +179,7 @@ async def test_requests_do_not_outlast_the_listening(replica) -> None:
 
 
 async def test_a_request_that_cannot_be_sent_fails_alone(replica) -> None:
-    bad = replica.generate([0], request_id="bad", session_id=Unpicklable("s"), sampling=SAMPLING)
+    bad = replica.stream(EngineRequest("bad", [0], SAMPLING, Unpicklable("s")), lambda _: None)
     refused, answer = await asyncio.gather(bad, ask(replica, "good", 4), return_exceptions=True)
     assert isinstance(refused, RequestError)
     assert "request 'bad' could not be sent to parrot: TypeError" in str(refused)

@@ -97,6 +97,7 @@ def samples() -> list[TrainingSample]:
 
 
 async def publish(processes: RunProcesses, published: PublishedWeights, router: GeneratorRouter) -> None:
-    manifest = await processes.training.trainer.publish()
+    await processes.training.trainer.begin_publish()
+    manifest = await processes.training.trainer.finish_publish()
     published.announce(manifest)
     await router.pull_state_dict(manifest.version)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.request_callers import CONTROLLER
-from titan_rl.cluster.request_stream import RequestClient
-from titan_rl.core.errors import ActorDiedError, GenerationError
+from titan_rl.cluster.request_stream import CONTROLLER, RequestClient, call_generator
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import GaugeSummary, PauseMode
-from titan_rl.types import Completion, SamplingParams, TokenChunk
+from titan_rl.types import Completion, TokenChunk
 from titan_rl.weights.manifest import pack
 from titan_rl.weights.types import PublishedWeights
 
@@ -31,8 +27,7 @@ class ActorReplica:
     def __init__(self, remote: RemoteProcess, actor: Any, published: PublishedWeights) -> None:
         self.name = remote.name
         self.remote = remote
-        self._client = RequestClient(remote, partial(actor.generate.broadcast, CONTROLLER))
-        self._receiving: asyncio.Task[None] | None = None
+        self._client = RequestClient(remote, actor, CONTROLLER)
         self._actor = actor
         self._published = published
         self._known_layouts: dict[str, frozenset[str]] = {}  # by adapter: digests of the layouts that the actor has
@@ -65,23 +60,11 @@ class ActorReplica:
 
     async def connect(self) -> None:
         """Have the actor send its completions to this replica."""
-        await self._call(self._actor.reply_to, CONTROLLER, self._client.port)
-        self._receiving = asyncio.ensure_future(self._client.run())
+        await self._client.connect()
 
     def disconnect(self) -> None:
         """Stop receiving completions. Requests without a completion fail."""
-        if self._receiving is not None:
-            self._receiving.cancel()
-
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str,
-        session_id: str | None = None,
-        sampling: SamplingParams,
-    ) -> Completion:
-        return await self._client.generate(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
+        self._client.disconnect()
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
         with self._working_for(request.adapter):
@@ -100,7 +83,7 @@ class ActorReplica:
         packed = pack(published.manifest_of(version), self._known_layouts.pop(adapter, frozenset()))
         named = (adapter,) if adapter else ()
         with self._working_for(adapter):
-            loaded, figures, gauges = await self._call(self._actor.pull, packed, *named)
+            loaded, figures, gauges = await call_generator(self.remote, self._actor.pull, packed, *named)
         self._known_layouts[adapter] = frozenset(packed.digests)
         self.gauges = gauges or self.gauges
         if loaded == version:
@@ -108,22 +91,16 @@ class ActorReplica:
         return loaded
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._call(self._actor.pause, mode)
+        await call_generator(self.remote, self._actor.pause, mode)
 
     async def resume(self) -> None:
-        await self._call(self._actor.resume)
+        await call_generator(self.remote, self._actor.resume)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._call(self._actor.abort, list(request_ids))
+        await call_generator(self.remote, self._actor.abort, list(request_ids))
 
     async def close(self) -> None:
-        await self._call(self._actor.close)
-
-    async def _call(self, endpoint: Any, *args: Any) -> Any:
-        try:
-            return await self.remote.call(endpoint, *args)
-        except ActorDiedError as error:
-            raise GenerationError(str(error)) from error
+        await call_generator(self.remote, self._actor.close)
 
 
 class PullListener(Protocol):
@@ -148,9 +125,7 @@ class AdapterReplica:
         listener: Notified after each pull of the adapter.
     """
 
-    def __init__(
-        self, shared: ActorReplica, adapter: str, published: PublishedWeights, listener: PullListener | None = None
-    ) -> None:
+    def __init__(self, shared: ActorReplica, adapter: str, published: PublishedWeights, listener: PullListener) -> None:
         self.name = shared.name
         self.shared = shared
         self.adapter = adapter
@@ -173,14 +148,10 @@ class AdapterReplica:
         try:
             loaded = await self.shared.pull_adapter(version, self._published, self.adapter)
         except Exception:  # not if it is cancelled, because the engine may still load the version
-            self._note_pulled()
-            raise
-        self._note_pulled()
-        return loaded
-
-    def _note_pulled(self) -> None:
-        if self._listener is not None:
             self._listener.pulled(self.name)
+            raise
+        self._listener.pulled(self.name)
+        return loaded
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause the requests of all adapters."""

@@ -14,8 +14,7 @@ from monarch.actor import Port, concurrent_endpoint
 
 from titan_rl.cluster.processes.garbage import growing_heap, settle_heap
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, policy_run_id, transport_of
-from titan_rl.cluster.request_callers import RequestCallers
-from titan_rl.cluster.request_stream import Packed
+from titan_rl.cluster.request_stream import Packed, RequestCallers
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import STREAM_INTERVAL, GenerationConfig, StateDictConfig
 from titan_rl.core.calls.threads import in_thread

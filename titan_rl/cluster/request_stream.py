@@ -1,5 +1,5 @@
-"""Request stream between a caller and a generator: batching of messages, and their packing into plain tuples. Callers
-are the controller and the rollout workers.
+"""Request streams between generators and their callers, which are the controller and the rollout workers: batching of
+messages, their packing into plain tuples, and both ends of a stream.
 
 Messages of one iteration of the event loop travel together, because a message costs more than its content. A generator
 pickles dozens of completions between two engine steps; tuples and the bytes of arrays take a fraction of the time of
@@ -19,8 +19,10 @@ from monarch.actor import Channel, Port
 
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.core.arrays import LOGPROBS, TOKENS, array_from_bytes, logprob_array, token_array
+from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import ActorDiedError, GenerationError, RequestError, TitanRLError
+from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 
@@ -184,33 +186,107 @@ class RequestServer:
             self._port.send([pack(RequestFailed(request_id, problem))])
 
 
+CONTROLLER = "controller"
+"""Caller name of the controller's own router."""
+
+
+def caller_of(process_id: str, number: int) -> str:
+    """Name of one connection of a process to a generator."""
+    return f"{process_id}#{number}"
+
+
+class RequestCallers:
+    """Callers of one generator, each with a port for its own answers. Runs the requests of all callers in one engine
+    loop. Request ids are unique across callers."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._servers: dict[str, RequestServer] = {}  # by caller
+        self._requests: dict[asyncio.Task[None], str] = {}  # the caller of each request
+
+    def add(self, caller: str, port: Port[list[Packed]], replaced: Sequence[str] = ()) -> None:
+        """Send the answers of a caller's requests to its port.
+
+        Args:
+            caller: Name that the generator has never seen before.
+            replaced: Callers that this one replaces. Their requests end without an answer.
+        """
+        self._end(set(replaced))
+        self._servers[caller] = RequestServer(port)
+
+    def start(self, caller: str, requests: Sequence[EngineRequest]) -> None:
+        """Start requests without waiting for them. Requests of a forgotten caller are dropped, because nobody waits for
+        their answers."""
+        if (server := self._servers.get(caller)) is None:
+            return
+        for request in requests:
+            task = asyncio.ensure_future(self._run(server, request))
+            self._requests[task] = caller
+            task.add_done_callback(self._requests.pop)
+
+    def forget(self, process_id: str) -> None:
+        """End the requests of a process that has ended, without an answer."""
+        self._end({caller for caller in self._servers if caller.partition("#")[0] == process_id})
+
+    def _end(self, callers: set[str]) -> None:
+        for caller in callers & self._servers.keys():
+            self._servers.pop(caller).close()
+        for task, caller in tuple(self._requests.items()):
+            if caller in callers:
+                task.cancel()  # the engine loop forgets the request
+
+    async def _run(self, server: RequestServer, request: EngineRequest) -> None:
+        try:
+            with stray_cancellation_fails(f"request {request.request_id!r}"):
+                server.send(await self._loop.stream(request, server.send))
+        except Exception as error:
+            server.fail(request.request_id, error)
+
+
 class RequestClient:
-    """Sends requests from one caller, and receives their completions while `run` runs.
+    """Sends requests of one caller to a `GeneratorActor`, and receives their completions while it is connected.
 
     Attributes:
-        ended: Reason why no more completions come; None until `run` ends.
+        ended: Reason why no more completions come; None until then.
 
     Args:
         remote: Process of the generator. Its end fails every request.
-        send: Passes requests on to the generator.
+        actor: Handle of the actor.
+        caller: Unique name of the caller; see `caller_of`.
     """
 
-    def __init__(self, remote: RemoteProcess, send: Callable[[list[EngineRequest]], None]) -> None:
-        self.port: Port[list[Packed]]
+    def __init__(self, remote: RemoteProcess, actor: Any, caller: str) -> None:
+        self._port: Port[list[Packed]]
         self._receiver: Any
-        self.port, self._receiver = Channel[list[Packed]].open()
+        self._port, self._receiver = Channel[list[Packed]].open()
         self._remote = remote
-        self._pass_on = send
+        self._actor = actor
+        self.caller = caller
         self._buffer = SendBuffer(self._send)
-        self._in_flight: dict[str, tuple[asyncio.Future[Completion], OnChunk | None]] = {}
+        self._in_flight: dict[str, tuple[asyncio.Future[Completion], OnChunk]] = {}
+        self._receiving: asyncio.Task[None] | None = None
         self.ended: str | None = None
 
-    async def generate(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
+    async def connect(self, replaced: Sequence[str] = ()) -> None:
+        """Have the actor send its answers here.
+
+        Args:
+            replaced: Callers whose requests the actor ends.
+        """
+        await call_generator(self._remote, self._actor.reply_to, self.caller, self._port, tuple(replaced))
+        self._receiving = asyncio.ensure_future(self._receive())
+
+    def disconnect(self) -> None:
+        """Stop receiving completions. Requests without a completion fail."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+
+    async def generate(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
         """Generate a completion. If the caller is cancelled, a later completion is dropped.
 
         Raises:
             RequestError: This request can never succeed, or its id is in use.
-            GenerationError: The generator failed, its process ended, or `run` has ended.
+            GenerationError: The generator failed, its process ended, or this is no longer connected.
         """
         if request.request_id in self._in_flight:
             raise RequestError(f"request id {request.request_id!r} is in use; ids must be unique")
@@ -224,7 +300,7 @@ class RequestClient:
         finally:
             del self._in_flight[request.request_id]
 
-    async def run(self) -> None:
+    async def _receive(self) -> None:
         """Receive the generator's messages until its process ends or this is cancelled."""
         reason = f"nobody listens to {self._remote.name} any more"
         try:
@@ -232,7 +308,7 @@ class RequestClient:
                 async with self._remote.alive():
                     messages = await self._receiver.recv()
                 for packed in messages:
-                    self._receive(unpack(packed))
+                    self._take(unpack(packed))
         except ActorDiedError as error:
             reason = str(error)
         except Exception as error:
@@ -244,7 +320,7 @@ class RequestClient:
             for request_id in self._in_flight:
                 self._resolve(request_id, GenerationError(reason))
 
-    def _receive(self, message: FromGenerator) -> None:
+    def _take(self, message: FromGenerator) -> None:
         match message:
             case TokenChunk():
                 _, on_chunk = self._in_flight.get(message.request_id, (None, None))
@@ -270,6 +346,9 @@ class RequestClient:
             problem = f"request {wanted[0].request_id!r} could not be sent to {self._remote.name}: {error!r}"
             self._resolve(wanted[0].request_id, RequestError(problem) if unsendable else GenerationError(problem))
 
+    def _pass_on(self, requests: list[EngineRequest]) -> None:
+        self._actor.generate.broadcast(self.caller, requests)
+
     def _is_wanted(self, request: EngineRequest) -> bool:
         future, _ = self._in_flight.get(request.request_id, (None, None))
         return future is not None and not future.done()
@@ -282,3 +361,81 @@ class RequestClient:
             future.set_result(outcome)
         else:
             future.set_exception(outcome)
+
+
+async def call_generator(remote: RemoteProcess, endpoint: Any, *args: Any) -> Any:
+    """Call an endpoint of a generator; see `RemoteProcess.call`.
+
+    Raises:
+        GenerationError: The process has ended.
+    """
+    try:
+        return await remote.call(endpoint, *args)
+    except ActorDiedError as error:
+        raise GenerationError(str(error)) from error
+
+
+class GeneratorStream(RequestClient):
+    """A `ReplicaStream` of a rollout worker to a `GeneratorActor`, without the controller. When it breaks, the requests
+    that were sent through it and are unanswered fail.
+
+    Only the controller learns when the generator's process ends: its router then removes the replica.
+
+    Args:
+        actor: Handle of the actor. No other stream uses it.
+    """
+
+    def __init__(self, name: str, actor: Any, caller: str) -> None:
+        super().__init__(RemoteProcess(name), actor, caller)
+
+    @property
+    def broken(self) -> str | None:
+        return self._remote.reason or self.ended
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await call_generator(self._remote, self._actor.abort, list(request_ids))
+
+    async def wait_broken(self) -> None:
+        assert self._receiving is not None, "it is connected first"
+        await asyncio.wait([self._receiving])
+
+    def close(self) -> None:
+        self.disconnect()
+        self._remote.end("the connection is closed")
+
+    def _pass_on(self, requests: list[EngineRequest]) -> None:
+        try:
+            super()._pass_on(requests)
+        except UNSENDABLE:
+            raise
+        except Exception as error:
+            self._remote.end(f"requests cannot be sent: {error!r}")
+            raise
+
+
+class GeneratorStreams:
+    """A `StreamOpener` of streams to a generator. A `ReplicaConnection` opens them.
+
+    Args:
+        actor: Address of the replica: the handle of its actor. Each stream uses a new handle, because one whose actor
+            was once unreachable gets no more answers.
+        next_caller: Returns a unique name for each stream.
+    """
+
+    def __init__(self, name: str, actor: Any, next_caller: Callable[[], str]) -> None:
+        self._name = name
+        self._actor = actor
+        self._next_caller = next_caller
+        self._former: list[str] = []  # callers that the generator may know
+
+    async def open(self) -> GeneratorStream:
+        stream = GeneratorStream(self._name, self._actor.renewed(), self._next_caller())
+        replaced = tuple(self._former)
+        self._former.append(stream.caller)
+        try:
+            await stream.connect(replaced)
+        except BaseException:
+            stream.close()
+            raise
+        self._former = [stream.caller]
+        return stream

@@ -16,11 +16,10 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
-from titan_rl.cluster.generator_connection import GeneratorStreams
 from titan_rl.cluster.processes.answers import ActorHandle
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec
 from titan_rl.cluster.progress_sender import ProgressSender
-from titan_rl.cluster.request_callers import caller_of
+from titan_rl.cluster.request_stream import GeneratorStreams, caller_of
 from titan_rl.cluster.router_settings import router_options
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.calls.watchdog import LoopWatchdog

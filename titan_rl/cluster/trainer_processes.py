@@ -107,11 +107,6 @@ class ActorTrainer:
     async def hold_published(self, version: int | None) -> bool:
         return all(await self._all("hold_published", *[(version,)] * len(self._ranks)))
 
-    async def publish(self) -> Manifest:
-        """Publish the current version and wait for it."""
-        await self.begin_publish()
-        return await self.finish_publish()
-
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
         path = step_directory(root, run_state["step"])
         written = written_by(self._writer, path)
