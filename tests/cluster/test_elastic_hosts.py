@@ -18,8 +18,7 @@ from titan_rl.cluster.hosts.elastic import ElasticHosts
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostRecord, HostState
 from titan_rl.cluster.hosts.preflight import HostNeeds
-from titan_rl.cluster.liveness.heartbeat import receive, send
-from titan_rl.cluster.liveness.host_monitor import HostMonitor
+from titan_rl.cluster.liveness.heartbeat import HostMonitor, receive, send
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.core.errors import ActorDiedError, ConfigError

@@ -17,8 +17,15 @@ from background import HANG_S, in_background
 
 from titan_rl.cluster.liveness import health_check, heartbeat
 from titan_rl.cluster.liveness.health_check import HELLO, HealthChecks, ProcessHealth
-from titan_rl.cluster.liveness.heartbeat import DISMISSED, HostWatchdog, Report, WatchdogSettings, send
-from titan_rl.cluster.liveness.host_monitor import HostMonitor, RemoteWatcher
+from titan_rl.cluster.liveness.heartbeat import (
+    DISMISSED,
+    HostMonitor,
+    HostWatchdog,
+    RemoteWatcher,
+    Report,
+    WatchdogSettings,
+    send,
+)
 from titan_rl.cluster.liveness.local_processes import TreeUse
 from titan_rl.cluster.liveness.loop_thread import LoopThread
 from titan_rl.testing.clock import ManualClock

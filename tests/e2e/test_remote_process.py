@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
+from titan_rl.cluster.liveness.health_check import LocalHealthChecks
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.core.errors import ActorDiedError
 
@@ -49,7 +50,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 async def test_the_kernel_ends_calls_in_flight_and_later_ones(process) -> None:
     owner = Owner()
     remote, endpoint = RemoteProcess("trainer", owner), Silent()
-    remote.watch([process.pid])
+    remote.watch([process.pid], LocalHealthChecks())
     calls = [asyncio.ensure_future(remote.call(endpoint)) for _ in range(3)]
     await endpoint.called.wait()
     process.kill()
@@ -62,7 +63,7 @@ async def test_the_kernel_ends_calls_in_flight_and_later_ones(process) -> None:
 
 async def test_the_status_of_a_process_that_exits_is_told(process) -> None:
     remote, endpoint = RemoteProcess("generator-0"), Silent()
-    remote.watch([process.pid])
+    remote.watch([process.pid], LocalHealthChecks())
     call = asyncio.ensure_future(remote.call(endpoint))
     await endpoint.called.wait()
     process.stdin.write(b"3\n")
@@ -75,7 +76,7 @@ async def test_one_that_is_gone_already_has_ended(process) -> None:
     process.kill()
     process.wait()
     remote = RemoteProcess("generator-0")
-    remote.watch([process.pid])
+    remote.watch([process.pid], LocalHealthChecks())
     with pytest.raises(ActorDiedError, match="generator-0 died"):
         await remote.call(Silent())
 
@@ -83,7 +84,7 @@ async def test_one_that_is_gone_already_has_ended(process) -> None:
 async def test_those_of_no_use_without_the_one_that_ended_are_killed(process) -> None:
     other = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=subprocess.PIPE)
     remote = RemoteProcess("trainer")
-    remote.watch([process.pid, other.pid])
+    remote.watch([process.pid, other.pid], LocalHealthChecks())
     process.kill()
     assert await asyncio.wait_for(other.wait(), LIMIT_S) == -signal.SIGKILL
     with pytest.raises(ActorDiedError, match=f"process {process.pid}"):
@@ -94,7 +95,7 @@ async def test_what_ends_after_close_was_told_to(process) -> None:
     owner = Owner()
     remote = RemoteProcess("trainer", owner)
     open_before = len(os.listdir("/proc/self/fd"))
-    remote.watch([process.pid])
+    remote.watch([process.pid], LocalHealthChecks())
     remote.close()
     process.kill()
     process.wait()

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.liveness.health_check import LocalHealthChecks
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessSpec
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
 from titan_rl.cluster.request_stream import GeneratorStreams, RequestServer, caller_of
@@ -87,7 +88,7 @@ async def replica(tmp_path) -> AsyncIterator[ActorReplica]:
     spec = ProcessSpec("parrot", "here", LOOPBACK, tmp_path)
     actor = await call(supervisor.spawn, "parrot", Parrot, (spec,), who="supervisor")
     remote = RemoteProcess("parrot")
-    remote.watch([await remote.call(actor.pid, timeout_s=LIMIT_S)])
+    remote.watch([await remote.call(actor.pid, timeout_s=LIMIT_S)], LocalHealthChecks())
     replica = ActorReplica(remote, actor, PublishedWeights())
     await replica.connect()
     replica.pid = await remote.call(actor.pid)  # pyright: ignore[reportAttributeAccessIssue]

@@ -21,7 +21,7 @@ from titan_rl.cluster.hosts.lifecycle import (
     HostStatus,
 )
 from titan_rl.cluster.hosts.requests import AddressFile, HostFiles, HostRequest, HostStates
-from titan_rl.cluster.liveness.host_monitor import RemoteWatcher
+from titan_rl.cluster.liveness.heartbeat import RemoteWatcher
 from titan_rl.config.hosts import HostsConfig, join_address, split_address
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import ConfigError

@@ -16,9 +16,16 @@ from titan_rl.cluster.hosts.agent import HostAgent, RunOnHost
 from titan_rl.cluster.hosts.folders import ENVIRONMENT, chunks_of, code_files, model_files
 from titan_rl.cluster.hosts.lifecycle import HostRecord
 from titan_rl.cluster.hosts.preflight import ClockDifference, HostFacts, Question, compare_clocks
-from titan_rl.cluster.liveness.health_check import KernelWatcher, Watcher
-from titan_rl.cluster.liveness.heartbeat import BEAT_S, LONGEST_LINE, SilenceTimer, receive, send
-from titan_rl.cluster.liveness.host_monitor import GREETING_S, RemoteWatcher
+from titan_rl.cluster.liveness.health_check import LocalHealthChecks, Watcher
+from titan_rl.cluster.liveness.heartbeat import (
+    BEAT_S,
+    GREETING_S,
+    LONGEST_LINE,
+    RemoteWatcher,
+    SilenceTimer,
+    receive,
+    send,
+)
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
 from titan_rl.config.hosts import split_address
 from titan_rl.core.calls.threads import in_thread
@@ -53,7 +60,7 @@ class Host:
     key: str | None = None
     folders: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    watcher: Watcher = field(default_factory=KernelWatcher)
+    watcher: Watcher = field(default_factory=LocalHealthChecks)
     worker: str = ""
     worker_id: str = ""
     ping_socket: Path | None = None

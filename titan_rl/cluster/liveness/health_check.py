@@ -209,13 +209,6 @@ class Watcher(Protocol):
         ...
 
 
-class KernelWatcher:
-    """Reports the ends of processes of this host."""
-
-    def watch(self, pid: int, observer: ProcessObserver) -> Watched | None:
-        return WatchedProcess(pid, observer) if CAN_WATCH else None
-
-
 LOOK_S = 1.0
 LONGEST_CHECK_S = 2 * LOOK_S
 
@@ -341,8 +334,8 @@ class _CheckedProcess:
 
 
 class LocalHealthChecks:
-    """`Watcher` of the processes of this host, as a context manager. The kernel reports their ends to the event loop in
-    which it is entered; a thread pings them even while that loop is blocked.
+    """`Watcher` of the processes of this host. The kernel reports their ends. Within its block as a context manager, a
+    thread also pings them, even while the event loop in which it was entered is blocked.
 
     Attributes:
         path: Path of the socket for `answer_pings`; None if the kernel does not report the ends of processes.
@@ -384,22 +377,15 @@ class LocalHealthChecks:
                 watch.observer.checked(of_one)
 
 
-class _LocalWatch:
-    """Watch on one process, which passes its end and its health on to the observer."""
+class _LocalWatch(WatchedProcess):
+    """Watch on one process, whose observer also receives its health."""
 
     def __init__(self, pid: int, observer: ProcessObserver, checks: LocalHealthChecks) -> None:
+        super().__init__(pid, observer)
         self.observer = observer
-        self._watched = WatchedProcess(pid, self)
-        self._checks = checks
-        checks.watches[pid] = self
-
-    def ended(self, how: str) -> None:
-        self._checks.watches.pop(self._watched.pid, None)
-        self.observer.ended(how)
-
-    def kill(self) -> None:
-        self._watched.kill()
+        self._watches = checks.watches
+        self._watches[pid] = self
 
     def close(self) -> None:
-        self._checks.watches.pop(self._watched.pid, None)
-        self._watched.close()
+        self._watches.pop(self.pid, None)
+        super().close()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from titan_rl.cluster.liveness.health_check import HEALTHY, KernelWatcher, ProcessHealth, Watched, Watcher, hang_reason
+from titan_rl.cluster.liveness.health_check import HEALTHY, ProcessHealth, Watched, Watcher, hang_reason
 from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.core.errors import ActorDiedError
 
@@ -93,17 +93,14 @@ class RemoteProcess:
         assert self._process is not None, f"{self.name} has no role"
         return self._process
 
-    def watch(self, pids: Sequence[int], watcher: Watcher | None = None) -> None:
-        """Watch these processes for their end and for hangs. If the watcher cannot report ends, only Monarch does.
-
-        Args:
-            watcher: Watcher of their host. Defaults to the kernel of this host, which reports only ends.
-        """
+    def watch(self, pids: Sequence[int], watcher: Watcher) -> None:
+        """Watch these processes for their end and for hangs. If the watcher of their host cannot report ends, only
+        Monarch does."""
         self.pids += tuple(pids)
         for pid in pids:
             rank = _Rank(self)
             try:
-                rank.watched = (watcher or KernelWatcher()).watch(pid, rank)
+                rank.watched = watcher.watch(pid, rank)
             except ProcessLookupError:
                 self.end(f"process {pid} ended")
                 return
