@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from titan_rl.cluster.providers import addresses
-from titan_rl.cluster.providers.addresses import addresses_of, source_towards, with_port
+from titan_rl.cluster.providers.addresses import addresses_of, source_towards
 from titan_rl.core.errors import ProviderError
 
 
@@ -35,7 +35,6 @@ def test_this_hosts_own_name_does_not_stand_for_loopback_where_there_are_others(
 @pytest.mark.usefixtures("names")
 def test_an_old_address_is_preferred_to_a_new_one():
     assert addresses_of(["six", "both"]) == {"six": "fd00::6", "both": "10.0.0.7"}
-    assert with_port("fd00::6", 5) == "[fd00::6]:5"
 
 
 @pytest.mark.usefixtures("names")

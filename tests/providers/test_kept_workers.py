@@ -13,6 +13,7 @@ import pytest
 from background import HANG_S
 from providers.fakes import worker_command
 
+from titan_rl.cluster.providers import workers
 from titan_rl.cluster.providers.spec import ChangingWorkers
 from titan_rl.cluster.providers.workers import KeptWorkers, kept_workers, tethered
 from titan_rl.core.console import LOG, Console, ConsoleLines
@@ -30,6 +31,12 @@ signal.pause()
 """A worker on a host that is there when a file is."""
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr(workers, "MOST_WAIT_S", 0.05)
+
+
 def listening(tmp_path: Path, *addresses: str, program: str | None = None) -> list[tuple[str, list[str]]]:
     command = worker_command(tmp_path, *([program] if program else [])).split()
     return [(f"host{i}", tethered([*command, "--listen", address])) for i, address in enumerate(addresses)]
@@ -42,9 +49,9 @@ def on_a_host_that_comes(tmp_path: Path) -> tuple[str, list[str]]:
 async def test_workers_listen_for_as_long_as_the_block(tmp_path: Path) -> None:
     told = ConsoleLines()
     commands = listening(tmp_path, "10.0.0.1:5", "10.0.0.2:6")
-    async with kept_workers(commands, tmp_path, told, HANG_S) as workers:
-        assert isinstance(workers, ChangingWorkers)
-        assert list(workers) == await workers.current() == ["10.0.0.1:5", "10.0.0.2:6"]
+    async with kept_workers(commands, tmp_path, told, HANG_S) as kept:
+        assert isinstance(kept, ChangingWorkers)
+        assert list(kept) == await kept.current() == ["10.0.0.1:5", "10.0.0.2:6"]
     log = (tmp_path / "worker-host1.log").read_text().splitlines()
     assert log == ["titan-rl: listening on 10.0.0.2:6", "told to end"]
     assert told == []
@@ -74,10 +81,10 @@ async def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
 class Kept(Console):
     """Workers of a host that is there and of one that comes, and what is told of them."""
 
-    def __init__(self, tmp_path: Path, *, first_wait_s: float = 0.02) -> None:
+    def __init__(self, tmp_path: Path) -> None:
         self.told = ConsoleLines()
         self._changed = asyncio.Event()
-        self.workers = KeptWorkers(tmp_path, self, first_wait_s=first_wait_s, most_wait_s=0.05)
+        self.workers = KeptWorkers(tmp_path, self)
         for host, words in (*listening(tmp_path, "10.0.0.1:5"), on_a_host_that_comes(tmp_path)):
             self.workers.keep(host, words)
 
@@ -126,8 +133,11 @@ async def test_a_worker_that_fails_has_another_in_its_place_once_its_host_is_bac
         assert len(await kept.workers.current()) == 2
 
 
-async def test_what_is_tried_again_and_again_in_vain_is_told_once(tmp_path: Path) -> None:
-    async with Kept(tmp_path, first_wait_s=0.001) as kept:
+async def test_what_is_tried_again_and_again_in_vain_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "FIRST_WAIT_S", 0.001)
+    async with Kept(tmp_path) as kept:
         await until(lambda: (tmp_path / "worker-comes.log").read_text().count("no route") >= 4)
         assert [line for line in kept.told if "no route" in line] == kept.told[:1]
 

@@ -137,9 +137,15 @@ async def test_one_that_is_not_there_yet_is_asked_for_again(monkeypatch: pytest.
         await kubernetes.found_by(find, ["a-0.a", "a-2.a"], 0.05)
 
 
-async def test_pods_come_and_go_as_the_service_says() -> None:
+async def test_pods_come_and_go_as_the_service_says(monkeypatch: pytest.MonkeyPatch) -> None:
     known: dict[str, list[str]] = {"a": ["10.0.0.7", "10.0.0.8"]}
-    pods = kubernetes.Pods("a", known["a"], 700, lambda service, like: known[service])
+
+    def getaddrinfo(name: str, port: int, family: int, kind: int):
+        assert family == socket.AF_INET
+        return [(family, kind, 6, "", (address, port)) for address in known[name]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    pods = kubernetes.Pods("a", known["a"], 700)
     assert isinstance(pods, ChangingWorkers)
     assert list(pods) == await pods.current() == ["10.0.0.7:700", "10.0.0.8:700"]
     known["a"] = ["10.0.0.8", "10.0.0.9"]

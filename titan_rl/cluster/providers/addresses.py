@@ -32,20 +32,6 @@ def addresses_of(
     return found
 
 
-def all_addresses_of(name: str, like: str) -> list[str]:
-    """Resolve a name to all of its current IP addresses of one family.
-
-    Args:
-        like: An address of the family: IPv4 or IPv6.
-
-    Raises:
-        OSError: The name has no address, or cannot be resolved at the moment.
-    """
-    family = socket.AF_INET6 if ":" in like else socket.AF_INET
-    found = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
-    return sorted({str(entry[4][0]) for entry in found})
-
-
 def source_towards(address: str) -> str:
     """Return the address of this host's interface through which it reaches another address. Nothing is sent.
 
@@ -59,10 +45,6 @@ def source_towards(address: str) -> str:
         except OSError as error:
             raise ProviderError(f"{address} cannot be reached from this host: {error.strerror}") from None
         return probe.getsockname()[0]
-
-
-def with_port(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _resolved(name: str, fix: str) -> str:

@@ -13,10 +13,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from functools import partial
 from pathlib import PurePath
 
-from titan_rl.cluster.providers.addresses import all_addresses_of, with_port
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, worker_command
 from titan_rl.cluster.providers.tools import rendered, run_tool
-from titan_rl.config.hosts import ProviderSettings
+from titan_rl.config.hosts import join_address
 from titan_rl.core.errors import ConfigError, ProviderError
 
 WORKERS = "TITAN_RL_WORKERS"
@@ -53,27 +52,20 @@ class Pods:
     Args:
         service: DNS name of the service.
         addresses: Addresses of the pods that the run starts with.
-        find: Returns the addresses of a name that have the same family as the given address.
     """
 
-    def __init__(
-        self,
-        service: str,
-        addresses: Sequence[str],
-        port: int,
-        find: Callable[[str, str], Sequence[str]] = all_addresses_of,
-    ) -> None:
+    def __init__(self, service: str, addresses: Sequence[str], port: int) -> None:
         self._service = service
         self._addresses = addresses
         self._port = port
-        self._find = find
 
     def __iter__(self) -> Iterator[str]:
-        return iter([with_port(address, self._port) for address in self._addresses])
+        return iter([join_address(address, self._port) for address in self._addresses])
 
     async def current(self) -> list[str]:
-        found = await asyncio.to_thread(self._find, self._service, self._addresses[0])
-        return [with_port(address, self._port) for address in found]
+        family = socket.AF_INET6 if ":" in self._addresses[0] else socket.AF_INET
+        found = await asyncio.to_thread(socket.getaddrinfo, self._service, self._port, family, socket.SOCK_STREAM)
+        return sorted({join_address(str(entry[4][0]), self._port) for entry in found})
 
 
 def _reached(name: str, port: int) -> str:
@@ -104,11 +96,6 @@ async def found_by(find: Callable[[str], str], names: Sequence[str], wait_s: flo
             f"{', '.join(missing)}: no worker listens there after {wait_s:g} s; see kubectl describe pod for the reason"
         ) from None
     return [found[name] for name in names]
-
-
-def remote_folder(settings: ProviderSettings) -> str:
-    """Current folder of the pods."""
-    return settings.kubernetes.folder
 
 
 def render(submission: Submission) -> str:

@@ -42,7 +42,7 @@ BY_NAME = {
     "ssh": ProviderKind(ssh.workers, render=ssh.render),
     "slurm": ProviderKind(slurm.workers, ends_with_workers=True, render=slurm.render, submit=slurm.submit),
     "kubernetes": ProviderKind(
-        kubernetes.workers, remote_folder=kubernetes.remote_folder, render=kubernetes.render, submit=kubernetes.submit
+        kubernetes.workers, lambda hosts: hosts.kubernetes.folder, render=kubernetes.render, submit=kubernetes.submit
     ),
 }
 """Built-in providers, by their names in `hosts.provider`."""

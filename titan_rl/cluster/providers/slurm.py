@@ -13,11 +13,11 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequ
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_rl.cluster.providers.addresses import addresses_of, with_port
+from titan_rl.cluster.providers.addresses import addresses_of
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, command, worker_command
 from titan_rl.cluster.providers.tools import rendered, run_tool, tool_output, unused_word
 from titan_rl.cluster.providers.workers import KeptWorkers, kept_workers, tethered
-from titan_rl.config.hosts import ProviderSettings
+from titan_rl.config.hosts import ProviderSettings, join_address
 from titan_rl.core.errors import ConfigError
 
 DEAD = ("DOWN", "ERROR", "POWER")
@@ -156,23 +156,12 @@ class AllocatedWorkers:
 
 
 async def _commands_of(settings: ProviderSettings, nodes: Sequence[str]) -> list[tuple[str, list[str]]]:
-    return commands(settings, await asyncio.to_thread(addresses_of, nodes))
-
-
-def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tuple[str, list[str]]]:
-    """Pair each node with the command that starts its worker, given the address of each node."""
-    return [
-        (
-            node,
-            tethered(
-                [
-                    *("srun", *STEP, f"--nodelist={node}"),
-                    *worker_command(settings, with_port(address, settings.port)),
-                ]
-            ),
-        )
-        for node, address in addresses.items()
-    ]
+    """Pair each node with the command that starts its worker."""
+    addresses = await asyncio.to_thread(addresses_of, nodes)
+    workers = {
+        node: worker_command(settings, join_address(address, settings.port)) for node, address in addresses.items()
+    }
+    return [(node, tethered(["srun", *STEP, f"--nodelist={node}", *words])) for node, words in workers.items()]
 
 
 def render(submission: Submission) -> str:

@@ -9,11 +9,11 @@ import shlex
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from titan_rl.cluster.providers.addresses import addresses_of, with_port
+from titan_rl.cluster.providers.addresses import addresses_of
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, worker_command
 from titan_rl.cluster.providers.tools import tool_output
 from titan_rl.cluster.providers.workers import kept_workers, tethered
-from titan_rl.config.hosts import ProviderSettings
+from titan_rl.config.hosts import ProviderSettings, join_address
 from titan_rl.core.errors import ProviderError
 
 DEFAULTS = (
@@ -57,7 +57,7 @@ def render(submission: Submission) -> str:
 
 def _remote(settings: ProviderSettings, address: str) -> str:
     """Remote command for any shell. It runs in the folder that is current here, if the host has that folder."""
-    words = worker_command(settings, with_port(address, settings.port))
+    words = worker_command(settings, join_address(address, settings.port))
     return shlex.join(tethered(words, str(Path.cwd())))
 
 

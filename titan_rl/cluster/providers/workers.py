@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequ
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from titan_rl.core.calls.backoff import Backoff
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ProviderError
 
@@ -127,7 +128,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 5.0
 MOST_WAIT_S = 60.0
-"""First and longest pause before a failed worker is started again, in seconds. Each pause is twice the last."""
+"""First and longest pause before a failed worker is started again, in seconds; see `Backoff`."""
 
 
 @dataclass(slots=True)
@@ -158,21 +159,11 @@ class KeptWorkers:
     Args:
         logs: Folder with a file for the output of each host's worker.
         console: Shows the user which workers end, and which listen again.
-        first_wait_s, most_wait_s: First and longest pause after a failure, in seconds. Pauses double in between.
     """
 
-    def __init__(
-        self,
-        logs: Path,
-        console: Console,
-        *,
-        first_wait_s: float = FIRST_WAIT_S,
-        most_wait_s: float = MOST_WAIT_S,
-    ) -> None:
+    def __init__(self, logs: Path, console: Console) -> None:
         self._logs = logs
         self._console = console
-        self._first_wait_s = first_wait_s
-        self._most_wait_s = most_wait_s
         self._kept: dict[str, _Kept] = {}  # by host
         self._ending: set[asyncio.Task[None]] = set()
         self._began_with: Sequence[str] = ()
@@ -233,7 +224,7 @@ class KeptWorkers:
             self._console.warning(f"the run starts without {host}, and will try it again: {problem}")
 
     async def _keep(self, host: str, kept: _Kept) -> None:
-        clock, wait_s, reported = asyncio.get_running_loop().time, self._first_wait_s, ""
+        clock, backoff, reported = asyncio.get_running_loop().time, Backoff(FIRST_WAIT_S, MOST_WAIT_S), ""
         while True:
             kept.listens_since = None
             ended = await self._run(host, kept)
@@ -242,14 +233,13 @@ class KeptWorkers:
                 return
             is_first, kept.problem = not kept.tried.is_set(), ended
             kept.tried.set()
-            if kept.listens_since is not None and clock() - kept.listens_since >= self._most_wait_s:
-                wait_s, reported = self._first_wait_s, ""
-            logger.info("%s; another is started in %g s", ended, wait_s)
+            if kept.listens_since is not None and clock() - kept.listens_since >= MOST_WAIT_S:
+                backoff, reported = Backoff(FIRST_WAIT_S, MOST_WAIT_S), ""
+            logger.info("%s; another is started in %g s", ended, backoff.next_s)
             if not is_first and reported != ended:  # `begin` reports the first failure
                 self._console.warning(f"{ended}; another is started as soon as possible")
             reported = ended
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, self._most_wait_s)
+            await backoff.pause()
 
     async def _run(self, host: str, kept: _Kept) -> str | None:
         """Run a worker until it ends. Returns the reason of its failure; None if it was told to end."""
