@@ -18,8 +18,7 @@ from benchmarks.shards import context_of
 from benchmarks.simulated_generators import LOGPROBS, STEP_S, TOKENS, Traffic
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, Turn, VersionSpan
 from titan_rl.cluster import rollout_workers
-from titan_rl.cluster.progress_sender import ProgressSender
-from titan_rl.cluster.rollout_worker import GroupOrder
+from titan_rl.cluster.rollout_worker import GroupOrder, ProgressSender
 from titan_rl.core.arrays import logprob_array, token_array
 from titan_rl.generation.recording import RecordedAnswer, prompt_digest
 from titan_rl.generation.router import GeneratorRouter

@@ -11,7 +11,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from test_worker_pool import answer
 
 from titan_rl import Rollout, Turn
-from titan_rl.cluster.progress_sender import GIVE_UP_S, MOST_UNSENT, ProgressSender
+from titan_rl.cluster.rollout_worker import GIVE_UP_S, MOST_UNSENT, ProgressSender
 from titan_rl.core.errors import ActorDiedError, CheckpointError
 
 pytestmark = pytest.mark.looptime

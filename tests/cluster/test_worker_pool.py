@@ -15,8 +15,7 @@ from monarch.actor import ActorError
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, VersionSpan
 from titan_rl.cluster import rollout_workers
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.progress_sender import ROOM_S
-from titan_rl.cluster.rollout_worker import GroupOrder
+from titan_rl.cluster.rollout_worker import ROOM_S, GroupOrder
 from titan_rl.cluster.rollout_workers import WorkerLink, WorkerPool
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.generation.recording import RecordedAnswer

@@ -16,8 +16,7 @@ from monarch.actor import concurrent_endpoint
 
 from titan_rl.cluster.processes.answers import AnsweringActor
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.progress_sender import ROOM_S
-from titan_rl.cluster.rollout_worker import GroupOrder
+from titan_rl.cluster.rollout_worker import ROOM_S, GroupOrder
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.generation.group_requests import GroupRequests
