@@ -319,7 +319,7 @@ class RunWithWorkers(ScaledRun):
 
 def _one_host() -> Hosts:
     hosts = Hosts(SimulatedSupervisor(), HostsConfig(max_respawns=1 << 20), HostNeeds(Path(), Path()), LOG)
-    hosts.add(Host("here", LOOPBACK, None))
+    hosts.lifecycles.add(Host("here", LOOPBACK, None))
     return hosts
 
 

@@ -52,7 +52,7 @@ class Cluster:
 
     async def join(self, name: str) -> list[str]:
         """What it brings."""
-        self.processes.hosts.add(host_of(name))
+        self.processes.hosts.lifecycles.add(host_of(name))
         return await self.processes.join(name)
 
     async def drain(self, name: str) -> None:

@@ -141,7 +141,7 @@ def cluster_of(
     )
     hosts = Hosts(supervisor, config.hosts, HostNeeds(folder, folder), told)
     for name in names:
-        hosts.add(host_of(name))
+        hosts.lifecycles.add(host_of(name))
     processes = RunProcesses(
         config,
         RunDirectory(folder),
@@ -256,7 +256,7 @@ async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(
         await lose(processes, "there")
         await asyncio.sleep(1.0)
         assert told == [f"rollout-worker-0 is gone: host there is lost: {SILENT}; no host that is left has room for it"]
-        processes.hosts.add(host_of("other"))
+        processes.hosts.lifecycles.add(host_of("other"))
         assert await processes.join("other") == ["rollout-worker-0"]
         assert await worker_hosts(supervisor, 1) == ["other"]
         assert supervisor.started.empty()

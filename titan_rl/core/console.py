@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from enum import IntEnum
 
 logger = logging.getLogger(__name__)
@@ -41,3 +42,9 @@ class ConsoleLines(list[str], Console):
 
     def warning(self, text: str) -> None:
         self.append(text)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose columns are aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from string import ascii_uppercase
 
+from titan_rl.core.console import aligned
 from titan_rl.evaluation.elo import Ratings
 from titan_rl.evaluation.results import Evaluation, TaskResult
 from titan_rl.evaluation.statistics import Difference, Estimate, difference
@@ -52,9 +53,7 @@ def _block(name: str, evaluations: Sequence[Evaluation]) -> str:
     results = [evaluation.tasks.get(name) for evaluation in evaluations]
     differs = len(evaluations) > 1
     rows = [_header(evaluations, differs), *_rows(results, differs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([_title(name, results), *_legend(evaluations), "", *lines, *_notes(evaluations, results)])
+    return "\n".join([_title(name, results), *_legend(evaluations), "", *aligned(rows), *_notes(evaluations, results)])
 
 
 def _header(evaluations: Sequence[Evaluation], differs: bool) -> list[str]:

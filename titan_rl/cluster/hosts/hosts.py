@@ -177,10 +177,6 @@ class Hosts:
     def gpus(self) -> dict[str, tuple[str, ...]]:
         return {host.name: host.gpus for host in self}
 
-    def add(self, host: Host) -> None:
-        """Add a host that needs no preparation to the run."""
-        self.lifecycles.add(host)
-
     async def attach(self, workers: Sequence[str], *, begins: bool = False) -> list[Host]:
         """Have the hosts of workers join the run. They must match this machine in everything that a run needs.
 
@@ -374,7 +370,7 @@ async def open_hosts(
             agent = ActorHandle(this_proc().spawn("host_agent", HostAgent))
             checks = opened.enter_context(LocalHealthChecks())
             name, gpus = socket.gethostname(), visible_gpus()
-            hosts.add(Host(name, LOOPBACK, agent, gpus, watcher=checks, ping_socket=checks.path))
+            hosts.lifecycles.add(Host(name, LOOPBACK, agent, gpus, watcher=checks, ping_socket=checks.path))
         else:
             address = own_address(config)
             monitor = HostMonitor(address, silence_s=config.silence_s, lease_s=config.lease_s)

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from math import ceil, floor
 from pathlib import Path
+from typing import NamedTuple
 
 from titan_rl.cluster.hosts.folders import token_in
 from titan_rl.cluster.hosts.placement import visible_gpus
 from titan_rl.config.hosts import HostsConfig, Roles
 from titan_rl.config.model_files import model_identity
+from titan_rl.core.console import aligned
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.weights.shard_files import shard_root
 
@@ -259,8 +261,7 @@ class HostNeeds:
         return Roles(roles.train if self.trains else (), roles.generate if self.generates else (), roles.play)
 
 
-@dataclass(frozen=True, slots=True)
-class HostDifference:
+class HostDifference(NamedTuple):
     """Difference that excludes a host from a run."""
 
     host: str
@@ -282,7 +283,10 @@ def check_hosts(
         sync: Whether the model and the modules are copied to hosts that lack them.
 
     Raises:
-        ConfigError: Hosts differ. The message has a table of all differences.
+        ConfigError: Hosts differ. The message has a table of all differences, for example:
+
+            host    what   expected  found   fix
+            node-2  torch  2.13.0    2.12.1  pip install torch==2.13.0
     """
     different: list[HostDifference] = []
     for name, facts in found.items():
@@ -296,7 +300,8 @@ def check_hosts(
     different += _gpu_differences(found, "training", roles.train, needs.train_gpus)
     different += _gpu_differences(found, "generating", roles.generate, needs.generate_gpus)
     if different:
-        raise ConfigError(f"hosts lack what the run needs:\n{table(different)}")
+        lines = aligned([HostDifference._fields, *different])
+        raise ConfigError("\n".join(["hosts lack what the run needs:", *lines]))
 
 
 def _version_differences(expected: HostFacts, name: str, facts: HostFacts) -> Iterator[HostDifference]:
@@ -357,16 +362,3 @@ def _size(size: int, round_to_int: Callable[[float], int]) -> str:
     look the same."""
     unit, name = next((each for each in UNITS if size >= each[0]), UNITS[-1])
     return f"{round_to_int(10 * size / unit) / 10:.1f} {name}"
-
-
-def table(different: list[HostDifference]) -> str:
-    """Format the differences as a table.
-
-    Example:
-        host    what   expected  found   fix
-        node-2  torch  2.13.0    2.12.1  pip install torch==2.13.0
-    """
-    rows = [("host", "what", "expected", "found", "fix")]
-    rows += [(each.host, each.what, each.expected, each.found, each.fix) for each in different]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -8,7 +8,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ import msgspec
 from titan_rl.cluster.hosts.lifecycle import HostStatus
 from titan_rl.config.hosts import split_address
 from titan_rl.core.calls.parsing import parse_json_as
+from titan_rl.core.console import aligned
 from titan_rl.core.errors import ConfigError, TitanRLError
 from titan_rl.core.files import read_file
 from titan_rl.core.run_files import HOSTS, HostEvent, read_status
@@ -196,12 +197,7 @@ def describe(states: HostStates) -> str:
         rows.append((host.name or "-", host.address, state, ", ".join(host.processes)))
     counted = ", ".join(f"{count} {what}" for what, count in states.counts.items())
     became = [f"since the run began: {counted}"] if any(states.counts.values()) else []
-    return "".join(f"{line}\n" for line in [*_aligned(rows), *became])
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "".join(f"{line}\n" for line in [*aligned(rows), *became])
 
 
 class AddressFile:
