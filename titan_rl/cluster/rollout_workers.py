@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -51,12 +51,10 @@ class RemoteGroup:
         on_finished: Called with each rollout, without its turns.
     """
 
-    def __init__(
-        self, group_id: str, requests: GroupRequests, on_finished: Callable[[Rollout], None] | None = None
-    ) -> None:
+    def __init__(self, group_id: str, requests: GroupRequests, on_finished: Callable[[Rollout], None]) -> None:
         self.key = f"{group_id}#{next(_numbers)}"
         self.requests = requests
-        self._on_finished = on_finished
+        self.on_finished = on_finished
         self._loop = asyncio.get_running_loop()
         self._resuming: set[asyncio.Task[None]] = set()
 
@@ -70,10 +68,6 @@ class RemoteGroup:
         ]
         return GroupOrder(self.key, task, sample, group_id, group_size, sampling, recorder.index, tuple(known))
 
-    def finished(self, rollout: Rollout) -> None:
-        if self._on_finished is not None:
-            self._on_finished(rollout)
-
     @property
     def is_suspended(self) -> bool:
         suspension = self.requests.suspension
@@ -85,16 +79,17 @@ class RemoteGroup:
             await self.requests.suspension.wait_resumed()
 
     @contextmanager
-    def suspendable(self, remote: RemoteProcess, actor: Any) -> Generator[None]:
-        """Context manager that passes suspensions on to the worker."""
+    def running_in(self, remote: RemoteProcess, actor: Any) -> Generator[None]:
+        """Context manager for the run in a worker, which reaches the group by its key. Suspensions are passed on to the
+        worker."""
         suspension = self.requests.suspension
-        if suspension is None:
-            yield
-            return
+        suspendable = suspension and suspension.request(self.key, partial(self._suspend, remote, actor))
+        _groups[self.key] = self
         try:
-            with suspension.request(self.key, partial(self._suspend, remote, actor)):
+            with suspendable or nullcontext():
                 yield
         finally:
+            del _groups[self.key]
             for task in self._resuming:
                 task.cancel()
 
@@ -116,17 +111,6 @@ class RemoteGroup:
 
 
 _groups: dict[str, RemoteGroup] = {}  # by key; the service lives in the process that fills it
-
-
-@contextmanager
-def registered(group: RemoteGroup) -> Generator[None]:
-    """Context manager: register a group, so that workers reach it through the service by its key."""
-    _groups[group.key] = group
-    try:
-        yield
-    finally:
-        del _groups[group.key]
-
 
 Answers = Sequence[tuple[str, RecordedAnswer]]
 """Answers, each with the key of its group."""
@@ -152,7 +136,7 @@ def record(answers: Answers, finished: Ends) -> Room | None:
             group.requests.recorder.record(answer)
     for key, rollout in finished:
         if (group := _groups.get(key)) is not None:
-            group.finished(rollout)
+            group.on_finished(rollout)
     return None if requests is None else requests.room
 
 
@@ -382,7 +366,7 @@ class WorkerPool:
             actor = self._workers[remote]
             self._load[remote] += group_size
             try:
-                with registered(running), running.suspendable(remote, actor):
+                with running.running_in(remote, actor):
                     order = running.order(task, sample, group_id, group_size, sampling)
                     group = await self._run(remote, actor, order)
                 for rollout in group.rollouts:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import monarch.actor
 from monarch.actor import (
@@ -180,6 +180,10 @@ class SupervisedProcesses(HostListener):
         self._hosts_of: dict[str, frozenset[str]] = {}  # names of the hosts of each process, by id
         hosts.lifecycles.subscribe(self)
 
+    async def start(self) -> None:
+        """Start the processes."""
+        raise NotImplementedError
+
     async def spawn(
         self, process: ProcessId, actor_class: type[ProcessActor], *arguments: Any, places: Sequence[ProcessPlace]
     ) -> tuple[RemoteProcess, list[Any]]:
@@ -306,15 +310,7 @@ class SupervisedProcesses(HostListener):
         self._hosts_of.pop(remote.id, None)
 
 
-class Startable(Protocol):
-    """Interface of the processes that `started` starts and closes."""
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-P = TypeVar("P", bound=Startable)
+P = TypeVar("P", bound=SupervisedProcesses)
 
 
 def _variables_of(place: ProcessPlace) -> dict[str, str]:

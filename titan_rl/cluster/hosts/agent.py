@@ -110,14 +110,22 @@ class HostAgent(AnsweringActor):
     def __init__(self) -> None:
         super().__init__()
         self._scratch: OwnedFolder | None = None
-        self._copy: Path | None = None
+
+    @property
+    def _folder(self) -> Path:
+        assert self._scratch is not None, "`enter` is called first"
+        return self._scratch.path
+
+    @property
+    def _copy(self) -> Path:
+        """Folder that replaces the run's folder where the host does not see it, and that has the logs of this host."""
+        return self._folder / "run"
 
     @concurrent_endpoint
     async def enter(self) -> int:
         """Set up an agent that has its own process. Called first. Returns the pid."""
         clean_up_after_dead_runs(scratch_root())
         self._scratch = make_scratch()
-        self._copy = self._scratch.path / "run"
         (self._copy / "logs").mkdir(parents=True)
         enter_actor_process(self._copy / "logs" / f"host-{socket.gethostname()}.log")
         return os.getpid()
@@ -140,9 +148,7 @@ class HostAgent(AnsweringActor):
             run_dir: The run's own folder if the host sees it; None otherwise.
             files: Contents of the run's settings files by name, for the folder that replaces the run's folder.
         """
-        assert self._scratch is not None
-        assert self._copy is not None
-        temporary = self._scratch.path / "tmp"
+        temporary = self._folder / "tmp"
         temporary.mkdir()
         if run_dir is None:
             for name, data in files.items():
@@ -157,8 +163,7 @@ class HostAgent(AnsweringActor):
         Returns:
             Path of the socket where processes answer pings.
         """
-        assert self._scratch is not None
-        path = self._scratch.path / "pulse"
+        path = self._folder / "pulse"
         watchdog = HostWatchdog(settings, path, leaving_file())
         LoopThread("watchdog", self._run_watchdog(watchdog)).__enter__()  # for the lifetime of the process
         return path
@@ -184,8 +189,7 @@ class HostAgent(AnsweringActor):
         Returns:
             Path of the folder on this host.
         """
-        assert self._scratch is not None
-        folder = self._scratch.path / f"copy-{number}"
+        folder = self._folder / f"copy-{number}"
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
             raise DataError(f"{name} is not below its folder")
@@ -208,7 +212,6 @@ class HostAgent(AnsweringActor):
     @concurrent_endpoint
     async def new_output(self, had: Had) -> list[Piece]:
         """Return new output, at most `MOST_BYTES`; see `new_pieces`."""
-        assert self._copy is not None
         return await in_thread(new_pieces, self._copy, had)
 
     @concurrent_endpoint

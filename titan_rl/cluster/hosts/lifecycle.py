@@ -234,19 +234,13 @@ class HostLifecycles:
         Args:
             processes: Names of the processes of each host.
         """
-        present, joining, ended, unnamed = (
-            list[HostStatus](),
-            list[HostStatus](),
-            list[HostStatus](),
-            list[HostStatus](),
-        )
+        present, joining, ended = list[HostStatus](), list[HostStatus](), list[HostStatus]()
         for record in self:
+            names = tuple((processes or {}).get(record.name, ()))
             match record.state:
                 case HostState.STARTING:
-                    names = tuple((processes or {}).get(record.name, ()))
                     present.append(HostStatus(record.name, record.address, "joining", "its processes start", names))
                 case HostState.UP | HostState.DRAINING:
-                    names = tuple((processes or {}).get(record.name, ()))
                     present.append(HostStatus(record.name, record.address, record.state.value, record.reason, names))
                 case HostState.JOINING:
                     joining.append(HostStatus("", record.address, "joining"))
@@ -254,11 +248,12 @@ class HostLifecycles:
                         name, state, reason = record.before
                         ended.append(HostStatus(name, record.address, state.value, reason))
                 case HostState.LEFT | HostState.LOST:
-                    status = HostStatus(record.name, record.address, record.state.value, record.reason)
-                    (ended if record.name else unnamed).append(status)
+                    ended.append(HostStatus(record.name, record.address, record.state.value, record.reason))
                 case HostState.WANTED:
                     pass
-        return [*present, *sorted(joining, key=lambda status: status.address), *ended, *unnamed]
+        joining.sort(key=lambda status: status.address)
+        ended.sort(key=lambda status: not status.name)  # hosts without a name are last
+        return [*present, *joining, *ended]
 
 
 HERE = ("in the run", "draining")

@@ -124,7 +124,7 @@ def place_generators(
         ConfigError: A generator has more ranks than its host has GPUs.
     """
     size = generation.tensor_parallel_size
-    taken = {(place.host, gpu) for place in trainer for gpu in place.gpus}
+    taken = _gpus(trainer)
     placed: list[tuple[ProcessPlace, ...]] = []
     for index in range(generation.num_generators):
         host, on_host = hosts[index % len(hosts)], index // len(hosts)
@@ -155,7 +155,7 @@ def place_generator_again(
     """
     size = len(generators[index])
     others = [place for ranks in generators for place in ranks]
-    taken = {(place.host, gpu) for place in (*others, *trainer) for gpu in place.gpus}
+    taken = _gpus((*others, *trainer))
     generate, train = {place.host for place in others} & gpus.keys(), {place.host for place in trainer}
     for host, own in sorted(gpus.items(), key=lambda each: each[0] in train):
         free = tuple(gpu for gpu in own if (host, gpu) not in taken)
@@ -265,7 +265,7 @@ class GeneratorPlaces:
     @property
     def gpus(self) -> set[tuple[str, str]]:
         """Pairs of host and GPU that generators use."""
-        return {(place.host, gpu) for ranks in self._ranks for place in ranks for gpu in place.gpus}
+        return {gpu for ranks in self._ranks for gpu in _gpus(ranks)}
 
     def neighbours(self, index: int) -> int:
         """Number of other generators that share a GPU with this one."""
@@ -309,4 +309,5 @@ class GeneratorPlaces:
 
 
 def _gpus(places: Sequence[ProcessPlace]) -> set[tuple[str, str]]:
+    """Pairs of host and GPU that processes use."""
     return {(place.host, gpu) for place in places for gpu in place.gpus}

@@ -246,7 +246,7 @@ class HealthChecks:
             for task in self._answering:
                 task.cancel()
             for process in self._processes.values():
-                process.close()
+                process.watched.close()
 
     def look(self) -> dict[int, ProcessHealth]:
         """Return the health of each process by pid, and ping them again. Called every `LOOK_S` seconds."""
@@ -322,9 +322,6 @@ class _CheckedProcess:
         self._looked_at = now
         self._ping()
         return self._health.look(now, computed=computed, stopped=is_stopped(self.watched.pid))
-
-    def close(self) -> None:
-        self.watched.close()
 
     def _ping(self) -> None:
         if not self._ping_pending:

@@ -122,10 +122,7 @@ class RemoteProcess:
         if self.reason is not None:
             return
         self.reason, self.excused = reason.replace(f"{self.name} died: ", ""), excused
-        for rank in self._ranks:
-            if rank.watched is not None:
-                rank.watched.kill()
-        self.close()
+        self.kill()
         self.ended.set()
         for limit in self._calls:
             if not limit.expired():
