@@ -50,6 +50,7 @@ from titan_rl import (
     TokenStep,
 )
 from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.generator_actor import GeneratorPlan
 from titan_rl.cluster.hosts.host import Host
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.preflight import HostNeeds
@@ -134,17 +135,10 @@ class ScaledRun:
         self._announcements: list[float] = []
 
     async def run(self) -> None:
-        processes = SimulatedProcesses(
-            ModelConfig(path="unused", max_context=4096),
-            GenerationConfig(num_generators=self.num_generators),
-            RoutingConfig(),
-            StateDictConfig(),
-            seed=0,
-            max_running=self.num_requests,
-            files=RunFiles(),
-            published=self._published,
-            hosts=_one_host(),
-        )
+        files, model = RunFiles(), ModelConfig(path="unused", max_context=4096)
+        generation = GenerationConfig(num_generators=self.num_generators)
+        plan = GeneratorPlan(model, generation, StateDictConfig(), files.run_id, 0, self.num_requests)
+        processes = SimulatedProcesses(plan, RoutingConfig(), files, self._published, _one_host())
         processes.traffic, processes.length_of, processes.generators = self._traffic, length_of, {}
         await processes.start()
         router = self._router = processes.router = processes.make_router()

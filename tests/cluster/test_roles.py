@@ -3,19 +3,19 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.cluster.processes.roles import ProcessId, RespawnLimit, Respawns, Role
+from titan_rl.cluster.processes.roles import ProcessId, Respawns, Role
 
 
-def test_each_role_has_a_limit_of_its_own():
-    limits = {Role.GENERATOR: RespawnLimit("hosts.max_respawns", 1), Role.ROLLOUT_WORKER: RespawnLimit("w", 2)}
-    respawns = Respawns(limits)
+def test_the_replacements_of_each_role_are_counted_by_themselves():
+    respawns = Respawns(2)
     assert [respawns.take(Role.ROLLOUT_WORKER)[0] for _ in range(3)] == [True, True, False]
-    assert [respawns.take(Role.GENERATOR)[0] for _ in range(2)] == [True, False]
-    assert respawns.take(Role.TRAINER) == (False, "")
+    assert [respawns.take(Role.GENERATOR)[0] for _ in range(3)] == [True, True, False]
+    respawns.reset(Role.GENERATOR)
+    assert [respawns.take(role)[0] for role in (Role.GENERATOR, Role.ROLLOUT_WORKER)] == [True, False]
 
 
 def test_setting_value_and_count_are_told():
-    respawns = Respawns({Role.GENERATOR: RespawnLimit("hosts.max_respawns", 2)})
+    respawns = Respawns(2)
     told = [respawns.take(Role.GENERATOR)[1] for _ in range(3)]
     assert told[0] == " (1 of hosts.max_respawns = 2)"
     assert told[1] == " (2 of hosts.max_respawns = 2)"

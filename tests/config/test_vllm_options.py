@@ -34,9 +34,7 @@ def _in_the_repository(request, monkeypatch) -> None:
 
 def test_options_reach_the_engine() -> None:
     generation = GenerationConfig.model_validate({"vllm": {"max_num_batched_tokens": 1024}})
-    plan = GeneratorPlan(
-        ModelConfig(path="policy"), generation, StateDictConfig(), "run", seed=0, version=0, max_running=8, sleeps=False
-    )
+    plan = GeneratorPlan(ModelConfig(path="policy"), generation, StateDictConfig(), "run", seed=0, max_running=8)
     options = plan.settings_of(0, "policy").engine.options
     assert options == {"max_num_batched_tokens": 1024}
 
@@ -74,8 +72,6 @@ def test_an_engine_beside_a_trainer_fills_no_gpu_unless_told_to(
     kv_cache_gib: float | None, gpu_share: float | None, beside_trainer: bool, expected: float | None
 ) -> None:
     generation = GenerationConfig(kv_cache_gib=kv_cache_gib, gpu_share=gpu_share)
-    plan = GeneratorPlan(
-        ModelConfig(path="policy"), generation, StateDictConfig(), "run", seed=0, version=0, max_running=8, sleeps=False
-    )
+    plan = GeneratorPlan(ModelConfig(path="policy"), generation, StateDictConfig(), "run", seed=0, max_running=8)
     engine = plan.settings_of(0, "policy", neighbours=2, beside_trainer=beside_trainer).engine
     assert (engine.kv_cache_gib, engine.gpu_neighbours) == (expected, 2)

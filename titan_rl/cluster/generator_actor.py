@@ -40,8 +40,8 @@ class GeneratorPlan:
 
     Attributes:
         seed: Seed of the run. Each generator adds its index.
-        version: Version of the weights in the model's folder.
         max_running: Maximum number of requests that one engine advances at a time.
+        version: Version of the weights in the model's folder.
         sleeps: Whether engines lend their memory to a trainer at times.
         adapters: Adapters that the trainer trains and publishes, by name; a single one has the name "".
     """
@@ -51,9 +51,9 @@ class GeneratorPlan:
     statedict: StateDictConfig
     run_id: str
     seed: int
-    version: int
     max_running: int
-    sleeps: bool
+    version: int = 0
+    sleeps: bool = False
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict[str, AdapterSpec])
 
     def settings_of(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -16,13 +17,13 @@ from titan_rl.cluster.hosts.placement import GeneratorPlaces, ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessFiles, ProcessSpec, policy_run_id, transport_of
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
-from titan_rl.cluster.processes.roles import ProcessId, RespawnLimit, Respawns, Role
+from titan_rl.cluster.processes.roles import ProcessId, Respawns, Role
 from titan_rl.cluster.router_settings import router_options
 from titan_rl.cluster.supervision import ProcessFailure, SupervisedProcesses, started
 from titan_rl.config.functions import named_modules
 from titan_rl.config.hosts import HostsConfig, Roles, own_address
 from titan_rl.config.model_folder import start_limit_s
-from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
+from titan_rl.config.sections import RoutingConfig, StateDictConfig
 from titan_rl.config.serve import ServeConfig
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import LOG, Console
@@ -31,7 +32,6 @@ from titan_rl.generation.engine import AdapterSpec
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.strategies import Strategy, make_strategy
-from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.types import PublishedWeights, StateDictTransport
 
 T = TypeVar("T")
@@ -81,49 +81,31 @@ class GeneratorProcesses(SupervisedProcesses):
         router: Router of the requests. Set before `watch`, and before hosts join or leave.
 
     Args:
-        version: Version of the weights in the model's folder.
-        max_running: Maximum number of requests that one engine advances at a time.
-        sleeps: Whether engines lend their memory to a trainer at times.
-        adapters: Adapters that the trainer trains and publishes; see `GeneratorPlan`.
+        published: Manifests of the versions that the generators pull.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
-        generation: GenerationConfig,
+        plan: GeneratorPlan,
         routing: RoutingConfig,
-        statedict: StateDictConfig,
-        *,
-        seed: int,
-        version: int = 0,
-        max_running: int,
         files: ProcessFiles,
         published: PublishedWeights,
         hosts: Hosts,
-        sleeps: bool = False,
-        adapters: Mapping[str, AdapterSpec] | None = None,
     ) -> None:
+        super().__init__(files, hosts, start_limit_s(plan.model, plan.generation))
         self.replicas: list[ActorReplica]
         self.router: ReplicaRouter
-        self._places = GeneratorPlaces(generation)
+        self._places = GeneratorPlaces(plan.generation)
         self._lost: set[ProcessId] = set()  # without a place
         self._joining: set[ProcessId] = set()  # starting on a host that has joined
         self._losses: dict[str, str] = {}  # reasons by host, of hosts that are lost while processes start
-        self._generation = generation
+        self._plan = plan
         self._routing = routing
-        self._statedict = statedict
-        self._plan = GeneratorPlan(
-            model, generation, statedict, files.run_id, seed, version, max_running, sleeps, adapters or {}
-        )
-        super().__init__(files, hosts, start_limit_s(model, generation))
         self._published = published
         self._notify = hosts.notify
-        self._respawns = Respawns(self._respawn_limits())
+        self._respawns = Respawns(hosts.config.max_respawns)
         self._ended: asyncio.Queue[RemoteProcess] = asyncio.Queue()
         self.opened: list[ActorReplica] = []
-
-    def _respawn_limits(self) -> dict[Role, RespawnLimit]:
-        return {Role.GENERATOR: RespawnLimit("hosts.max_respawns", self.hosts.config.max_respawns)}
 
     def place(self) -> None:
         """Choose the places of all processes."""
@@ -147,7 +129,7 @@ class GeneratorProcesses(SupervisedProcesses):
             for other in self._start_others():
                 starting.create_task(other)
         self.replicas = [replica for task in generators if (replica := task.result()) is not None]
-        least = min(self._generation.least_generators, len(generators))
+        least = min(self._plan.generation.least_generators, len(generators))
         if self._losses and len(self.replicas) < least:
             reasons = "; ".join(self._losses.values())
             raise ActorDiedError(
@@ -174,7 +156,7 @@ class GeneratorProcesses(SupervisedProcesses):
 
     def _first_generators(self) -> Sequence[ProcessId]:
         """Generators that the run starts with."""
-        return [ProcessId(Role.GENERATOR, index) for index in range(self._generation.num_generators)]
+        return [ProcessId(Role.GENERATOR, index) for index in range(self._plan.generation.num_generators)]
 
     def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
         """Start the processes other than generators."""
@@ -193,7 +175,7 @@ class GeneratorProcesses(SupervisedProcesses):
             self.replicas if replicas is None else replicas,
             strategy or make_strategy(self._routing.strategy),
             on_replica_failed=self.on_replica_failed,
-            **router_options(self._generation, self._routing, self._statedict, self.hosts.config.wait_s),
+            **router_options(self._plan.generation, self._routing, self._plan.statedict, self.hosts.config.wait_s),
         )
 
     def waits_for(self) -> str:
@@ -401,22 +383,17 @@ async def start_generators(
         ActorDiedError: A generator did not start in time, or the worker of a host did not answer.
         ConfigError: A host differs from this machine.
     """
-
-    def make(hosts: Hosts) -> GeneratorProcesses:
-        return GeneratorProcesses(
-            config.model,
-            config.generation,
-            config.routing,
-            STATEDICT,
-            seed=config.seed,
-            version=version,
-            max_running=max_running,
-            files=files,
-            published=published or PublishedWeights(),
-            hosts=hosts,
-            adapters=adapters,
-        )
-
+    plan = GeneratorPlan(
+        config.model,
+        config.generation,
+        STATEDICT,
+        files.run_id,
+        config.seed,
+        max_running,
+        version,
+        adapters=adapters or {},
+    )
+    make = partial(GeneratorProcesses, plan, config.routing, files, published or PublishedWeights())
     needs = HostNeeds(
         files.logs.parent,
         Path(config.model.path),

@@ -13,7 +13,7 @@ from typing import Any
 
 from monarch.actor import this_proc
 
-from titan_rl.cluster.generator_actor import adapter_specs
+from titan_rl.cluster.generator_actor import GeneratorPlan, adapter_specs
 from titan_rl.cluster.generator_processes import GeneratorProcesses
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.placement import (
@@ -27,7 +27,7 @@ from titan_rl.cluster.hosts.placement import (
 )
 from titan_rl.cluster.processes.process import RunFiles
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.processes.roles import ProcessId, RespawnLimit, Role
+from titan_rl.cluster.processes.roles import ProcessId, Role
 from titan_rl.cluster.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
 from titan_rl.cluster.rollout_workers import GroupService, WorkerPool
 from titan_rl.cluster.supervision import SupervisedProcesses, started
@@ -67,19 +67,17 @@ class RunProcesses(GeneratorProcesses):
         self._strategy = strategy
         self._num_workers = count()  # workers started so far
         self._trains, self._generates = trains, generates
-        super().__init__(
+        plan = GeneratorPlan(
             config.model,
             config.generation,
-            config.routing,
             config.statedict,
-            seed=config.seed,
-            max_running=engine_max_running(config),
-            files=files,
-            published=published,
-            hosts=hosts,
+            files.run_id,
+            config.seed,
+            engine_max_running(config),
             sleeps=config.scheduling.on_batch_ready == "sleep",
             adapters=adapter_specs(config),
         )
+        super().__init__(plan, config.routing, files, published, hosts)
         self.training: TrainerProcesses
         self.workers = WorkerPool(max_attempts=config.hosts.max_respawns + 1, wait_s=config.hosts.wait_s)
         self._run_files = files
@@ -87,10 +85,6 @@ class RunProcesses(GeneratorProcesses):
         self._trainer_places: tuple[ProcessPlace, ...]
         self._worker_places: list[ProcessPlace]
         self._roles: Roles
-
-    def _respawn_limits(self) -> dict[Role, RespawnLimit]:
-        workers = RespawnLimit("hosts.max_respawns", self._config.hosts.max_respawns)
-        return {**super()._respawn_limits(), Role.ROLLOUT_WORKER: workers}
 
     def place(self) -> None:
         config, gpus = self._config, self.hosts.gpus
@@ -103,8 +97,8 @@ class RunProcesses(GeneratorProcesses):
         if transport == "auto" and self._trains:
             chosen, why = choose_transport(config, self._trainer_places, [*self._places], least_gpu_bytes)
             logger.info("statedict.transport is %s: %s", chosen, why)
-            self._statedict = config.statedict.model_copy(update={"transport": chosen})
-            self._plan = replace(self._plan, statedict=self._statedict)
+            statedict = config.statedict.model_copy(update={"transport": chosen})
+            self._plan = replace(self._plan, statedict=statedict)
 
     def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
         first = [_worker(index) for index in range(self._config.rollout.num_workers)]
@@ -132,7 +126,7 @@ class RunProcesses(GeneratorProcesses):
 
     async def _start_trainer(self) -> None:
         config = self._config
-        settings = trainer_settings(config, self._run_files, self._statedict, lends_memory=self._plan.sleeps)
+        settings = trainer_settings(config, self._run_files, self._plan.statedict, lends_memory=self._plan.sleeps)
         self.training = TrainerProcesses(self, settings, self._place_trainer, wait_s=config.hosts.wait_s)
         while True:
             hosts = {place.host for place in self._trainer_places}

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from titan_rl.cluster.processes.roles import RespawnLimit, Respawns, Role
+from titan_rl.cluster.processes.roles import Respawns, Role
 from titan_rl.config.build import make_sample_maker
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ActorDiedError, DamagedCheckpointError, StateDictError, TrainingError
@@ -96,7 +96,7 @@ class Deaths:
     """
 
     def __init__(self, max_respawns: int) -> None:
-        self._respawns = Respawns({Role.TRAINER: RespawnLimit("hosts.max_respawns", max_respawns)})
+        self._respawns = Respawns(max_respawns)
         self._step: tuple[int, Sequence[TrainingSample]] | None = None
         self._within: Counter[int] = Counter()  # number of deaths by step
         self.num_respawns = 0

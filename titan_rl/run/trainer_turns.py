@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_rl.cluster.processes.roles import RespawnLimit, Respawns, Role
+from titan_rl.cluster.processes.roles import Respawns, Role
 from titan_rl.core.errors import ActorDiedError, TrainingError
 from titan_rl.scheduling.fair_turns import FairTurns
 from titan_rl.training.data.sample import TrainingSample
@@ -29,7 +29,7 @@ class UnownedDeaths:
     """
 
     def __init__(self, max_respawns: int) -> None:
-        self._respawns = Respawns({Role.TRAINER: RespawnLimit("hosts.max_respawns", max_respawns)})
+        self._respawns = Respawns(max_respawns)
 
     def note(self, why: str) -> str:
         """Count a death, and return the message about it.

@@ -1,9 +1,8 @@
-"""Roles of processes in a run, and the limits on how many of each role may be replaced."""
+"""Roles of processes in a run, and the limit on how many of each role may be replaced."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -36,36 +35,24 @@ class ProcessId:
         return str(self.role) if self.role is Role.TRAINER else f"{self.role}-{self.index}"
 
 
-@dataclass(frozen=True, slots=True)
-class RespawnLimit:
-    """Setting that limits the replacements of one role, and its value: `RespawnLimit("hosts.max_respawns", 3)`."""
-
-    setting: str
-    value: int
-
-
 class Respawns:
-    """Counter of replaced processes per role. A role without a limit is never replaced.
+    """Counter of replaced processes per role. Each role may be replaced `hosts.max_respawns` times.
 
-    Example: one generator may be replaced:
+    Example: one process of each role may be replaced:
 
-        respawns = Respawns({Role.GENERATOR: RespawnLimit("hosts.max_respawns", 1)})
+        respawns = Respawns(1)
         respawns.take(Role.GENERATOR)    # (True, " (1 of hosts.max_respawns = 1)")
         respawns.take(Role.GENERATOR)    # (False, ", and is not replaced: ...")
-        respawns.take(Role.TRAINER)      # (False, "")
     """
 
-    def __init__(self, limits: Mapping[Role, RespawnLimit]) -> None:
-        self._limits = limits
+    def __init__(self, max_respawns: int) -> None:
+        self._max_respawns = max_respawns
         self._replaced: Counter[Role] = Counter()
 
     def take(self, role: Role) -> tuple[bool, str]:
         """Count a replacement if one is left. Returns whether it is allowed, and its count for the failure message."""
-        limit = self._limits.get(role)
-        if limit is None:
-            return False, ""
-        before, setting = self._replaced[role], f"{limit.setting} = {limit.value}"
-        if before >= limit.value:
+        before, setting = self._replaced[role], f"hosts.max_respawns = {self._max_respawns}"
+        if before >= self._max_respawns:
             were = "1 was" if before == 1 else f"{before} were"
             return False, f", and is not replaced: {setting}, and {were} replaced before; find out why, or raise it"
         self._replaced[role] += 1
