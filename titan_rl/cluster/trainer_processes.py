@@ -78,13 +78,13 @@ class ActorTrainer:
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
         """Run one optimizer step; see `TrainerCore.step`. Each rank receives only its rows."""
-        results: list[StepResult] = await self._all("train", *await self._rows(samples))
+        results: list[StepResult] = await self._each("train", await self._rows(samples))
         agreed_version([result.version for result in results], "after a step")
         return results[0]
 
     async def measure(self, samples: Sequence[TrainingSample]) -> float:
         """Measure the loss; see `TrainerCore.measure`. Each rank receives only its rows."""
-        return (await self._all("measure", *await self._rows(samples)))[0]
+        return (await self._each("measure", await self._rows(samples)))[0]
 
     async def _rows(self, samples: Sequence[TrainingSample]) -> list[list[StepPlan]]:
         """Pack the samples, and return the arguments of each rank."""
@@ -101,16 +101,14 @@ class ActorTrainer:
         Raises:
             StateDictError: A rank could not publish. Then no rank keeps its part.
         """
-        known = [(self._layouts.digests,)] * len(self._ranks)
-        return join(self._layouts.unpack(await self._all("finish_publish", *known)))
+        return join(self._layouts.unpack(await self._all("finish_publish", self._layouts.digests)))
 
     async def hold_published(self, version: int | None) -> bool:
-        return all(await self._all("hold_published", *[(version,)] * len(self._ranks)))
+        return all(await self._all("hold_published", version))
 
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
         path = step_directory(root, run_state["step"])
-        written = written_by(self._writer, path)
-        saved = await self._all("begin_save", *[(written, run_state)] * len(self._ranks))
+        saved = await self._all("begin_save", written_by(self._writer, path), run_state)
         self._saving = path
         return agreed_version(saved, "in one checkpoint")
 
@@ -127,13 +125,13 @@ class ActorTrainer:
             DamagedCheckpointError: The bytes differ from those that were written.
             CheckpointError: The checkpoint is of another model.
         """
-        return agreed_version(await self._all("load", *[(checkpoint,)] * len(self._ranks)), "from one checkpoint")
+        return agreed_version(await self._all("load", checkpoint), "from one checkpoint")
 
     async def export(self, path: Path) -> None:
         # Found in the controller, where the renderer has imported transformers; the import would take the trainer a
         # second.
         fit = await in_thread(fit_template, self._model.path, self._model.renderer)
-        await self._all("export", *[(written_by(self._writer, path), fit)] * len(self._ranks))
+        await self._all("export", written_by(self._writer, path), fit)
         await in_thread(self._rename_completed, path, path.name)
 
     def _rename_completed(self, path: Path, others: str) -> None:
@@ -164,11 +162,17 @@ class ActorTrainer:
         """Kill the rest of the trainer."""
         self.remote.end(reason)
 
-    async def _all(self, endpoint: str, *arguments: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
-        """Call every rank, each with its own arguments, and return their results by rank."""
+    async def _all(self, endpoint: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call every rank with the same arguments, and return their results by rank."""
+        return await self._each(endpoint, [args] * len(self._ranks), timeout_s)
+
+    async def _each(
+        self, endpoint: str, arguments: Sequence[Sequence[Any]], timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call every rank with its own arguments, and return their results by rank."""
         calls = [
             self.remote.call(getattr(rank, endpoint), *own, *self._named, timeout_s=timeout_s)
-            for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
+            for rank, own in zip(self._ranks, arguments, strict=True)
         ]
         try:
             return await asyncio.gather(*calls)
