@@ -83,10 +83,10 @@ class RemoteGroup:
         """Context manager for the run in a worker, which reaches the group by its key. Suspensions are passed on to the
         worker."""
         suspension = self.requests.suspension
-        suspendable = suspension and suspension.request(self.key, partial(self._suspend, remote, actor))
+        suspend = partial(self._suspend, remote, actor)
         _groups[self.key] = self
         try:
-            with suspendable or nullcontext():
+            with nullcontext() if suspension is None else suspension.request(self.key, suspend):
                 yield
         finally:
             del _groups[self.key]
