@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from pydantic import Field, ValidationError
 
 from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins, explain, nearest, problems
-from titan_rl.config.hosts import HostsConfig
-from titan_rl.config.sections import GenerationConfig, ValidationConfig
 from titan_rl.config.tables import without_unset
 from titan_rl.config.tasks import Name
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
-from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.settings import AdapterConfig, TrainingConfig
 
 
@@ -112,80 +107,3 @@ def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
         if isinstance(value, Mapping) and isinstance(common.get(name), Mapping):
             merged[name] = _merged(common[name], cast("Mapping[str, Any]", value))
     return merged
-
-
-def conflicts_of_trainings(adapters: Sequence[AdapterRun], common: TrainingConfig) -> Iterator[str]:
-    """Check the training settings of the adapters of a run.
-
-    Args:
-        common: `[training]` of the run.
-    """
-    for adapter in adapters:
-        key, training = f"adapters.{adapter.name}.training", adapter.settings(common)
-        if not training.adapter.is_on:
-            yield f"{key}.adapter.rank = 0: each of [[adapters]] trains an adapter; set it or training.adapter.rank"
-        if training.num_ranks > 1:
-            yield (
-                f"[[adapters]] with {training.num_ranks} trainer processes: adapters share the weights in the memory "
-                "of one process; set training.data_parallel, context_parallel and tensor_parallel to 1"
-            )
-        if training.critic != "none":
-            yield f'{key}.critic = "{training.critic}": critics are not supported with [[adapters]]; set it to "none"'
-        if training.distill_coef:
-            yield (
-                f"{key}.distill_coef = {training.distill_coef:g}: teachers are not supported with [[adapters]]; set it "
-                "to 0"
-            )
-
-
-def conflicts_of_adapters(
-    generation: GenerationConfig,
-    scheduling: SchedulingConfig,
-    validation: ValidationConfig,
-    rollout: RolloutConfig,
-    hosts: HostsConfig,
-) -> Iterator[str]:
-    """Check common settings that cannot be combined with several adapters."""
-    if scheduling.on_batch_ready != "continue":
-        yield (
-            f'scheduling.on_batch_ready = "{scheduling.on_batch_ready}" with [[adapters]]: a step of one adapter would '
-            'stop the others; set it to "continue"'
-        )
-    if generation.pull_mode != "hot_swap":
-        yield (
-            f'generation.pull_mode = "{generation.pull_mode}" with [[adapters]]: a version of one adapter would hold '
-            'up the requests of the others; set it to "hot_swap"'
-        )
-    if validation.beside_training:
-        yield (
-            "validation.beside_training = true with [[adapters]]: an adapter waits for its validation, and the others "
-            "train meanwhile; leave it out"
-        )
-    if rollout.num_workers:
-        yield (
-            f"rollout.num_workers = {rollout.num_workers} with [[adapters]]: their rollouts run in the "
-            "controller's process; set it to 0"
-        )
-    if hosts.elsewhere:
-        yield "[[adapters]] with hosts.addresses or hosts.provider: they run on one machine; leave these out"
-
-
-def conflicts_of_names(adapters: Sequence[AdapterRun], tasks: Sequence[str]) -> Iterator[str]:
-    """Check the names of the adapters and of their tasks.
-
-    Args:
-        tasks: Names of the tasks of the run.
-    """
-    for name, count in Counter(adapter.name for adapter in adapters).items():
-        if count > 1:
-            yield f"{count} of [[adapters]] are named {name!r}; give them different names"
-    for adapter in adapters:
-        for task in adapter.tasks:
-            if task not in tasks:
-                yield f"adapters.{adapter.name}.tasks has {task!r}; the run has the tasks {', '.join(tasks)}"
-        if repeated := [task for task, count in Counter(adapter.tasks).items() if count > 1]:
-            yield f"adapters.{adapter.name}.tasks names {repeated[0]!r} twice; set its weight in [[tasks]]"
-    trained = {task for adapter in adapters for task in adapter.tasks}
-    for task in tasks:
-        if task not in trained:
-            yield f"task {task!r} belongs to none of [[adapters]]; name it in the tasks of one, or leave it out"

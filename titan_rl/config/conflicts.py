@@ -1,26 +1,21 @@
 """Conflicts between settings: combinations that exclude each other, and settings that are given but have no effect.
 
-Each conflict is one line that names the fields, their values and the fix.
+Each conflict is one line that names the fields, their values and the fix. A rule between settings of one table is a
+validator of its class, and a setting that has an effect only with some values of another one has the annotation
+`TakesEffect`. Any other rule between tables is one of `RULES`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from titan_rl.config.sections import (
-    GenerationConfig,
-    RoutingConfig,
-    SamplingConfig,
-    StateDictConfig,
-    ValidationConfig,
-)
+from titan_rl.config.sections import RunTables, ValidationConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.settings import Section, TakesEffect
-from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.rollout.task import TeachingTask
 
 MAX_ADAPTER_RANK = 512
 
@@ -31,10 +26,30 @@ COMPARING = (*OF_SIBLINGS, "batch_mean", "role_baseline")
 """Advantages of the library that compare a reward with other rewards."""
 
 
-def of_lengths(model: ModelConfig, sampling: SamplingConfig, tasks: Sequence[TaskSource]) -> Iterator[str]:
-    context = model.max_context
-    given = {f"tasks.{source.name}.sampling": source.sampling.max_tokens or 0 for source in tasks}
-    for table, max_tokens in {"sampling": sampling.max_tokens, **given}.items():
+def conflicts(run: RunTables) -> Iterator[str]:
+    """Iterate over the conflicts between the settings of a run. With several adapters, these are the conflicts between
+    them, or otherwise those of each adapter as if it were trained alone."""
+    if not run.adapters:
+        for rule in RULES:
+            yield from rule(run)
+        return
+    if problems := [problem for adapter in run.adapters for problem in adapter.problems(run.training)]:
+        yield from problems
+        return
+    if problems := [*of_adapter_names(run), *of_adapter_trainings(run), *of_several_adapters(run)]:
+        yield from problems
+        return
+    found = {name: list(conflicts(experiment)) for name, experiment in run.experiments.items()}
+    for name, problems in found.items():
+        for problem in problems:
+            is_common = len(found) > 1 and all(problem in each for each in found.values())
+            yield problem if is_common else f"adapters.{name}: {problem}"
+
+
+def of_lengths(run: RunTables) -> Iterator[str]:
+    context = run.model.max_context
+    given = {f"tasks.{source.name}.sampling": source.sampling.max_tokens or 0 for source in run.tasks}
+    for table, max_tokens in {"sampling": run.sampling.max_tokens, **given}.items():
         if max_tokens >= context:
             yield (
                 f"{table}.max_tokens = {max_tokens} leaves no room for a prompt in model.max_context = {context}; "
@@ -42,14 +57,14 @@ def of_lengths(model: ModelConfig, sampling: SamplingConfig, tasks: Sequence[Tas
             )
 
 
-def of_tasks(tasks: Sequence[TaskSource]) -> Iterator[str]:
-    for name, count in Counter(source.name for source in tasks).items():
+def of_task_names(run: RunTables) -> Iterator[str]:
+    for name, count in Counter(source.name for source in run.tasks).items():
         if count > 1:
             yield f"tasks: {count} of them have name = {name!r}; give each a name of its own"
 
 
-def of_training(model: ModelConfig, training: TrainingConfig, correction: CorrectionConfig) -> Iterator[str]:
-    context = model.max_context
+def of_training(run: RunTables) -> Iterator[str]:
+    training, context = run.training, run.model.max_context
     if training.row_tokens < context:
         # If samples that do not fit were dropped, short answers would be trained more than long ones.
         yield (
@@ -71,6 +86,7 @@ def of_training(model: ModelConfig, training: TrainingConfig, correction: Correc
             f"training.warmup_steps = {training.warmup_steps} is more than training.steps = "
             f"{training.steps}; the learning rate would never reach training.lr"
         )
+    correction = run.correction
     corrected = (correction.weight, correction.mask, correction.veto) != ("none", "none", None)
     if correction.proximal == "behaviour" and corrected:
         yield (
@@ -79,79 +95,51 @@ def of_training(model: ModelConfig, training: TrainingConfig, correction: Correc
         )
 
 
-def of_distillation(
-    training: TrainingConfig,
-    teachers: Mapping[str, str],
-    temperatures: Mapping[str, float],
-    teaches_itself: Mapping[str, bool],
-    given: Sequence[str],
-) -> Iterator[str]:
-    """Check the settings of distillation.
-
-    Args:
-        teachers: Teacher by task; "" for none.
-        temperatures: Sampling temperature by task.
-        teaches_itself: Whether a task has `teacher_messages`, by task.
-        given: Names of tasks whose tables name a teacher.
-    """
-    if not training.distill_coef:
-        for name in given:
+def of_distillation(run: RunTables) -> Iterator[str]:
+    weight = run.training.distill_coef
+    if weight and not any(map(run.teacher_of, run.tasks)):
+        yield (
+            f"training.distill_coef = {weight:g} without a teacher; set training.teacher to a folder, a "
+            'URL or "self", or set distill_coef = 0'
+        )
+    for source in run.tasks:
+        name, teacher, temperature = source.name, run.teacher_of(source), run.sampling_of(source).temperature
+        if source.teacher is not None and not weight:
             yield (
                 f"tasks.{name}.teacher has no effect with training.distill_coef = 0; set that to the weight of "
                 "distillation, or leave the teacher out"
             )
-        return
-    if not any(teachers.values()):
-        yield (
-            f"training.distill_coef = {training.distill_coef:g} without a teacher; set training.teacher to a folder, a "
-            'URL or "self", or set distill_coef = 0'
-        )
-    for name, teacher in teachers.items():
-        if teacher and temperatures[name] != 1:
+        if teacher and temperature != 1:
             yield (
-                f"the temperature of task {name!r} is {temperatures[name]:g}, and its teacher {teacher!r} scores at "
+                f"the temperature of task {name!r} is {temperature:g}, and its teacher {teacher!r} scores at "
                 "temperature 1; set sampling.temperature = 1"
             )
-        if teacher == "self" and not teaches_itself[name]:
+        if teacher == "self" and not isinstance(source.task, TeachingTask):
             yield (
                 f'the teacher of task {name!r} is "self", and the task has no method teacher_messages(rollout), which '
                 "gives the policy more to read than its own prompt; add it, or name another teacher"
             )
 
 
-def of_group_size(group_size: int, advantages: Mapping[str, str]) -> Iterator[str]:
-    """Check that advantages that compare siblings have siblings to compare.
-
-    Args:
-        advantages: Advantage function of each task.
-    """
-    for name, advantage in advantages.items():
-        if group_size == 1 and advantage in OF_SIBLINGS:
+def of_advantages(run: RunTables) -> Iterator[str]:
+    for source in run.tasks:
+        name, advantage = source.name, run.advantage_of(source)
+        if run.rollout.group_size == 1 and advantage in OF_SIBLINGS:
             yield (
                 f'rollout.group_size = 1 with the advantage "{advantage}" of task {name!r}, which compares '
                 'siblings; set group_size to at least 2, or training.algorithm to "ppo" or "reinforce"'
             )
-
-
-def of_critic(training: TrainingConfig, advantages: Mapping[str, str]) -> Iterator[str]:
-    """Check the settings of a critic.
-
-    Args:
-        advantages: Advantage function of each task.
-    """
-    if training.critic == "none":
-        return
-    for name, advantage in advantages.items():
-        if advantage in COMPARING:
+        if (critic := run.training.critic) != "none" and advantage in COMPARING:
             yield (
-                f'training.critic = "{training.critic}" computes advantages from rewards, and the advantage of task '
+                f'training.critic = "{critic}" computes advantages from rewards, and the advantage of task '
                 f'{name!r}, "{advantage}", has already compared them; set training.algorithm = "ppo", or '
                 'training.advantage = "reward"'
             )
 
 
-def of_kept_cache(generation: GenerationConfig, scheduling: SchedulingConfig) -> Iterator[str]:
+def of_kept_cache(run: RunTables) -> Iterator[str]:
     """Check the settings that keep the KV cache of older weights."""
+    generation = run.generation
     if generation.prefix_cache != "keep":
         return
     if generation.pull_mode == "drain":
@@ -164,22 +152,22 @@ def of_kept_cache(generation: GenerationConfig, scheduling: SchedulingConfig) ->
             'generation.prefix_cache = "keep" with generation.pull_mode = "recompute": running requests would be '
             "recomputed from KV of the old weights; set prefix_cache = true"
         )
-    if scheduling.max_staleness == 0:
+    if run.scheduling.max_staleness == 0:
         yield (
             'generation.prefix_cache = "keep" with scheduling.max_staleness = 0: prompts would reuse KV of older '
             "weights, which is not on-policy; set prefix_cache = true, or max_staleness to at least 1"
         )
 
 
-def of_guessing(generation: GenerationConfig, scheduling: SchedulingConfig) -> Iterator[str]:
-    guesses = generation.speculative
-    if guesses.is_on and generation.return_routed_experts:
+def of_speculative_decoding(run: RunTables) -> Iterator[str]:
+    guesses = run.generation.speculative
+    if guesses.is_on and run.generation.return_routed_experts:
         yield (
             f'generation.speculative.method = "{guesses.method}" with generation.return_routed_experts = true: the '
             "experts of rejected draft tokens cannot be told from those of the others; set either to what it is "
             "by default"
         )
-    if guesses.has_weights and scheduling.on_batch_ready == "sleep":
+    if guesses.has_weights and run.scheduling.on_batch_ready == "sleep":
         yield (
             f'generation.speculative.method = "{guesses.method}" with scheduling.on_batch_ready = "sleep": an engine '
             "that sleeps gives up the weights that guess, and no version brings them back; set method to "
@@ -187,11 +175,12 @@ def of_guessing(generation: GenerationConfig, scheduling: SchedulingConfig) -> I
         )
 
 
-def of_adapter(training: TrainingConfig, generation: GenerationConfig, scheduling: SchedulingConfig) -> Iterator[str]:
+def of_adapter(run: RunTables) -> Iterator[str]:
     """Check settings that cannot be combined with an adapter."""
-    if not training.adapter.is_on:
+    generation, scheduling = run.generation, run.scheduling
+    rank = run.training.adapter.rank
+    if not rank:
         return
-    rank = training.adapter.rank
     if rank > MAX_ADAPTER_RANK:
         yield f"training.adapter.rank = {rank} is more than the {MAX_ADAPTER_RANK} that vLLM supports; lower it"
     if scheduling.on_batch_ready == "sleep":
@@ -220,25 +209,15 @@ def of_adapter(training: TrainingConfig, generation: GenerationConfig, schedulin
         )
 
 
-def of_interruptions(
-    generation: GenerationConfig,
-    scheduling: SchedulingConfig,
-    statedict: StateDictConfig,
-    routing: RoutingConfig,
-    *,
-    are_seeded: bool,
-) -> Iterator[str]:
-    """Check the settings that interrupt requests.
-
-    Args:
-        are_seeded: Whether training requests have seeds of their own.
-    """
+def of_interruptions(run: RunTables) -> Iterator[str]:
+    """Check the settings that interrupt requests."""
+    generation, scheduling, routing, statedict = run.generation, run.scheduling, run.routing, run.statedict
     if generation.pull_mode == "drain" and scheduling.on_batch_ready != "continue":
         yield (
             f'generation.pull_mode = "drain" with scheduling.on_batch_ready = "{scheduling.on_batch_ready}": '
             'interrupted requests cannot finish; use pull_mode = "hot_swap" or on_batch_ready = "continue"'
         )
-    if routing.move_below is not None and are_seeded:
+    if routing.move_below is not None and run.seeds_requests:
         yield (
             f"routing.move_below = {routing.move_below:g} with requests that are seeded, of which none moves: "
             "when is a matter of time, and a seed draws another answer from there on; leave move_below out, or set "
@@ -252,8 +231,12 @@ def of_interruptions(
         )
 
 
-def of_suites(validation: ValidationConfig, tasks: Sequence[TaskSource]) -> Iterator[str]:
-    names = [source.name for source in tasks]
+def of_hosts(run: RunTables) -> Iterator[str]:
+    return run.hosts.too_few()
+
+
+def of_suites(run: RunTables) -> Iterator[str]:
+    validation, names = run.validation, [source.name for source in run.tasks]
     for name, count in Counter(suite.name for suite in validation.suites).items():
         if count > 1:
             yield f"validation.suites: {count} of them have name = {name!r}; give each a name of its own"
@@ -275,10 +258,18 @@ def of_suites(validation: ValidationConfig, tasks: Sequence[TaskSource]) -> Iter
             return
 
 
-def of_background_validation(
-    validation: ValidationConfig, generation: GenerationConfig, scheduling: SchedulingConfig
-) -> Iterator[str]:
+def _sampled(validation: ValidationConfig) -> Iterator[tuple[str, float, int]]:
+    """Yield (table, temperature, samples per prompt) of the validation and of each suite."""
+    yield "validation", validation.temperature, validation.samples_per_prompt
+    for suite in validation.suites if validation.num_prompts else ():
+        temperature = validation.temperature if suite.temperature is None else suite.temperature
+        samples = suite.samples_per_prompt or validation.samples_per_prompt
+        yield f"validation.suites.{suite.name}", temperature, samples
+
+
+def of_background_validation(run: RunTables) -> Iterator[str]:
     """Check the settings that a validation beside training needs."""
+    validation, generation, scheduling = run.validation, run.generation, run.scheduling
     if not validation.beside_training or not validation.num_prompts:
         return
     setting = "validation.beside_training = true"
@@ -297,13 +288,69 @@ def of_background_validation(
         )
 
 
-def _sampled(validation: ValidationConfig) -> Iterator[tuple[str, float, int]]:
-    """Yield (table, temperature, samples per prompt) of the validation and of each suite."""
-    yield "validation", validation.temperature, validation.samples_per_prompt
-    for suite in validation.suites if validation.num_prompts else ():
-        temperature = validation.temperature if suite.temperature is None else suite.temperature
-        samples = suite.samples_per_prompt or validation.samples_per_prompt
-        yield f"validation.suites.{suite.name}", temperature, samples
+def of_adapter_names(run: RunTables) -> Iterator[str]:
+    """Check the names of several adapters and of their tasks."""
+    adapters, tasks = run.adapters, [source.name for source in run.tasks]
+    for name, count in Counter(adapter.name for adapter in adapters).items():
+        if count > 1:
+            yield f"{count} of [[adapters]] are named {name!r}; give them different names"
+    for adapter in adapters:
+        for task in adapter.tasks:
+            if task not in tasks:
+                yield f"adapters.{adapter.name}.tasks has {task!r}; the run has the tasks {', '.join(tasks)}"
+        if repeated := [task for task, count in Counter(adapter.tasks).items() if count > 1]:
+            yield f"adapters.{adapter.name}.tasks names {repeated[0]!r} twice; set its weight in [[tasks]]"
+    trained = {task for adapter in adapters for task in adapter.tasks}
+    for task in tasks:
+        if task not in trained:
+            yield f"task {task!r} belongs to none of [[adapters]]; name it in the tasks of one, or leave it out"
+
+
+def of_adapter_trainings(run: RunTables) -> Iterator[str]:
+    """Check the training settings of several adapters."""
+    for adapter in run.adapters:
+        key, training = f"adapters.{adapter.name}.training", adapter.settings(run.training)
+        if not training.adapter.is_on:
+            yield f"{key}.adapter.rank = 0: each of [[adapters]] trains an adapter; set it or training.adapter.rank"
+        if training.num_ranks > 1:
+            yield (
+                f"[[adapters]] with {training.num_ranks} trainer processes: adapters share the weights in the memory "
+                "of one process; set training.data_parallel, context_parallel and tensor_parallel to 1"
+            )
+        if training.critic != "none":
+            yield f'{key}.critic = "{training.critic}": critics are not supported with [[adapters]]; set it to "none"'
+        if training.distill_coef:
+            yield (
+                f"{key}.distill_coef = {training.distill_coef:g}: teachers are not supported with [[adapters]]; set it "
+                "to 0"
+            )
+
+
+def of_several_adapters(run: RunTables) -> Iterator[str]:
+    """Check common settings that cannot be combined with several adapters."""
+    generation, scheduling = run.generation, run.scheduling
+    if scheduling.on_batch_ready != "continue":
+        yield (
+            f'scheduling.on_batch_ready = "{scheduling.on_batch_ready}" with [[adapters]]: a step of one adapter would '
+            'stop the others; set it to "continue"'
+        )
+    if generation.pull_mode != "hot_swap":
+        yield (
+            f'generation.pull_mode = "{generation.pull_mode}" with [[adapters]]: a version of one adapter would hold '
+            'up the requests of the others; set it to "hot_swap"'
+        )
+    if run.validation.beside_training:
+        yield (
+            "validation.beside_training = true with [[adapters]]: an adapter waits for its validation, and the others "
+            "train meanwhile; leave it out"
+        )
+    if run.rollout.num_workers:
+        yield (
+            f"rollout.num_workers = {run.rollout.num_workers} with [[adapters]]: their rollouts run in the "
+            "controller's process; set it to 0"
+        )
+    if run.hosts.elsewhere:
+        yield "[[adapters]] with hosts.addresses or hosts.provider: they run on one machine; leave these out"
 
 
 S = TypeVar("S", bound=Section)
@@ -409,3 +456,21 @@ def _as_toml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_as_toml, cast('tuple[Any, ...]', value)))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+RULES = (
+    of_lengths,
+    of_task_names,
+    of_training,
+    of_distillation,
+    of_advantages,
+    of_kept_cache,
+    of_speculative_decoding,
+    of_adapter,
+    of_interruptions,
+    of_hosts,
+    of_effects,
+    of_suites,
+    of_background_validation,
+)
+"""Rules between the tables of a run, in the order of their messages."""

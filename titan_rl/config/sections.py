@@ -5,6 +5,7 @@ The docstring under a field is its description in `titan-rl settings` and in the
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -16,11 +17,17 @@ from pydantic import (
     model_validator,
 )
 
-from titan_rl.config.tasks import ValidationSuite
-from titan_rl.core.settings import FilePath, FunctionName, PathText, Section, TakesEffect, one_of
+from titan_rl.config.adapters import AdapterRun
+from titan_rl.config.hosts import HostsConfig
+from titan_rl.config.tasks import ResolvedSuite, TaskSource, ValidationSuite, is_alone
+from titan_rl.core.settings import FilePath, FunctionName, PathText, Section, TakesEffect, matching, one_of
 from titan_rl.generation.registry import BY_NAME as ENGINES
 from titan_rl.generation.router.strategies import BY_NAME as STRATEGIES
+from titan_rl.metrics.sinks.settings import LoggingConfig
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.choices import Level
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.weights.transports.registry import BY_NAME as TRANSPORTS
 
 MOST_GUESSED = 128
@@ -317,3 +324,143 @@ class SFTConfig(Section):
                 f"min_reward = {self.min_reward:g} chooses rollouts of a run; set data to its folder, or leave it out"
             )
         return self
+
+
+FOLDER_NAME = matching(r"(?!\.{1,2}$)[\w.+=-]{0,80}", "must be letters, digits and -_.+=, 80 at most, and not . or ..")
+
+
+class RunTables(Section):
+    """All tables of a run, with the values that follow from several of them. `RunConfig` checks that they fit together.
+
+    In TOML `tasks` are the tables `[[tasks]]`, or one table `[task]`, where `type = "module:Class"` names a `Section`
+    that implements `titan_rl.rollout.task.Task` and whose fields are the other keys.
+    """
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seeds the data order, sampling and the trainer."""
+    name: Annotated[str, FOLDER_NAME] = ""
+    """Name of the run's folder, after the time. By default the task, and the settings given on the command line."""
+    run_dir: PathText = "runs"
+    """Folder that contains the folders of the runs."""
+    pythonpath: tuple[PathText, ...] = Field(default=(), strict=False)
+    """Folders in which modules named in settings are looked up, after the current folder. Needed folders are added: the
+    current one, and that of the TOML file or of the package that contains it."""
+    share_run_dir: bool = False
+    """Let other users read the run's files, as the umask allows. Otherwise only this user may."""
+    model: ModelConfig
+    tasks: tuple[TaskSource, ...] = Field(min_length=1, strict=False)
+    adapters: tuple[AdapterRun, ...] = Field(default=(), strict=False)
+    """Experiments that share the generators and the trainer, each with an adapter of its own."""
+    sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    scheduling: SchedulingConfig = SchedulingConfig()
+    training: TrainingConfig = TrainingConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    validation: ValidationConfig = ValidationConfig()
+    generation: GenerationConfig = GenerationConfig()
+    routing: RoutingConfig = RoutingConfig()
+    hosts: HostsConfig = HostsConfig()
+    statedict: StateDictConfig = StateDictConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    sft: SFTConfig = SFTConfig()
+
+    @property
+    def sources(self) -> list[TaskSource]:
+        """Tasks of the run, including those that occur only in validation suites."""
+        return [source for _, source in self.tables_of_tasks()]
+
+    def tables_of_tasks(self) -> list[tuple[str, TaskSource]]:
+        """List (dotted name of the table, task) for all tasks, including those of validation suites."""
+        trained = [("task" if is_alone(self.tasks) else f"tasks.{source.name}", source) for source in self.tasks]
+        own = [(f"validation.suites.{suite.name}", suite.task) for suite in self.validation.suites]
+        return [*trained, *((table, source) for table, source in own if isinstance(source, TaskSource))]
+
+    @property
+    def validates_beside_training(self) -> bool:
+        """Whether training continues while validations between its steps run."""
+        if self.validation.beside_training is not None or self.adapters:
+            return bool(self.validation.beside_training)
+        continues = self.scheduling.on_batch_ready == "continue"
+        return self.generation.adapter_swap == "pinned" and continues and self.validation.is_repeated
+
+    @property
+    def suites(self) -> list[ResolvedSuite]:
+        """Validation suites of the run; empty if there are no held-out samples."""
+        common, tasks = self.validation, {source.name: source for source in self.tasks}
+        if not common.num_prompts:
+            return []
+        suites = common.suites or [ValidationSuite(name=name, task=name) for name in tasks]
+        return [
+            ResolvedSuite(
+                suite.name,
+                tasks[suite.task] if isinstance(suite.task, str) else suite.task,
+                suite.num_prompts or common.num_prompts,
+                suite.samples_per_prompt or common.samples_per_prompt,
+                common.temperature if suite.temperature is None else suite.temperature,
+                common.interval if suite.interval is None else suite.interval,
+                "validation" if len(suites) == 1 else f"validation/{suite.name}",
+            )
+            for suite in suites
+        ]
+
+    def sampling_of(self, source: TaskSource) -> SamplingConfig:
+        """Return the sampling parameters of a task's completions."""
+        return self.sampling.model_copy(update=source.sampling.model_dump(exclude_none=True))
+
+    @property
+    def transport_may_be_tcp(self) -> bool:
+        """Whether the transport of weights may be tcp: "auto" chooses it only between machines."""
+        return self.statedict.transport != "auto" or self.hosts.elsewhere
+
+    @property
+    def seeds_requests(self) -> bool:
+        """Whether training requests have seeds of their own. Validation requests always have."""
+        if self.sampling.seeded is not None:
+            return self.sampling.seeded
+        return self.scheduling.max_staleness == 0 and not self.scheduling.oversample
+
+    def limits_of(self, source: TaskSource) -> RolloutConfig:
+        """Return the limits of a task's rollouts."""
+        return self.rollout.model_copy(update=source.rollout.model_dump(exclude_none=True))
+
+    def teacher_of(self, source: TaskSource) -> str:
+        """Return the teacher of a task's rollouts; "" for none."""
+        given = self.training.teacher if source.teacher is None else source.teacher
+        return given if self.training.distill_coef else ""
+
+    def advantage_of(self, source: TaskSource) -> str:
+        """Return the name of a task's advantage function."""
+        return source.advantage or self.training.advantage
+
+    @property
+    def experiments(self) -> dict[str, Self]:
+        """Settings of each adapter, in the form of a run that trains it alone, by name; empty without `adapters`.
+
+        Raises:
+            pydantic.ValidationError: A setting of an adapter is wrong.
+        """
+        return {adapter.name: self._experiment(adapter) for adapter in self.adapters}
+
+    def _experiment(self, adapter: AdapterRun) -> Self:
+        # Each experiment has task objects of its own, so that opening and closing them does not affect the others.
+        tasks = tuple(
+            source.model_copy(update={"task": copy(source.task)})
+            for source in self.tasks
+            if source.name in adapter.tasks
+        )
+        validation: dict[str, Any] = {}
+        if suites := self.validation.suites:
+            own = [suite for suite in suites if not isinstance(suite.task, str) or suite.task in adapter.tasks]
+            validation["suites"] = tuple(own)
+        if self.validation.num_prompts:  # otherwise the setting would have no effect
+            validation["beside_training"] = False
+        return self.model_copy(
+            update={
+                "adapters": (),
+                "name": adapter.name,
+                "tasks": tasks,
+                "training": adapter.settings(self.training),
+                "validation": self.validation.model_copy(update=validation),
+            }
+        )
