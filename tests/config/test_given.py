@@ -123,7 +123,7 @@ def test_a_table_within_a_table_has_settings(project: Path, is_read: bool) -> No
 
 
 def test_a_table_that_is_not_there_is_named(project: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no table 'speculate'"):
+    with pytest.raises(ConfigError, match=r"\[generation.speculate\] is not a table; nearest: generation.speculative"):
         given(config_of(ONE, is_read=True), {"generation.speculate.method": "ngram"})
 
 

@@ -217,7 +217,7 @@ def test_a_task_looks_at_its_settings_in_a_config_of_python_too(tmp_path: Path) 
         ({"loss": lambda: None}, "has no name by which it can be imported"),
         ({"loss": "none_of_these"}, "training.loss = 'none_of_these' must be one of"),
         ({"overrides": {"training.stepz": 3}}, "nearest: training.steps"),
-        ({"overrides": {"trainin.steps": 3}}, "there is no table 'trainin'"),
+        ({"overrides": {"trainin.steps": 3}}, r"\[trainin\] is not a table; nearest: training"),
         ({"task": object()}, "must be a titan_rl.core.settings.Section"),
         ({"overrides": {"rollout.num_workers": 1}}, "set it to 0"),
         ({"trainer": None}, "model.path = 'none' is not a folder"),

@@ -9,6 +9,7 @@ from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
 from titan_rl.cli.runs import print_imports
 from titan_rl.config.serve import dump_serve_config, load_serve_config
 from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import with_value
 from titan_rl.evaluation.policies.adapters import find_adapters, source_of_adapters
 from titan_rl.evaluation.policies.source import find_policy
 from titan_rl.run.directory import adapters_of_run
@@ -55,11 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_imports(source.toml)  # the settings in a run's folder
     config = load_serve_config(source.toml, arguments.overrides, policy=source.folder)
     if several and not config.server.adapters:
-        server = config.server.model_copy(update={"adapters": several})
-        config = config.model_copy(update={"server": server})
+        config = with_value(config, "server.adapters", several)
     if arguments.follow and config.server.follow_s is None:
-        server = config.server.model_copy(update={"follow_s": FOLLOW_S})
-        config = config.model_copy(update={"server": server})
+        config = with_value(config, "server.follow_s", FOLLOW_S)
     if config.server.follow_s is not None and source.run is None:
         option = "--follow" if arguments.follow else f"server.follow_s = {config.server.follow_s:g}"
         if several:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from titan_rl.config.sections import RunTables, ValidationConfig
 from titan_rl.config.tasks import TaskSource
-from titan_rl.core.settings import Section, TakesEffect
+from titan_rl.core.settings import Section, TakesEffect, with_value
 from titan_rl.rollout.task import TeachingTask
 
 MAX_ADAPTER_RANK = 512
@@ -422,13 +422,8 @@ def of_effects(root: Section) -> Iterator[str]:
 def reset_without_effect(config: S) -> S:
     """Copy settings, with those without effect reset to their defaults."""
     for setting, _ in without_effect(config):
-        config = _with_value(config, setting.name.split("."), setting.default)
+        config = with_value(config, setting.name, setting.default)
     return config
-
-
-def _with_value(section: S, path: list[str], value: Any) -> S:
-    name, *below = path
-    return section.model_copy(update={name: _with_value(getattr(section, name), below, value) if below else value})
 
 
 _MISSING = object()

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import tomli_w
 from pydantic import ValidationError
 
 from titan_rl.config.adapters import AdapterRun, load_adapters
 from titan_rl.config.concurrency import describe_concurrency
-from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins, explain
+from titan_rl.config.explain import COMMAND_LINE, Origins, explain
 from titan_rl.config.functions import SearchPath, check_functions, named_modules
 from titan_rl.config.model_folder import (
     check_adapter_start,
@@ -43,7 +43,7 @@ from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.imports import name_of
 from titan_rl.core.calls.parsing import is_http_url
 from titan_rl.core.errors import ConfigError
-from titan_rl.core.settings import Section, dotted
+from titan_rl.core.settings import Section, dotted, with_value
 from titan_rl.rollout.task import ServingTask, Task
 from titan_rl.scheduling.settings import MODES
 from titan_rl.training.settings import MADE_BY_SFT
@@ -82,12 +82,8 @@ def load_config(
     config, origins = read_config(paths, overrides, given)
     config = _with_teachers(config, origins, check_files=check_files)
     if check_files:
-        check_model_folder(config.model, config.generation, origins.folders_for("model.path"))
-        check_chat_template(config.model)
-        check_training_fit(config)
-        check_adapter_start(config, origins.folders_for("training.adapter.start"))
-        for table, source in config.tables_of_tasks():
-            check_task(source.task, origins, table)
+        _check_folders(config, origins)
+        _check_tasks(config, origins)
     for table, source in config.tables_of_tasks():
         if isinstance(source.task, ServingTask):
             for name, settings in source.task.server_settings().items():
@@ -110,19 +106,38 @@ def read_config(
     tasks = load_tasks(tables, origins)
     load_suites(tables, origins)
     load_adapters(tables, origins, RunConfig.model_fields)
+    return _with_folders(_validated({**tables, "tasks": tasks}, search_path, origins), origins), origins
+
+
+def _validated(tables: Mapping[str, Any], search_path: SearchPath, origins: Origins) -> RunConfig:
+    """Validate tables whose tasks, suites and adapters are loaded, and import the functions that they name."""
     try:
-        config = RunConfig.model_validate(without_unset(RunConfig, {**tables, "tasks": tasks}))
+        config = RunConfig.model_validate(without_unset(RunConfig, tables))
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig, origins)) from None
     check_functions(config, config.generation, config.routing, origins)
     modules = [*(type_of(source.task).partition(":")[0] for source in config.sources), *named_modules(config)]
-    config = config.model_copy(update={"pythonpath": search_path.needed_for(modules)})
-    config = _with_adapter_folders(config, origins.folders_for("training.adapter.start"))
-    folder = find_model_folder(config.model.path, origins.folders_for("model.path"))
-    if folder is not None:
-        model = config.model.model_copy(update={"path": str(folder)})
-        config = config.model_copy(update={"model": model})
-    return config, origins
+    return with_value(config, "pythonpath", search_path.needed_for(modules))
+
+
+def _with_folders(config: RunConfig, origins: Origins) -> RunConfig:
+    """Copy a config with absolute paths for `model.path` and for each `training.adapter.start`, if they are found."""
+    model, start = "model.path", "training.adapter.start"
+
+    def found(path: str, key: str) -> str:
+        return str(find_model_folder(path, origins.folders_for(key)) or path)
+
+    config = with_value(config, model, found(config.model.path, model))
+    if config.training.adapter.start is not None:
+        config = with_value(config, start, found(config.training.adapter.start, start))
+    adapters: list[AdapterRun] = []
+    for adapter in config.adapters:
+        own: dict[str, Any] = adapter.training.get("adapter", {})
+        if own.get("start") is not None:
+            own = {**own, "start": found(own["start"], start)}
+            adapter = with_value(adapter, "training", {**adapter.training, "adapter": own})
+        adapters.append(adapter)
+    return with_value(config, "adapters", tuple(adapters))
 
 
 def _with_teachers(config: RunConfig, origins: Origins, *, check_files: bool) -> RunConfig:
@@ -138,11 +153,10 @@ def _with_teachers(config: RunConfig, origins: Origins, *, check_files: bool) ->
     for source in config.tasks:
         if source.teacher is not None:
             found = _teacher(source.teacher, f"tasks.{source.name}.teacher", origins, check_files=check_files)
-            source = source.model_copy(update={"teacher": found})
+            source = with_value(source, "teacher", found)
         tasks.append(source)
     teacher = _teacher(config.training.teacher, "training.teacher", origins, check_files=check_files)
-    training = config.training.model_copy(update={"teacher": teacher})
-    return config.model_copy(update={"training": training, "tasks": tuple(tasks)})
+    return with_value(with_value(config, "training.teacher", teacher), "tasks", tuple(tasks))
 
 
 def _teacher(name: str, key: str, origins: Origins, *, check_files: bool) -> str:
@@ -165,25 +179,17 @@ def _teacher(name: str, key: str, origins: Origins, *, check_files: bool) -> str
     return name
 
 
-def _with_adapter_folders(config: RunConfig, folders: Sequence[Path]) -> RunConfig:
-    """Copy a config with absolute paths for the folders of `training.adapter.start`, including those in [[adapters]],
-    if they are found."""
+def _check_folders(config: RunConfig, origins: Origins) -> None:
+    """Check the folders of the model and of adapters to start from."""
+    check_model_folder(config.model, config.generation, origins.folders_for("model.path"))
+    check_chat_template(config.model)
+    check_training_fit(config)
+    check_adapter_start(config, origins.folders_for("training.adapter.start"))
 
-    def found(start: str) -> str:
-        return str(find_model_folder(start, folders) or start)
 
-    training = config.training
-    if training.adapter.start is not None:
-        common = training.adapter.model_copy(update={"start": found(training.adapter.start)})
-        training = training.model_copy(update={"adapter": common})
-    adapters: list[AdapterRun] = []
-    for adapter in config.adapters:
-        own: dict[str, Any] = adapter.training.get("adapter", {})
-        if own.get("start") is not None:
-            changed = {**adapter.training, "adapter": {**own, "start": found(own["start"])}}
-            adapter = adapter.model_copy(update={"training": changed})
-        adapters.append(adapter)
-    return config.model_copy(update={"training": training, "adapters": tuple(adapters)})
+def _check_tasks(config: RunConfig, origins: Origins) -> None:
+    for table, source in config.tables_of_tasks():
+        check_task(source.task, origins, table)
 
 
 def dump_config(config: RunConfig, *, with_defaults: bool = True) -> str:
@@ -246,31 +252,19 @@ def given_config(
     for setting, function in functions.items():
         if function is not None:
             changes[setting] = function if isinstance(function, str) else name_function(setting, function)
-    if isinstance(config, RunConfig):
-        config = _with_checked_tasks(_changed(config, task, changes))
-        return _with_checked_files(config) if check_files else config
-    of_tasks = {} if task is None else {key: value for key, value in changes.items() if _is_of_tasks(key)}
-    of_files = {key: value for key, value in changes.items() if key not in of_tasks}
-    config = load_config(config, given=of_files, check_files=check_files)
-    return config if task is None else _with_checked_tasks(_changed(config, task, of_tasks))
-
-
-def _with_checked_tasks(config: RunConfig) -> RunConfig:
-    for table, source in config.tables_of_tasks():
-        check_task(source.task, Origins(()), table)
-    return config
-
-
-def _with_checked_files(config: RunConfig) -> RunConfig:
-    """Check the files that a config from TOML names."""
-    folders = [Path()]
-    folder = find_model_folder(config.model.path, folders)
-    if folder is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-    check_model_folder(config.model, config.generation, folders)
-    check_chat_template(config.model)
-    check_training_fit(config)
-    check_adapter_start(config, folders)
+    origins = Origins(())
+    if not isinstance(config, RunConfig):
+        if task is None:
+            return load_config(config, given=changes, check_files=check_files)
+        of_files = {key: value for key, value in changes.items() if not _is_of_tasks(key)}
+        config = load_config(config, given=of_files, check_files=check_files)
+        changes = {key: value for key, value in changes.items() if key not in of_files}
+        check_files = False
+    config = _changed(config, task, changes, origins)
+    _check_tasks(config, origins)
+    if check_files:
+        config = _with_folders(config, origins)
+        _check_folders(config, origins)
     return config
 
 
@@ -309,47 +303,33 @@ def _is_of_tasks(setting: str) -> bool:
     return setting.startswith(("task.", "tasks."))
 
 
-def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, object]) -> RunConfig:
-    """Copy a config with changed settings.
+def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, object], origins: Origins) -> RunConfig:
+    """Copy a config with changed settings, and note their origin.
 
     Raises:
         ConfigError: A setting is wrong.
     """
     if task is None and not changes:
         return config
-    origins = Origins(())
-    tables: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
     of_tasks = {setting: value for setting, value in changes.items() if _is_of_tasks(setting)}
-    of_adapters = {setting: value for setting, value in changes.items() if setting.startswith("adapters.")}
-    if of_adapters:
+    others = {setting: value for setting, value in changes.items() if setting not in of_tasks}
+    tables: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
+    if any(setting.startswith("adapters.") for setting in others):
         tables["adapters"] = {each.name: each.model_dump(exclude={"name"}) for each in config.adapters}
-        give(tables, of_adapters, origins)
+    for name in {setting.partition(".")[0] for setting in others}:
+        tables[name] = _given_settings(tables.get(name, {}))
+    give(tables, others, origins)
+    if isinstance(tables["adapters"], dict):
         load_adapters(tables, origins, RunConfig.model_fields)
     tables["tasks"] = with_settings(config.tasks if task is None else _sources(task), of_tasks, origins)
-    for setting, value in changes.items():
-        if setting in of_tasks or setting in of_adapters:
-            continue
-        origins.note(setting, ARGUMENTS)
-        *path, field = setting.split(".")
-        table, section = tables, config
-        for name in path:
-            section = getattr(section, name, None)
-            inner = table.get(name, section)  # the defaults if the table is not set
-            if isinstance(inner, Section):
-                inner = inner.model_dump(exclude_unset=True)
-            if not isinstance(inner, dict):
-                raise ConfigError(f"{setting} = {value!r}: there is no table {name!r}")
-            table[name] = dict(cast("dict[str, Any]", inner))
-            table = table[name]
-        table[field] = value
-    try:
-        changed = RunConfig.model_validate(without_unset(RunConfig, tables))
-    except ValidationError as error:
-        raise ConfigError(explain(error, RunConfig, origins)) from None
-    search_path = SearchPath(changed.pythonpath, origins)
-    check_functions(changed, changed.generation, changed.routing, origins)
-    modules = [*(type_of(source.task).partition(":")[0] for source in changed.tasks), *named_modules(changed)]
-    return changed.model_copy(update={"pythonpath": search_path.needed_for(modules)})
+    return _validated(tables, SearchPath(tables["pythonpath"], origins), origins)
+
+
+def _given_settings(value: Any) -> Any:
+    """Convert a table to a dictionary of the settings that were given. Other values are returned unchanged."""
+    if not isinstance(value, Section):
+        return value
+    return {name: _given_settings(getattr(value, name)) for name in value.model_fields_set}
 
 
 def load_sft_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[tuple[str, str]] = ()) -> RunConfig:
@@ -373,13 +353,12 @@ def load_sft_config(paths: str | Path | Sequence[str | Path], overrides: Sequenc
     )
     _check_out(sft)
     if sft.start:
-        model = config.model.model_copy(update={"path": sft.start})
+        model = with_value(config.model, "path", sft.start)
         check_model_folder(model, config.generation, [Path()])
         check_chat_template(model)
-        check_training_fit(config.model_copy(update={"model": model}))
-    for table, source in config.tables_of_tasks():
-        check_task(source.task, origins, table)
-    return config.model_copy(update={"sft": sft})
+        check_training_fit(with_value(config, "model", model))
+    _check_tasks(config, origins)
+    return with_value(config, "sft", sft)
 
 
 def _start(config: RunConfig, origins: Origins) -> str:

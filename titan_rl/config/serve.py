@@ -20,7 +20,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
 from titan_rl.config.tables import override, read_tables, without_unset
 from titan_rl.core.errors import ConfigError
-from titan_rl.core.settings import FilePath, PathText, Section
+from titan_rl.core.settings import FilePath, PathText, Section, with_value
 from titan_rl.training.settings import ModelConfig
 
 
@@ -109,10 +109,10 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
         raise ConfigError(problem)
     search_path = SearchPath(config.pythonpath, origins)
     check_functions(config, config.generation, config.routing, origins)
-    config = config.model_copy(update={"pythonpath": search_path.needed_for(named_modules(config))})
+    config = with_value(config, "pythonpath", search_path.needed_for(named_modules(config)))
     folders = origins.folders_for("model.path")
     if (folder := find_model_folder(config.model.path, folders)) is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+        config = with_value(config, "model.path", str(folder))
     check_model_folder(config.model, config.generation, folders)
     return config
 

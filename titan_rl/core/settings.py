@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -36,6 +36,19 @@ class Section(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
     )
+
+
+S = TypeVar("S", bound=Section)
+
+
+def with_value(section: S, setting: str, value: Any) -> S:
+    """Copy a table with another value of one setting, which is not validated.
+
+    Args:
+        setting: Dotted name: "model.path" for a setting of a table within this one.
+    """
+    name, _, below = setting.partition(".")
+    return section.model_copy(update={name: with_value(getattr(section, name), below, value) if below else value})
 
 
 def matching(pattern: str, message: str) -> AfterValidator:
