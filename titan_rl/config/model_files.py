@@ -63,6 +63,16 @@ def read_header(path: Path) -> dict[str, tuple[list[int], int]]:
     return header
 
 
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors in the safetensors files of a folder, by name.
+
+    Raises:
+        ModelError: A file is damaged; see `read_header`.
+    """
+    headers = [read_header(path) for path in folder.glob("*.safetensors")]
+    return {name: tuple(shape) for header in headers for name, (shape, _) in header.items()}
+
+
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Read a JSON file of a model folder.
 

@@ -1,4 +1,4 @@
-"""Checks of a model folder without loading the model: its files, the numbers in its config.json, and a draft model."""
+"""Checks of the folders of models and adapters without loading them: files, numbers in config.json, a draft model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_rl.config.adapter_folder import check_adapter_weights
-from titan_rl.config.model_files import check_weights, model_identity, read_header, read_json
+from titan_rl.config.model_files import check_weights, model_identity, read_header, read_json, tensor_shapes
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, SpeculativeConfig
 from titan_rl.core.errors import ConfigError, ModelError
@@ -22,7 +21,7 @@ from titan_rl.training.models.choice import (
     is_longrope,
     longest_context,
 )
-from titan_rl.training.models.peft_settings import check_same_settings, read_adapter_config
+from titan_rl.training.models.peft_settings import WEIGHTS, check_same_settings, hf_name, read_adapter_config
 from titan_rl.training.settings import TARGETS, AdapterConfig, ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -87,22 +86,20 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, folders
 
 
 def count_parameters(folder: Path) -> int:
-    """Count a model's parameters by the headers of its safetensors files; 0 if no file is readable."""
-    count = 0
-    for path in folder.glob("*.safetensors"):
-        with contextlib.suppress(ModelError):  # loading the model reports what is wrong with it
-            count += sum(math.prod(shape) for shape, _ in read_header(path).values())
-    return count
+    """Count a model's parameters by the headers of its safetensors files; 0 if a file is not readable."""
+    try:
+        return sum(map(math.prod, tensor_shapes(folder).values()))
+    except ModelError:  # loading the model reports what is wrong with it
+        return 0
 
 
 def count_adapter(folder: Path, adapter: AdapterConfig) -> int:
-    """Count the parameters of an adapter for a model: rank x (in + out) for each target; 0 if no file is readable."""
-    count = 0
-    for path in folder.glob("*.safetensors"):
-        with contextlib.suppress(ModelError):
-            shapes = {name: shape for name, (shape, _) in read_header(path).items()}
-            count += adapter.rank * adapted_width(shapes, adapter.targets or TARGETS)
-    return count
+    """Count the parameters of an adapter for a model: rank x (in + out) for each target; 0 if a file is not
+    readable."""
+    try:
+        return adapter.rank * adapted_width(tensor_shapes(folder), adapter.targets or TARGETS)
+    except ModelError:
+        return 0
 
 
 def check_adapter_start(config: RunConfig, folders: Sequence[Path]) -> None:
@@ -125,6 +122,60 @@ def check_adapter_start(config: RunConfig, folders: Sequence[Path]) -> None:
             )
         check_same_settings(read_adapter_config(folder, where), adapter, where)
         check_adapter_weights(folder, Path(config.model.path), adapter.rank, where, adapter)
+
+
+def check_adapter_weights(folder: Path, model: Path, rank: int, where: str, trained: AdapterConfig | None) -> None:
+    """Check the names and shapes of an adapter's matrices against the layers of a model.
+
+    Args:
+        model: Hugging Face folder of the base model, which has been checked.
+        rank: Rank of the adapter.
+        where: Beginning of error messages, such as the setting that names the folder.
+        trained: Settings with which the adapter is trained further; it must then have exactly the layers that they
+            name. None if it is not trained.
+
+    Raises:
+        ModelError: The file with the matrices is missing or damaged, or its matrices do not fit the model.
+    """
+    try:
+        header = read_header(folder / WEIGHTS)
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from None
+    found = {hf_name(name): tuple(shape) for name, (shape, _) in header.items()}
+    base = tensor_shapes(model)
+    layers: dict[str, int] = {}
+    for name, shape in found.items():
+        layer, _, half = name.rpartition(".lora_")
+        weight = base.get(f"{layer}.weight", ())
+        if half not in ("A.weight", "B.weight") or len(weight) != 2:
+            raise ModelError(f"{where} has {name}, and {model} has no such layer; is it an adapter of another model?")
+        expected = (rank, weight[1]) if half == "A.weight" else (weight[0], rank)
+        if shape != expected:
+            raise ModelError(
+                f"{where}: {name} has shape {shape}, and a layer of {model} needs {expected}; is it an adapter of "
+                "another model?"
+            )
+        layers[layer] = layers.get(layer, 0) + 1
+    if torn := next((layer for layer, count in layers.items() if count == 1), None):
+        raise ModelError(f"{where} has only one of the two matrices of {torn}; export the adapter again")
+    if trained is not None:
+        _check_layers(set(layers), base, trained, where)
+
+
+def _check_layers(layers: set[str], base: Mapping[str, Any], trained: AdapterConfig, where: str) -> None:
+    targets = trained.targets or TARGETS
+    if strange := sorted(layer for layer in layers if layer.rpartition(".")[2] not in targets):
+        raise ModelError(
+            f"{where} has {strange[0]} and {len(strange) - 1} more, which training.adapter.targets does not name; set "
+            "targets to the layers of the folder"
+        )
+    needed = {name.removesuffix(".weight") for name in base if name.endswith(".weight") and "expert" not in name}
+    missing = sorted(layer for layer in needed - layers if layer.rpartition(".")[2] in targets)
+    if missing:
+        raise ModelError(
+            f"{where} lacks {missing[0]} and {len(missing) - 1} more; set training.adapter.targets to the layers of "
+            "the folder, or export the adapter again"
+        )
 
 
 def adapters_of(config: RunConfig) -> dict[str, AdapterConfig]:
@@ -349,8 +400,8 @@ def _check_drafter_vocabulary(shown: str, drafter: Mapping[str, Any], architectu
 def _check_heads(shown: str, folder: Path, method: str) -> None:
     """Check that the folder contains heads: vLLM expects their matrix fc, which joins a token with the policy's state.
     A complete model does not have it."""
-    files = list(folder.glob("*.safetensors"))
-    if files and not any(f".{name}".endswith(".fc.weight") for path in files for name in read_header(path)):
+    names = tensor_shapes(folder)
+    if names and not any(f".{name}".endswith(".fc.weight") for name in names):
         raise ConfigError(
             f"{shown} has no tensor fc.weight, as heads of {method} do; name a folder of such heads, or set "
             'generation.speculative.method = "draft_model" where it is a model of its own'

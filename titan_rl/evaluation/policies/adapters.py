@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_rl.config.adapter_folder import check_adapter_weights
 from titan_rl.config.model_files import model_identity
+from titan_rl.config.model_folder import check_adapter_weights
 from titan_rl.config.serve import ServeConfig, load_serve_config
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import ConfigError, StateDictError

@@ -11,9 +11,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_rl.config.adapter_folder import check_adapter_weights
 from titan_rl.config.build import template_note
 from titan_rl.config.hosts import HostsConfig
+from titan_rl.config.model_folder import check_adapter_weights
 from titan_rl.config.serve import load_serve_config
 from titan_rl.core.console import Console
 from titan_rl.core.errors import CheckpointError, ConfigError
