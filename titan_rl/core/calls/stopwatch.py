@@ -37,13 +37,11 @@ class Stopwatch:
     Attributes:
         limit_s: Time limit.
         waited_s: Seconds of pauses in which the request is known to have waited.
-        charged_s: Seconds that were counted elsewhere and added by `charge`.
         request_s: Total seconds of requests, from the call to the answer; concurrent requests count separately.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.waited_s = 0.0
-        self.charged_s = 0.0
         self.request_s = 0.0
         self._loop = asyncio.get_running_loop()
         self.limit_s = limit_s
@@ -104,11 +102,6 @@ class Stopwatch:
             waits: Whether the request is known to wait.
         """
         return StopwatchPause(self, waits)
-
-    def charge(self, seconds: float) -> None:
-        """Add seconds that were counted elsewhere."""
-        self.charged_s += seconds
-        self._count(seconds)
 
     def correct(self, seconds: float) -> None:
         """Add seconds, or give them back if negative."""

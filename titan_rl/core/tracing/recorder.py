@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 from zlib import crc32
 
 from titan_rl.core.console import Console
@@ -103,26 +103,6 @@ def _kind(line: bytes) -> bytes:
     return next((prefix for prefix in (FINE, NAMES) if line.startswith(prefix)), b"")
 
 
-class LaneNumbers:
-    """Numbers from 1 on for each pool. The smallest number that was given back is reused first."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: defaultdict[str, list[int]] = defaultdict(list)
-        self._most: defaultdict[str, int] = defaultdict(int)
-
-    def take(self, pool: str) -> int:
-        with self._lock:
-            if free := self._free[pool]:
-                return heapq.heappop(free)
-            self._most[pool] += 1
-            return self._most[pool]
-
-    def give_back(self, pool: str, number: int) -> None:
-        with self._lock:
-            heapq.heappush(self._free[pool], number)
-
-
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
@@ -171,33 +151,54 @@ class Tracing:
         return replace(self, remote_offset_ns=self.offset_ns - ahead_ns)
 
 
-class OpenSpan(Protocol):
+class OpenSpan:
     """A span that has not ended.
 
     Attributes:
         written_ns: Time up to which the span is written, by `time.monotonic_ns`.
         within: Surrounding span.
+        cut_ns: Time at which a surrounding span of another task ended, and this one in its lane, too.
     """
 
-    name: str
-    kind: str
-    args: dict[str, Any]
-    fine: bool
-    written_ns: int
+    __slots__ = ("args", "cut_ns", "fine", "kind", "name", "within", "written_ns")
 
-    @property
-    def within(self) -> OpenSpan | None: ...
+    def __init__(self, name: str, kind: str, fine: bool, args: dict[str, Any]) -> None:
+        self.name, self.kind, self.fine, self.args = name, kind, fine, args
+        self.written_ns = 0
+        self.within: OpenSpan | None = None
+        self.cut_ns: int | None = None
 
 
-class OpenLane(Protocol):
-    """A lane that is in use."""
+class Lane:
+    """One lane of a timeline, for as long as a span is open in it.
 
-    name: str
+    Attributes:
+        name: Name of the pool, followed by the number unless that is 1.
+        top: Innermost open span.
+    """
 
-    @property
-    def top(self) -> OpenSpan | None:
-        """The innermost span that is open."""
-        ...
+    __slots__ = ("name", "number", "pool", "recorder", "top")
+
+    def __init__(self, recorder: TraceRecorder, pool: str, number: int) -> None:
+        self.recorder, self.pool, self.number = recorder, pool, number
+        self.name = pool if number == 1 else f"{pool} {number}"
+        self.top: OpenSpan | None = None
+
+    def open_spans(self) -> Iterator[OpenSpan]:
+        """Iterate over the open spans, the innermost first."""
+        span = self.top
+        while span is not None:
+            yield span
+            span = span.within
+
+    def cut_above(self, span: OpenSpan, now_ns: int) -> None:
+        """End the spans of other tasks that are open within `span`."""
+        while (inner := self.top) is not None and inner is not span:
+            inner.cut_ns = now_ns
+            self.top = inner.within
+
+    def give_back(self) -> None:
+        self.recorder.give_back(self)
 
 
 class TraceRecorder:
@@ -222,46 +223,48 @@ class TraceRecorder:
         self._path = Path(tracing.folder) / f"{process}.jsonl"
         self._file = TraceFile(self._path, tracing.most_bytes)
         self._events: deque[tuple[Any, ...]] = deque(maxlen=MOST_WAITING)
-        self._lanes = LaneNumbers()
-        self._open: dict[str, OpenLane] = {}
+        self._numbering = threading.Lock()
+        self._free_numbers: defaultdict[str, list[int]] = defaultdict(list)  # by pool
+        self._num_lanes: defaultdict[str, int] = defaultdict(int)  # by pool, including lanes that were given back
+        self._taken: set[Lane] = set()
         self._ending = threading.Lock()
-        self._named: set[str] = set()
         self._beginnings: dict[tuple[str, str, str, str], str] = {}
         self._failed = False
         self._writing = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
-        self._add("M", "process_name", "", 0, 0, {"name": process, "host": host or socket.gethostname()})
+        self._add("M", "process_name", "", "", 0, 0, {"name": process, "host": host or socket.gethostname()})
         self._thread.start()
 
-    def take_lane(self, pool: str) -> str:
-        """Take a free lane. Its name is that of the pool, followed by the smallest free number unless that is 1."""
-        number = self._lanes.take(pool)
-        lane = pool if number == 1 else f"{pool} {number}"
-        if lane not in self._named:
-            self._named.add(lane)
-            self._add("M", "thread_name", lane, 0, 0, {"name": lane})
+    def take_lane(self, pool: str) -> Lane:
+        """Take the lane of a pool with the smallest free number. Until it is given back, its long spans are written in
+        parts while they are open."""
+        with self._numbering:
+            is_new = not self._free_numbers[pool]
+            if is_new:
+                self._num_lanes[pool] += 1
+            number = self._num_lanes[pool] if is_new else heapq.heappop(self._free_numbers[pool])
+        lane = Lane(self, pool, number)
+        if is_new:
+            self._add("M", "thread_name", "", lane.name, 0, 0, {"name": lane.name})
+        self._taken.add(lane)
         return lane
 
-    def watch(self, lane: OpenLane) -> None:
-        """Write long spans of this lane in parts while they are open, until the lane is given back."""
-        self._open[lane.name] = lane
+    def give_back(self, lane: Lane) -> None:
+        self._taken.discard(lane)
+        with self._numbering:
+            heapq.heappush(self._free_numbers[lane.pool], lane.number)
 
-    def give_back(self, lane: str, pool: str) -> None:
-        self._open.pop(lane, None)
-        self._lanes.give_back(pool, 1 if lane == pool else int(lane.removeprefix(pool)))
-
-    def end(self, span: OpenSpan, lane: str, end_ns: int) -> None:
+    def end(self, span: OpenSpan, lane: Lane, end_ns: int) -> None:
         """Record a span that ends at `end_ns`, by `time.monotonic_ns`."""
         with self._ending:
-            end_ns = max(end_ns, span.written_ns)
-            self._add("f" if span.fine else "X", span.name, lane, span.written_ns, end_ns, span.args, span.kind)
+            self._add_span(span, lane, max(end_ns, span.written_ns), span.args)
             span.written_ns = _ENDED
 
     def count(self, name: str, kind: str, values: Mapping[str, float]) -> None:
         """Record the values of a counter from now on."""
         now = time.monotonic_ns()
-        self._add("C", name, "", now, now, values, kind)
+        self._add("C", name, kind, "", now, now, values)
 
     def flush(self) -> None:
         """Write all waiting events. Thread-safe."""
@@ -293,16 +296,15 @@ class TraceRecorder:
     def add_parts(self, least_s: float) -> None:
         """Write a part of each open span that was not written for `least_s`."""
         now_ns = time.monotonic_ns()
-        for lane in [*self._open.values()]:
-            for span in _open_spans(lane):
+        for lane in [*self._taken]:
+            for span in lane.open_spans():
                 if now_ns - span.written_ns >= least_s * 1e9:
-                    self._end_part(span, lane.name, now_ns)
+                    self._end_part(span, lane, now_ns)
 
-    def _end_part(self, span: OpenSpan, lane: str, now_ns: int) -> None:
+    def _end_part(self, span: OpenSpan, lane: Lane, now_ns: int) -> None:
         with self._ending:
             if span.written_ns < now_ns:  # false if the span has ended in the meantime
-                args = {**span.args, GOES_ON: True}
-                self._add("f" if span.fine else "X", span.name, lane, span.written_ns, now_ns, args, span.kind)
+                self._add_span(span, lane, now_ns, {**span.args, GOES_ON: True})
                 span.written_ns = now_ns
 
     def _run(self) -> None:
@@ -310,10 +312,12 @@ class TraceRecorder:
             self.add_parts(PART_S)
             self.flush()
 
-    def _add(
-        self, ph: str, name: str, lane: str, begin_ns: int, end_ns: int, args: Mapping[str, Any], kind: str = ""
-    ) -> None:
-        self._events.append((ph, name, kind, lane, begin_ns, end_ns, args))
+    def _add_span(self, span: OpenSpan, lane: Lane, end_ns: int, args: Mapping[str, Any]) -> None:
+        self._add("f" if span.fine else "X", span.name, span.kind, lane.name, span.written_ns, end_ns, args)
+
+    def _add(self, *event: Any) -> None:
+        """Add an event, which `_line` encodes."""
+        self._events.append(event)
 
     def _line(
         self, ph: str, name: str, kind: str, lane: str, begin_ns: int, end_ns: int, args: Mapping[str, Any]
@@ -332,13 +336,6 @@ class TraceRecorder:
         start, end = (begin_ns + self._offset_ns) // 1000, (end_ns + self._offset_ns) // 1000
         duration = "" if ph == "C" else f',"dur":{end - start}'
         return f'{begin}{start}{duration},"args":{_compact(args) if args else "{}"}}}\n'.encode()
-
-
-def _open_spans(lane: OpenLane) -> Iterator[OpenSpan]:
-    span = lane.top
-    while span is not None:
-        yield span
-        span = span.within
 
 
 _compact = json.JSONEncoder(separators=(",", ":"), default=str).encode

@@ -25,7 +25,7 @@ from typing import Any
 
 from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.console import Console
-from titan_rl.core.tracing.recorder import TraceRecorder, Tracing
+from titan_rl.core.tracing.recorder import Lane, OpenSpan, TraceRecorder, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -100,39 +100,22 @@ def span(name: str, kind: str, *, lane: str | None = None, fine: bool = False, *
     return Span(name, kind, lane, fine, args)
 
 
-class Span:
+class Span(OpenSpan):
     """Context manager that measures its block, and records it if there is a recorder; see `span`.
 
     Attributes:
         seconds: Duration of the block, once it has ended.
     """
 
-    __slots__ = (
-        "args",
-        "begin_ns",
-        "cut_ns",
-        "fine",
-        "kind",
-        "lane",
-        "name",
-        "pool",
-        "recorder",
-        "seconds",
-        "token",
-        "within",
-        "written_ns",
-    )
+    __slots__ = ("begin_ns", "lane", "pool", "seconds", "token")
 
     def __init__(self, name: str, kind: str, pool: str | None, fine: bool, args: dict[str, Any]) -> None:
-        self.name, self.kind, self.args = name, kind, args
+        super().__init__(name, kind, fine, args)
         self.seconds = 0.0
-        self.pool, self.fine = pool, fine
-        self.recorder: TraceRecorder | None = None
-        self.lane: _Lane | None = None
-        self.within: Span | None = None
-        self.cut_ns: int | None = None
+        self.pool = pool
+        self.lane: Lane | None = None  # None if it is not recorded
         self.token: Token[Span | None] | None = None
-        self.begin_ns = self.written_ns = 0
+        self.begin_ns = 0
 
     def __enter__(self) -> Span:
         self.begin_ns = self.written_ns = time.monotonic_ns()
@@ -145,54 +128,28 @@ class Span:
     ) -> None:
         now = time.monotonic_ns()
         self.seconds = (now - self.begin_ns) / 1e9
-        if self.recorder is not None:
-            self._close(self.recorder, now)
+        if self.lane is not None:
+            self._close(self.lane, now)
 
     def _open(self, recorder: TraceRecorder) -> None:
         around = _around.get()
         lane = None if around is None or self.pool is not None else around.lane
         if lane is None or lane.top is not around or lane.recorder is not recorder:
-            lane = _Lane(recorder, self.pool or self.kind)
-        self.recorder, self.lane, self.within = recorder, lane, lane.top
+            lane = recorder.take_lane(self.pool or self.kind)
+        self.lane, self.within = lane, lane.top
         lane.top = self
         self.token = _around.set(self)
 
-    def _close(self, recorder: TraceRecorder, now: int) -> None:
-        lane, token = self.lane, self.token
-        assert lane is not None
-        if token is not None:
+    def _close(self, lane: Lane, now: int) -> None:
+        if self.token is not None:
             with contextlib.suppress(ValueError):  # left in another task than it was entered in
-                _around.reset(token)
+                _around.reset(self.token)
         if self.cut_ns is None:
-            while lane.top is not self:  # the open span of another task that has not ended
-                assert lane.top is not None
-                lane.top.cut_ns = now
-                lane.top = lane.top.within
+            lane.cut_above(self, now)
             lane.top = self.within
-        end = now if self.cut_ns is None else self.cut_ns
-        recorder.end(self, lane.name, end)
+        lane.recorder.end(self, lane, now if self.cut_ns is None else self.cut_ns)
         if lane.top is None and self.cut_ns is None:
             lane.give_back()
-
-
-class _Lane:
-    """One lane of a timeline, for as long as a span is open in it.
-
-    Attributes:
-        top: Innermost open span.
-    """
-
-    __slots__ = ("name", "pool", "recorder", "top")
-
-    def __init__(self, recorder: TraceRecorder, pool: str) -> None:
-        self.recorder = recorder
-        self.pool = pool
-        self.name = recorder.take_lane(pool)
-        self.top: Span | None = None
-        recorder.watch(self)
-
-    def give_back(self) -> None:
-        self.recorder.give_back(self.name, self.pool)
 
 
 class Track:
@@ -215,7 +172,7 @@ class Track:
         self._pool = lane
         self._kind = kind
         self._clock = clock
-        self._lane: _Lane | None = None
+        self._lane: Lane | None = None
         self._state: Span | None = None
         self._counted_ns = 0  # time up to which the current state is in the sums
         self._ns: defaultdict[str, int] = defaultdict(int)
@@ -264,20 +221,17 @@ class Track:
         if recorder is None:
             return
         if self._lane is None or self._lane.recorder is not recorder:
-            self._lane = _Lane(recorder, self._pool)
-        self._lane.top = state
-        state.recorder, state.lane = recorder, self._lane
+            self._lane = recorder.take_lane(self._pool)
+        state.lane = self._lane
+        state.lane.top = state
         _around.set(state)
 
     def _end(self, now: int) -> None:
         self._add_up(now)
         state = self._state
-        if state is None or state.recorder is None or state.lane is None:
-            return
-        while (inner := state.lane.top) is not None and inner is not state:
-            inner.cut_ns = now
-            state.lane.top = inner.within
-        state.recorder.end(state, state.lane.name, now)
+        if state is not None and state.lane is not None:
+            state.lane.cut_above(state, now)
+            state.lane.recorder.end(state, state.lane, now)
 
     def _add_up(self, now: int) -> None:
         if self._state is not None:

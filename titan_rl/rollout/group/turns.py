@@ -105,8 +105,7 @@ async def generate_within(
         Exception: raised by `generate`.
     """
     loop = asyncio.get_running_loop()
-    began, used_s = loop.time(), watch.used_s
-    waited_s, charged_s = watch.waited_s, watch.charged_s
+    began, used_s, waited_s = loop.time(), watch.used_s, watch.waited_s
 
     def end() -> None:
         call.reschedule(loop.time() + (RETURN_S if watch.end_requests() else 0.0))
@@ -128,8 +127,7 @@ async def generate_within(
     if completion.finish_reason is not FinishReason.ABORT:
         counted_s = watch.used_s - used_s
         waited_s = max(completion.metrics.get("interrupted_s", 0.0), watch.waited_s - waited_s)
-        known_s = loop.time() - began - waited_s - completion.metrics.get("queue_s", 0.0)
-        own_s = max(0.0, known_s) + watch.charged_s - charged_s
+        own_s = max(0.0, loop.time() - began - waited_s - completion.metrics.get("queue_s", 0.0))
         watch.correct((own_s if "queue_s" in completion.metrics else min(own_s, counted_s)) - counted_s)
     return completion
 
