@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from titan_rl.core.calls.backoff import Backoff
+from titan_rl.core.calls.retries import Backoff
 
 pytestmark = pytest.mark.looptime
 

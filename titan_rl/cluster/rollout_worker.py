@@ -22,7 +22,7 @@ from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec
 from titan_rl.cluster.processes.remote_process import call
 from titan_rl.cluster.request_stream import GeneratorStreams, caller_of
 from titan_rl.cluster.router_settings import router_options
-from titan_rl.core.calls.backoff import Backoff
+from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.calls.user_code import summary
 from titan_rl.core.calls.watchdog import LoopWatchdog

@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_rl.core.calls.backoff import Backoff
-from titan_rl.core.calls.outage import Outage
+from titan_rl.core.calls.retries import Backoff, Outage
 from titan_rl.core.errors import GenerationError, RequestError, RewardError
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_rl.core.calls.backoff import Backoff
+from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.errors import GenerationError
 from titan_rl.rollout.environment.types import TokenPlayer
 from titan_rl.rollout.task import RunContext

@@ -23,10 +23,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from titan_rl.core.calls.backoff import Backoff
 from titan_rl.core.calls.imports import find_function
 from titan_rl.core.calls.parsing import is_http_url
 from titan_rl.core.calls.plain import plain_json
+from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.errors import ConfigError, GenerationError
 from titan_rl.core.settings import FilePath, FunctionName, Section
 from titan_rl.rollout.environment.messages import MessageGame

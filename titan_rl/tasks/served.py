@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_rl.core.calls.backoff import Backoff
+from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.errors import GenerationError
 
 if TYPE_CHECKING:

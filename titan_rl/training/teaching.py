@@ -21,8 +21,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from titan_rl.core.calls.backoff import Backoff
-from titan_rl.core.calls.outage import Outage
+from titan_rl.core.calls.retries import Backoff, Outage
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import GenerationError, RequestError, TrainingError
 from titan_rl.core.tracing.spans import span

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequ
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_rl.core.calls.backoff import Backoff
+from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ProviderError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from titan_rl.core.calls.backoff import Backoff
+from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk

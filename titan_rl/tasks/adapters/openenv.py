@@ -13,8 +13,8 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import Field, PositiveFloat, field_validator
 from pydantic_core import to_json
 
-from titan_rl.core.calls.backoff import Backoff
 from titan_rl.core.calls.imports import find_function, require
+from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.settings import FunctionName, Section
 from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
