@@ -22,6 +22,10 @@ class MetricGroup(StrEnum):
     TASKS = "Tasks"
     SERVER = "Server"
 
+    def metric(self, name: str, unit: str, help: str, normal: str = "", otherwise: str = "") -> Metric:
+        """Describe a metric of this group; see `Metric`."""
+        return Metric(name, unit, help, self, normal, otherwise)
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:

@@ -2,427 +2,364 @@
 
 from __future__ import annotations
 
-from titan_rl.metrics.metric import Metric, MetricGroup
+from titan_rl.metrics.metric import MetricGroup
 
 SPEED, SCHEDULING, SYNC = MetricGroup.SPEED, MetricGroup.SCHEDULING, MetricGroup.SYNC
 ENGINES, HOSTS, SERVER = MetricGroup.ENGINES, MetricGroup.HOSTS, MetricGroup.SERVER
 
 SPEED_METRICS = (
-    Metric(
+    SPEED.metric(
         "throughput/tokens_per_s",
         "tokens/s",
         "Tokens trained per second: completion tokens or, in titan-rl sft, tokens of whole conversations.",
-        SPEED,
         "Steady.",
         "If it falls, compare time/wait_for_rollouts_s with the rest of time/step_s, and see which of them grows.",
     ),
-    Metric(
+    SPEED.metric(
         "time/step_s",
         "s",
         "Time from the end of one step to the end of the next, excluding validation and checkpoints.",
-        SPEED,
         "Steady.",
     ),
-    Metric(
+    SPEED.metric(
         "time/wait_for_rollouts_s",
         "s",
         "Part of time/step_s spent waiting for the groups of a batch to finish.",
-        SPEED,
         "Near 0 if training takes longer than generation; otherwise the part of the step that training does not use.",
         "If it is most of the step, generation or environments are the bottleneck: raise "
         "scheduling.max_staleness, add generators, or speed up the environment (rollout/metrics/own_seconds).",
     ),
-    Metric(
-        "time/samples_s", "s", "Part of time/step_s spent converting the batch to training samples.", SPEED, "Near 0."
+    SPEED.metric(
+        "time/samples_s", "s", "Part of time/step_s spent converting the batch to training samples.", "Near 0."
     ),
-    Metric(
+    SPEED.metric(
         "time/train_s",
         "s",
         "Part of time/step_s from the submission of the training samples to the trainer until it has computed "
         "the next version.",
-        SPEED,
         "Most of the step if training is the bottleneck.",
     ),
-    Metric("time/validation_s", "s", "Time spent on validation since the previous step.", SPEED),
-    Metric(
+    SPEED.metric("time/validation_s", "s", "Time spent on validation since the previous step."),
+    SPEED.metric(
         "time/checkpoint_s",
         "s",
         "Time since the previous step spent copying the state for a checkpoint, and waiting until the previous "
         "checkpoint is written.",
-        SPEED,
         "0 for most steps.",
         "The disk is slow: raise checkpoint.interval.",
     ),
-    Metric(
+    SPEED.metric(
         "time/wait_for_tokens_s",
         "s",
         "Time that a step waited for its demonstrations to be tokenized (titan-rl sft only).",
-        SPEED,
         "Near 0.",
         "The renderer is slower than the trainer.",
     ),
 )
 
 SCHEDULING_METRICS = (
-    Metric(
+    SCHEDULING.metric(
         "scheduling/slot_s/pending",
         "s",
         "Total time that slots spent waiting for their rollouts to fit into scheduling.max_running_rollouts.",
-        SCHEDULING,
     ),
-    Metric(
+    SCHEDULING.metric(
         "scheduling/slot_s/running",
         "s",
         "Total time that slots spent running their groups: generation, environments and rewards.",
-        SCHEDULING,
         "Most of the slots' total time.",
     ),
-    Metric(
+    SCHEDULING.metric(
         "scheduling/slot_s/suspended",
         "s",
         "Total time that slots spent suspended, keeping their tokens so far, until they continue in a later step.",
-        SCHEDULING,
     ),
-    Metric(
+    SCHEDULING.metric(
         "scheduling/slot_s/done",
         "s",
         "Total time that slots spent finished, waiting for their batch.",
-        SCHEDULING,
         "A small part of the slots' total time.",
         "If it is most of the time, training is the bottleneck, or one slow group delays a batch "
         "(scheduling.window, scheduling.oversample).",
     ),
-    Metric(
+    SCHEDULING.metric(
         "scheduling/slot_s/training",
         "s",
         "Total time that slots spent in a training batch, until the generators have pulled its version.",
-        SCHEDULING,
     ),
-    Metric("scheduling/age/<age>", "groups", "Groups whose oldest token has this age, in versions.", SCHEDULING),
-    Metric("scheduling/age_mean", "steps", "Mean age of a group's oldest token, in versions.", SCHEDULING),
-    Metric(
+    SCHEDULING.metric("scheduling/age/<age>", "groups", "Groups whose oldest token has this age, in versions."),
+    SCHEDULING.metric("scheduling/age_mean", "steps", "Mean age of a group's oldest token, in versions."),
+    SCHEDULING.metric(
         "scheduling/dropped/<reason>",
         "groups",
         "Groups that were dropped, by reason: failed, reward_failed, aborted, too_few_siblings, too_old, "
         "too_stale, too_long, or the reason given by a filter.",
-        SCHEDULING,
         "0, except for filters.",
         "failed, reward_failed: your code raises exceptions; see the messages. too_old, too_stale: generation is "
         "slower than training.",
     ),
-    Metric(
+    SCHEDULING.metric(
         "scheduling/wasted_tokens",
         "tokens",
         "Completion tokens of dropped groups.",
-        SCHEDULING,
         "A small fraction of train/num_tokens.",
         "If a filter drops most groups, use samples of suitable difficulty, or a curriculum.",
     ),
-    Metric(
+    SCHEDULING.metric(
         "scheduling/accepted_tokens_mean",
         "tokens",
         "Mean number of completion tokens of the rollouts trained on, over the whole run.",
-        SCHEDULING,
         "Equal to scheduling/generated_tokens_mean.",
         "If it is lower, the schedule favours short answers. scheduling.window = 1 trains in data order.",
     ),
-    Metric(
+    SCHEDULING.metric(
         "scheduling/generated_tokens_mean",
         "tokens",
         "Mean number of completion tokens of all finished rollouts, over the whole run.",
-        SCHEDULING,
     ),
 )
 
 SYNC_METRICS = (
-    Metric(
-        "sync/publish_s", "s", "Time from the start of copying the weights until the whole version can be read.", SYNC
+    SYNC.metric(
+        "sync/publish_s", "s", "Time from the start of copying the weights until the whole version can be read."
     ),
-    Metric("sync/pull_s", "s", "Time until every generator has loaded and verified a version.", SYNC),
-    Metric("sync/load_s", "s", "Time that the slowest generator took to load a version.", SYNC),
-    Metric(
+    SYNC.metric("sync/pull_s", "s", "Time until every generator has loaded and verified a version."),
+    SYNC.metric("sync/load_s", "s", "Time that the slowest generator took to load a version."),
+    SYNC.metric(
         "sync/readback_s",
         "s",
         "Time that the slowest generator took to read its weights back and compare their checksums with the trainer's.",
-        SYNC,
         "At most a quarter of sync/load_s.",
     ),
-    Metric(
+    SYNC.metric(
         "sync/verify_s",
         "s",
         "Time that the slowest generator took to verify a version, by reading weights back and by scoring probes.",
-        SYNC,
     ),
-    Metric(
+    SYNC.metric(
         "sync/unverified_share",
         "share",
         "Share of the weights that could not be verified: they were not read back from the engine, and the "
         "probes cannot distinguish this version from the previous one. Maximum over all generators.",
-        SYNC,
         "0 from the first version on, with the built-in engines.",
         "Causes are an engine without held_weights(), a layer that cannot be read back (named in the generator's "
         "log), and a transport whose manifests list no tensors. Fix the cause, or raise statedict.num_probes.",
     ),
-    Metric(
+    SYNC.metric(
         "sync/stall_s",
         "s",
         "Time for which the slowest generator stopped generating to pull a version.",
-        SYNC,
         "A small fraction of time/step_s.",
         'Lower statedict.num_probes, or use statedict.transport = "cuda_ipc" on GPUs of one host.',
     ),
-    Metric(
+    SYNC.metric(
         "sync/received_bytes",
         "bytes",
         'Bytes that a host received for a version, maximum over the hosts (statedict.transport = "tcp" on '
         "several hosts only).",
-        SYNC,
     ),
-    Metric(
+    SYNC.metric(
         "sync/received_share",
         "share",
         "sync/received_bytes divided by the size of the version: 1 if it was sent as a whole.",
-        SYNC,
         "Far below 1 in bfloat16, except for every statedict.anchor_interval-th version.",
         "Expected in float32, where nearly every number changes. In bfloat16 the learning rate is large, or a "
         "host has just joined.",
     ),
-    Metric(
+    SYNC.metric(
         "sync/begin_publish_s",
         "s",
         "Time that the trainer took to prepare a version for publishing, before the copy starts in the background.",
-        SYNC,
         "Near 0.",
     ),
-    Metric(
+    SYNC.metric(
         "sync/wait_for_pull_s",
         "s",
         "Time that a step waited for the slowest pull of the previous version.",
-        SYNC,
         "Near 0.",
         "Steps are shorter than pulls: see sync/pull_s.",
     ),
-    Metric(
+    SYNC.metric(
         "sync/probe_diff",
         "nats",
         "Mean difference between the trainer's and the generator's logprobs of a probe; maximum over the probes.",
-        SYNC,
         "Below statedict.tolerance. Above it, the pull fails.",
         "The engine does not compute with the weights that it received.",
     ),
-    Metric(
+    SYNC.metric(
         "sync/probe_margin",
         "",
         "Share of the change in the probes' logprobs, from one step to the next, that rounding can hide; maximum "
         "over the generators.",
-        SYNC,
         "Below 0.5, so that a pull that loads nothing fails.",
         "Steps change the logprobs little compared with rounding: raise statedict.num_probes. Above 0.5, a "
         "version is compared only with earlier versions.",
     ),
-    Metric(
+    SYNC.metric(
         "sync/probe_missed",
         "",
         "Share of the change in the probes' logprobs, from one step to the next, that a generator does not show, "
         "or shows in excess.",
-        SYNC,
         "Below sync/probe_margin. If that is below 0.5, a pull with a larger share fails.",
         "The engine did not load all of the weights that it received.",
     ),
 )
 
 HOST_METRICS = (
-    Metric(
-        "hosts/present",
-        "hosts",
-        "Number of hosts in the run. Absent if the run has only ever had one.",
-        HOSTS,
-        "Steady.",
+    HOSTS.metric(
+        "hosts/present", "hosts", "Number of hosts in the run. Absent if the run has only ever had one.", "Steady."
     ),
-    Metric(
+    HOSTS.metric(
         "hosts/draining",
         "hosts",
         "Number of hosts that are draining: they leave once their requests have ended or moved to other hosts.",
-        HOSTS,
     ),
-    Metric("hosts/joined", "hosts", "Number of hosts that joined since the previous step.", HOSTS),
-    Metric("hosts/left", "hosts", "Number of drained hosts that left since the previous step.", HOSTS),
-    Metric(
+    HOSTS.metric("hosts/joined", "hosts", "Number of hosts that joined since the previous step."),
+    HOSTS.metric("hosts/left", "hosts", "Number of drained hosts that left since the previous step."),
+    HOSTS.metric(
         "hosts/lost",
         "hosts",
         "Number of hosts that stopped responding since the previous step.",
-        HOSTS,
         "0.",
         "`titan-rl hosts RUN list` shows the reason for each host, and logs/controller.log the time.",
     ),
-    Metric("hosts/<host>/generators", "generators", "Generators on a host.", HOSTS),
-    Metric(
+    HOSTS.metric("hosts/<host>/generators", "generators", "Generators on a host."),
+    HOSTS.metric(
         "hosts/<host>/silence_s",
         "s",
         "Longest time between two heartbeats of a host since the previous step.",
-        HOSTS,
         "Below 1: a host sends four heartbeats per second.",
         "Near hosts.silence_s, the network is slow or the machine has no free core: raise hosts.silence_s.",
     ),
 )
 
 SERVER_METRICS = (
-    Metric("titan_rl_responses", "responses", "Number of responses of the server, by path and status.", SERVER),
-    Metric("titan_rl_completions_running", "completions", "Number of completions in progress.", SERVER),
-    Metric("titan_rl_prompt_tokens", "tokens", "Number of prompt tokens.", SERVER),
-    Metric("titan_rl_completion_tokens", "tokens", "Number of sampled tokens.", SERVER),
-    Metric(
+    SERVER.metric("titan_rl_responses", "responses", "Number of responses of the server, by path and status."),
+    SERVER.metric("titan_rl_completions_running", "completions", "Number of completions in progress."),
+    SERVER.metric("titan_rl_prompt_tokens", "tokens", "Number of prompt tokens."),
+    SERVER.metric("titan_rl_completion_tokens", "tokens", "Number of sampled tokens."),
+    SERVER.metric(
         "titan_rl_clients_gone",
         "requests",
         "Number of requests whose client disconnected before the response was complete.",
-        SERVER,
         "Few.",
     ),
-    Metric(
-        "titan_rl_time_to_first_token_seconds", "s", "Time from a request to the first token of a completion.", SERVER
+    SERVER.metric(
+        "titan_rl_time_to_first_token_seconds", "s", "Time from a request to the first token of a completion."
     ),
-    Metric("titan_rl_completion_seconds", "s", "Time from a request to the last token of a completion.", SERVER),
+    SERVER.metric("titan_rl_completion_seconds", "s", "Time from a request to the last token of a completion."),
 )
 
 ENGINE_METRICS = (
-    Metric("generation/requests_in_flight_max", "requests", "Largest number of requests in flight.", ENGINES),
-    Metric(
+    ENGINES.metric("generation/requests_in_flight_max", "requests", "Largest number of requests in flight."),
+    ENGINES.metric(
         "generation/moved_requests",
         "requests",
         "Number of requests that moved to a less loaded generator since the previous step (routing.move_below).",
-        ENGINES,
         "Few.",
         "Each moved request is recomputed on the other generator: lower routing.move_below.",
     ),
-    Metric(
+    ENGINES.metric(
         "completion/queue_s",
         "s",
         "Time that a request waits before its engine starts it.",
-        ENGINES,
         "Near 0.",
         "Raise generation.max_running, add generators, or allow fewer rollouts in flight.",
     ),
-    Metric("completion/time_to_first_token_s", "s", "Time from a request to its first token.", ENGINES),
-    Metric("completion/inter_token_s", "s", "Mean time between two tokens of a completion.", ENGINES),
-    Metric(
+    ENGINES.metric("completion/time_to_first_token_s", "s", "Time from a request to its first token."),
+    ENGINES.metric("completion/inter_token_s", "s", "Mean time between two tokens of a completion."),
+    ENGINES.metric(
         "completion/requests_in_flight",
         "requests",
         "Number of requests in flight at the engine when a request arrives.",
-        ENGINES,
     ),
-    Metric(
-        "completion/cached_prompt_tokens",
-        "tokens",
-        "Number of prompt tokens of a request found in the prefix cache.",
-        ENGINES,
+    ENGINES.metric(
+        "completion/cached_prompt_tokens", "tokens", "Number of prompt tokens of a request found in the prefix cache."
     ),
-    Metric(
+    ENGINES.metric(
         "completion/interrupted_s",
         "s",
         "Time that a request waited because of a pause, a suspension or a change of generator. Absent without "
         "interruptions.",
-        ENGINES,
     ),
-    Metric(
+    ENGINES.metric(
         "completion/num_resumes",
         "resumes",
         "Number of times that a request was sent again with its tokens so far. Absent without resumes.",
-        ENGINES,
     ),
-    Metric("completion/completion_tokens", "tokens", "Tokens that an endpoint reports for its completions.", ENGINES),
-    Metric("completion/<metric>", "", "Mean of a metric that your engine reports for its completions.", ENGINES),
-    Metric("engine/running_requests_mean", "requests", "Mean number of requests in the batch of one engine.", ENGINES),
-    Metric(
-        "engine/running_requests_max",
-        "requests",
-        "Largest number of requests in the batch of one engine.",
-        ENGINES,
-    ),
-    Metric(
+    ENGINES.metric("completion/completion_tokens", "tokens", "Tokens that an endpoint reports for its completions."),
+    ENGINES.metric("completion/<metric>", "", "Mean of a metric that your engine reports for its completions."),
+    ENGINES.metric("engine/running_requests_mean", "requests", "Mean number of requests in the batch of one engine."),
+    ENGINES.metric("engine/running_requests_max", "requests", "Largest number of requests in the batch of one engine."),
+    ENGINES.metric(
         "engine/waiting_requests_mean",
         "requests",
         "Mean number of requests waiting to enter the batch of one engine.",
-        ENGINES,
         "Near 0.",
         "Raise generation.max_running or generation.kv_cache_gib.",
     ),
-    Metric(
+    ENGINES.metric(
         "engine/waiting_requests_max",
         "requests",
         "Largest number of requests waiting to enter the batch of one engine.",
-        ENGINES,
     ),
-    Metric(
+    ENGINES.metric(
         "engine/places_mean",
         "requests",
         "Mean limit on the number of requests that one engine runs at a time: generation.max_running, or the "
         'value chosen by "auto".',
-        ENGINES,
         "Equal to engine/running_requests_mean.",
         "If requests wait, raise generation.kv_cache_gib.",
     ),
-    Metric(
-        "engine/places_max",
-        "requests",
-        "Largest limit on the number of requests that one engine runs at a time.",
-        ENGINES,
+    ENGINES.metric(
+        "engine/places_max", "requests", "Largest limit on the number of requests that one engine runs at a time."
     ),
-    Metric("engine/kv_cache_usage_mean", "share", "Mean share of the KV cache in use.", ENGINES, "Below 0.9."),
-    Metric("engine/kv_cache_usage_max", "share", "Largest share of the KV cache in use.", ENGINES),
-    Metric(
+    ENGINES.metric("engine/kv_cache_usage_mean", "share", "Mean share of the KV cache in use.", "Below 0.9."),
+    ENGINES.metric("engine/kv_cache_usage_max", "share", "Largest share of the KV cache in use."),
+    ENGINES.metric(
         "engine/preemptions",
         "requests",
         "Number of requests that were preempted: they lost their KV cache and are recomputed.",
-        ENGINES,
         "0.",
         'Set generation.max_running = "auto", lower it, or raise generation.kv_cache_gib.',
     ),
-    Metric("engine/prefix_cache_queries", "tokens", "Number of prompt tokens looked up in the prefix cache.", ENGINES),
-    Metric(
+    ENGINES.metric("engine/prefix_cache_queries", "tokens", "Number of prompt tokens looked up in the prefix cache."),
+    ENGINES.metric(
         "engine/prefix_cache_hits",
         "tokens",
         "Number of prompt tokens found in the prefix cache.",
-        ENGINES,
         "Most of engine/prefix_cache_queries, if rollouts have several turns or long prompts.",
         'Set routing.strategy = "group_affinity".',
     ),
-    Metric(
-        "engine/prefix_cache_hit_share",
-        "share",
-        "Share of prompt tokens found in the prefix cache.",
-        ENGINES,
-    ),
-    Metric("engine/drafts", "drafts", "Number of speculative drafts.", ENGINES),
-    Metric("engine/draft_tokens", "tokens", "Number of draft tokens, which the policy verifies.", ENGINES),
-    Metric("engine/accepted_tokens", "tokens", "Number of draft tokens that the policy accepted.", ENGINES),
-    Metric(
+    ENGINES.metric("engine/prefix_cache_hit_share", "share", "Share of prompt tokens found in the prefix cache."),
+    ENGINES.metric("engine/drafts", "drafts", "Number of speculative drafts."),
+    ENGINES.metric("engine/draft_tokens", "tokens", "Number of draft tokens, which the policy verifies."),
+    ENGINES.metric("engine/accepted_tokens", "tokens", "Number of draft tokens that the policy accepted."),
+    ENGINES.metric(
         "engine/accepted_share",
         "share",
         "Share of draft tokens that the policy accepted.",
-        ENGINES,
         "Above 0.3.",
         "Lower generation.speculative.num_speculative_tokens, or use another method: rejected tokens are wasted "
         "computation.",
     ),
-    Metric(
+    ENGINES.metric(
         "engine/accepted_per_draft",
         "tokens",
         "Mean number of accepted tokens per draft: the tokens that a forward pass yields in addition to the usual one.",
-        ENGINES,
         "Steady; above 0.5.",
         "If it falls in a run with a draft model, training is moving the policy away from the draft model.",
     ),
-    Metric("engine/busy_s", "s", "Total time that engines spent generating or pulling weights.", ENGINES),
-    Metric("engine/idle_s", "s", "Total time that engines spent paused or without requests.", ENGINES),
-    Metric(
+    ENGINES.metric("engine/busy_s", "s", "Total time that engines spent generating or pulling weights."),
+    ENGINES.metric("engine/idle_s", "s", "Total time that engines spent paused or without requests."),
+    ENGINES.metric(
         "engine/idle_share",
         "share",
         "Share of the engines' total time in which they were idle.",
-        ENGINES,
         "Near 0 with scheduling.max_staleness of 1 or more.",
         "The engines wait for training, environments or rewards: see the timeline.",
     ),
-    Metric("engine/<gauge>_mean", "", "Mean of a gauge of your engine, over its steps.", ENGINES),
-    Metric("engine/<gauge>_max", "", "Largest value of a gauge of your engine.", ENGINES),
-    Metric("engine/<gauge>", "", "Increase of a counter of your engine.", ENGINES),
+    ENGINES.metric("engine/<gauge>_mean", "", "Mean of a gauge of your engine, over its steps."),
+    ENGINES.metric("engine/<gauge>_max", "", "Largest value of a gauge of your engine."),
+    ENGINES.metric("engine/<gauge>", "", "Increase of a counter of your engine."),
 )

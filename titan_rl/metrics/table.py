@@ -22,61 +22,52 @@ from titan_rl.metrics.training import TRAINING_METRICS
 VALIDATION, TASKS = MetricGroup.VALIDATION, MetricGroup.TASKS
 
 VALIDATION_METRICS = (
-    Metric(
+    VALIDATION.metric(
         "validation/reward_mean",
         "reward",
         "Mean reward on held-out samples, over all suites.",
-        VALIDATION,
         "Rises with rollout/finished_reward_mean.",
         "If it falls while rollout/finished_reward_mean rises, the policy overfits to the training samples: use "
         "more, or more varied, samples.",
     ),
-    Metric(
+    VALIDATION.metric(
         "validation/<suite>/reward_mean",
         "reward",
         "Mean reward on held-out samples of one suite, if there are several.",
-        VALIDATION,
     ),
-    Metric(
+    VALIDATION.metric(
         "validation/loss",
         "",
         "Loss on held-out demonstrations (titan-rl sft only).",
-        VALIDATION,
         "Falls.",
         "If it rises while train/loss falls, train for fewer epochs or add demonstrations.",
     ),
-    Metric(
+    VALIDATION.metric(
         "validation/unscored",
         "rollouts",
         "Held-out rollouts that have no reward, or that failed for a reason other than the policy.",
-        VALIDATION,
         "0.",
         "Look them up in rollouts.jsonl, where their phase is validation.",
     ),
-    Metric("validation/<suite>/unscored", "rollouts", "validation/unscored of one suite.", VALIDATION),
-    Metric(
-        "validation/<measure>",
-        "",
-        "Value that the task's `measure` method returns for its held-out groups.",
-        VALIDATION,
+    VALIDATION.metric("validation/<suite>/unscored", "rollouts", "validation/unscored of one suite."),
+    VALIDATION.metric(
+        "validation/<measure>", "", "Value that the task's `measure` method returns for its held-out groups."
     ),
-    Metric(
+    VALIDATION.metric(
         "validation/<suite>/<measure>",
         "",
         "Value that the task's `measure` method returns for the groups of one suite.",
-        VALIDATION,
     ),
 )
 """Metrics of validation. There are also `validation/<name>` and `validation/<suite>/<name>` for each `rollout/<name>`
 and `completion/...`."""
 
 TASK_METRICS = (
-    Metric("task/<task>/num_groups", "groups", "Groups of one task in the training batch.", TASKS),
-    Metric(
+    TASKS.metric("task/<task>/num_groups", "groups", "Groups of one task in the training batch."),
+    TASKS.metric(
         "task/<task>/share",
         "share",
         "Share of the training batch's groups that belong to one task.",
-        TASKS,
         "The task's weight divided by the sum of all weights.",
         "If it is lower, groups of the task are dropped (task/<task>/dropped/<reason>), or groups of other tasks "
         "overtake them (scheduling.window).",
@@ -104,20 +95,19 @@ TASK_METRICS = (
             "rollout/finished_errors",
         }
     ),
-    Metric("task/<task>/dropped/<reason>", "groups", "Groups of one task that were dropped, by reason.", TASKS),
+    TASKS.metric("task/<task>/dropped/<reason>", "groups", "Groups of one task that were dropped, by reason."),
 )
 
 ADAPTER_METRICS = (
-    Metric("adapter/<adapter>/step", "steps", "Trained steps of one of several adapters, in the run's folder.", TASKS),
-    Metric(
+    TASKS.metric("adapter/<adapter>/step", "steps", "Trained steps of one of several adapters, in the run's folder."),
+    TASKS.metric(
         "adapter/<adapter>/trainer_share",
         "share",
         "Share of one of several adapters in the trainer's time so far.",
-        TASKS,
         "1 divided by the number of adapters, within 10%, while all of them have batches ready.",
         "If it is lower, the adapter waits for its rollouts.",
     ),
-    Metric("adapter/<adapter>/failed", "", "1 once one of several adapters has failed, otherwise 0.", TASKS, "0."),
+    TASKS.metric("adapter/<adapter>/failed", "", "1 once one of several adapters has failed, otherwise 0.", "0."),
 )
 
 METRICS: tuple[Metric, ...] = (

@@ -2,207 +2,179 @@
 
 from __future__ import annotations
 
-from titan_rl.metrics.metric import Metric, MetricGroup
+from titan_rl.metrics.metric import MetricGroup
 
 OPTIMIZATION, OFF_POLICY = MetricGroup.OPTIMIZATION, MetricGroup.OFF_POLICY
 
 TRAINING_METRICS = (
-    Metric(
+    OPTIMIZATION.metric(
         "train/loss",
         "",
         "Loss that the optimizer minimizes. In reinforcement learning its value does not measure progress. In "
         "titan-rl sft it is the mean negative log-likelihood per token.",
-        OPTIMIZATION,
         "Around 0 in reinforcement learning. Falls in titan-rl sft.",
         "If it rises in titan-rl sft, lower training.lr.",
     ),
-    Metric(
+    OPTIMIZATION.metric(
         "train/grad_norm",
         "",
         "Norm of the gradient before clipping to training.max_grad_norm.",
-        OPTIMIZATION,
         "Stays within one order of magnitude.",
         "If it grows tenfold or more, lower training.lr. If it is 0, all rewards within each group are equal.",
     ),
-    Metric("train/lr", "", "Learning rate.", OPTIMIZATION),
-    Metric(
+    OPTIMIZATION.metric("train/lr", "", "Learning rate."),
+    OPTIMIZATION.metric(
         "train/skipped_steps",
         "steps",
         "Steps, since the run was started or resumed, whose weight update was skipped or incomplete because the "
         "loss or the gradient was not finite, or because no token could be trained on.",
-        OPTIMIZATION,
         "0.",
         "The messages name the rollouts; in rollouts.jsonl their field dropped is skipped_step. Bound extreme "
         "rewards. If the number keeps growing, lower training.lr.",
     ),
-    Metric(
+    OPTIMIZATION.metric(
         "train/respawns",
         "",
         "Restarts of a trainer that died, reported with the step in progress, or with the next one if it died "
         "between steps.",
-        OPTIMIZATION,
         "Absent.",
         "The messages name the process that died; logs/trainer.log gives the reason.",
     ),
-    Metric(
+    OPTIMIZATION.metric(
         "train/recovery_s",
         "s",
         "Time from the trainer's death until it has reached the same version again: it is started, loads the "
         "checkpoint and repeats the steps since.",
-        OPTIMIZATION,
         "Absent.",
         "If it takes minutes, lower checkpoint.interval, so that fewer steps are repeated.",
     ),
-    Metric(
+    OPTIMIZATION.metric(
         "train/entropy",
         "nats",
         "Mean entropy of the policy at the trained tokens.",
-        OPTIMIZATION,
         "Falls slowly.",
         "If it is near 0 while the reward is low, the policy no longer explores: lower training.lr or raise "
         "sampling.temperature. If it keeps rising, lower training.lr.",
     ),
-    Metric(
+    OPTIMIZATION.metric(
         "train/teacher_kl",
         "nats",
         "Mean KL divergence from the teacher over the most likely tokens of the teacher, for the tokens that it "
         'has scored. Absent with training.distill = "sampled".',
-        OPTIMIZATION,
         "Falls.",
         "If it is constant, raise training.lr or training.distill_coef.",
     ),
-    Metric(
+    OPTIMIZATION.metric(
         "train/value_loss",
         "",
         "Loss of the critic: half the mean squared difference between values and targets, before its optimizer step. "
         "Absent without training.critic.",
-        OPTIMIZATION,
         "Falls.",
         "If it grows, lower training.critic_lr.",
     ),
-    Metric(
+    OPTIMIZATION.metric(
         "train/explained_variance",
         "",
         "Share of the variance of the value targets that the critic's values explain, at the start of the step. Absent "
         "without training.critic, or where all targets are the same.",
-        OPTIMIZATION,
         "Rises from 0; 1 is a perfect critic.",
         "If it stays at 0 or below, the values are no better than a constant: raise training.critic_epochs or "
         "training.critic_lr.",
     ),
-    Metric(
+    OPTIMIZATION.metric(
         "train/reference_kl",
         "nats",
         "Estimated KL divergence to the reference model; 0 without training.kl_coef.",
-        OPTIMIZATION,
         "Grows slowly and levels off.",
         "If it grows fast, raise training.kl_coef or lower training.lr.",
     ),
-    Metric("train/num_tokens", "tokens", "Number of tokens trained on.", OPTIMIZATION),
-    Metric("train/num_samples", "samples", "Number of token sequences trained on.", OPTIMIZATION),
-    Metric(
+    OPTIMIZATION.metric("train/num_tokens", "tokens", "Number of tokens trained on."),
+    OPTIMIZATION.metric("train/num_samples", "samples", "Number of token sequences trained on."),
+    OPTIMIZATION.metric(
         "train/num_dropped_samples",
         "samples",
         "Token sequences that were dropped because they are longer than a row.",
-        OPTIMIZATION,
         "0.",
         "Raise training.row_tokens.",
     ),
-    Metric(
+    OPTIMIZATION.metric(
         "train/num_nonfinite_tokens",
         "tokens",
         "Tokens that were excluded because one of their logprobs is not finite.",
-        OPTIMIZATION,
         "0.",
         "The model's dtype is too coarse, or its weights are damaged: see sync/probe_diff.",
     ),
-    Metric(
+    OPTIMIZATION.metric(
         "train/padding_fraction",
         "share",
         "Share of the positions in a forward pass that are padding.",
-        OPTIMIZATION,
         "Below 0.3.",
         "Raise training.row_tokens, so that rows are packed more tightly.",
     ),
-    Metric(
+    OPTIMIZATION.metric(
         "train/wait_for_copy_s",
         "s",
         "Time that the optimizer waited for the copy of the weights that are being published.",
-        OPTIMIZATION,
         "Near 0.",
     ),
-    Metric(
+    OPTIMIZATION.metric(
         "train/idle_s",
         "s",
         "Idle time of the trainer's process since the end of the previous step.",
-        OPTIMIZATION,
         "Near 0 if generation keeps up.",
         "See time/wait_for_rollouts_s and sync/wait_for_pull_s for the cause.",
     ),
-    Metric(
+    OFF_POLICY.metric(
         "train/staleness_mean",
         "steps",
         "Mean number of optimizer steps between the weights that sampled a token and the weights that are "
         "trained on it.",
-        OFF_POLICY,
         "At most scheduling.max_staleness.",
         "Lower scheduling.max_staleness, or speed up generation.",
     ),
-    Metric("train/staleness_max", "steps", "Staleness of the oldest token.", OFF_POLICY),
-    Metric(
+    OFF_POLICY.metric("train/staleness_max", "steps", "Staleness of the oldest token."),
+    OFF_POLICY.metric(
         "train/approx_kl",
         "nats",
         "Estimated KL divergence from the policy that sampled the tokens to the policy being trained.",
-        OFF_POLICY,
         "Below 0.05; about 0 on policy.",
         "Lower scheduling.max_staleness, training.minibatches or training.lr.",
     ),
-    Metric(
+    OFF_POLICY.metric(
         "train/ratio_mean",
         "",
         "Mean importance ratio: a token's probability under the policy being trained, divided by its behaviour "
         "probability.",
-        OFF_POLICY,
         "1.",
     ),
-    Metric(
-        "train/ratio_max",
-        "",
-        "Largest importance ratio of a token.",
-        OFF_POLICY,
-        "Below 10; 1 on policy.",
-    ),
-    Metric(
+    OFF_POLICY.metric("train/ratio_max", "", "Largest importance ratio of a token.", "Below 10; 1 on policy."),
+    OFF_POLICY.metric(
         "train/clip_fraction",
         "share",
         "Share of tokens whose importance ratio the loss clipped.",
-        OFF_POLICY,
         "Below 0.2.",
         "See train/approx_kl.",
     ),
-    Metric("train/correction_weight_mean", "", "Mean weight of the off-policy correction.", OFF_POLICY, "Near 1."),
-    Metric("train/correction_weight_max", "", "Largest weight of the off-policy correction.", OFF_POLICY),
-    Metric(
+    OFF_POLICY.metric("train/correction_weight_mean", "", "Mean weight of the off-policy correction.", "Near 1."),
+    OFF_POLICY.metric("train/correction_weight_max", "", "Largest weight of the off-policy correction."),
+    OFF_POLICY.metric(
         "train/correction_masked_fraction",
         "share",
         "Share of tokens masked by the off-policy correction.",
-        OFF_POLICY,
         "Below 0.1.",
         "Widen the bounds in [correction], or reduce staleness.",
     ),
-    Metric(
+    OFF_POLICY.metric(
         "train/on_policy_logprob_diff_mean",
         "nats",
         "Mean difference between the trainer's and the generator's logprobs of a token under the same weights.",
-        OFF_POLICY,
         "About 1e-6 in float32, 1e-2 in bfloat16.",
         "Trainer and engine compute different functions. Compare their dtypes and temperatures, and check that "
         "the engine uses the published weights (sync/probe_diff).",
     ),
-    Metric(
+    OFF_POLICY.metric(
         "train/on_policy_logprob_diff_max",
         "nats",
         "Largest difference between the trainer's and the generator's logprobs of a token under the same weights.",
-        OFF_POLICY,
     ),
 )
