@@ -13,7 +13,7 @@ from titan_rl.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_UN
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Generator, Sequence
     from types import FrameType
 
     from titan_rl.cli.options import Parser
@@ -119,38 +119,21 @@ def command_line(command: str | None = None) -> Parser:
 
 def _print_error(error: BaseException) -> None:
     """Print an error with its causes and notes, without a traceback."""
-    from titan_rl.core.calls.user_code import reason, summary
+    from asyncio import CancelledError
+
+    from titan_rl.core.calls.user_code import reason, summary, with_causes
     from titan_rl.run.terminal.standard_streams import print_stderr
 
     print_stderr(f"titan-rl: {reason(error)}")
     printed = str(error)
-    for cause in causes(error):
-        if str(cause) and str(cause) in printed:  # a message often quotes its cause
+    for cause in with_causes(error):
+        is_quoted = str(cause) and str(cause) in printed  # as a message often quotes its cause
+        if cause is error or is_quoted or isinstance(cause, BaseExceptionGroup | CancelledError):
             continue
         print_stderr(f"  caused by {summary(cause)}")
         printed += str(cause)
     for note in getattr(error, "__notes__", ()):
         print_stderr(f"  {note}")
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Iterate over the causes of an error, the nearest first. Exception groups are replaced by their members, and
-    cancellations are omitted."""
-    from asyncio import CancelledError
-
-    seen = {id(error)}
-    waiting = [error.__cause__]
-    while waiting:
-        cause = waiting.pop(0)
-        if cause is None or id(cause) in seen:
-            continue
-        seen.add(id(cause))
-        if isinstance(cause, BaseExceptionGroup):
-            waiting[:0] = cause.exceptions  # pyright: ignore[reportUnknownMemberType]  of unknown exceptions
-            continue
-        if not isinstance(cause, CancelledError):
-            yield cause
-        waiting.append(cause.__cause__)
 
 
 class _Terminated(BaseException):

@@ -12,12 +12,12 @@ import functools
 import logging
 import signal
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
-from titan_rl.core.calls.user_code import summary
+from titan_rl.core.calls.user_code import summary, with_causes
 from titan_rl.core.errors import StrayCancellationError
 
 
@@ -132,26 +132,10 @@ class FirstError:
         try:
             yield
         except Exception as last:
-            if self._error is None or self._error in _causes_of(last):
+            if self._error is None or self._error in with_causes(last):
                 raise
             hidden = self._error
             logger.warning("cleaning up failed", exc_info=last)
             hidden.add_note(f"cleaning up failed, too: {summary(last)}")
         if hidden is not None:
             raise hidden from hidden.__cause__
-
-
-def _causes_of(error: BaseException) -> Iterator[BaseException]:
-    """An error with its causes, and the members of groups with theirs."""
-    seen: set[int] = set()
-    waiting: list[BaseException] = [error]
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        if one.__cause__ is not None:
-            waiting.append(one.__cause__)
-        if isinstance(one, BaseExceptionGroup):
-            waiting.extend(cast("BaseExceptionGroup[Any]", one).exceptions)

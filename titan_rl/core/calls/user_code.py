@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from titan_rl.core.calls.plain import terminal_text
 from titan_rl.core.errors import TitanRLError
@@ -89,6 +89,22 @@ def reason(error: BaseException) -> str:
     text, others by type and text."""
     own = str(error) if isinstance(error, TitanRLError) else ""
     return own if own.strip() else summary(error)
+
+
+def with_causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, followed by its explicit causes and the members of groups, the nearest first."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, BaseExceptionGroup):
+            waiting[:0] = cast("BaseExceptionGroup[Any]", one).exceptions
+        if one.__cause__ is not None:
+            waiting.append(one.__cause__)
 
 
 def where(error: BaseException) -> str | None:
