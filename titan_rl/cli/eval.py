@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
-from titan_rl.cli.runs import print_imports
+from titan_rl.cli.runs import CONFIG, print_imports
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError
@@ -20,8 +20,6 @@ from titan_rl.evaluation.table import as_json, table
 from titan_rl.run.directory import run_name
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
-
-CONFIG = "config.toml"
 
 
 def set_up(parser: Parser) -> None:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.options import Parser
 from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 from titan_rl.run.terminal.waiting import WAITING
@@ -27,11 +27,10 @@ def set_up(parser: Parser) -> None:
         "Neither weights nor a GPU are needed. If it does not fit, name the settings that save memory, and end with "
         "exit code 1."
     )
-    parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="+", help="the run's settings")
+    parser.add_run_config()
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
     parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="memory of a GPU, in GiB")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_settings("titan_rl.config.run:RunConfig")
     parser.set_defaults(run=run)
 
 

@@ -9,8 +9,7 @@ import keyword
 import shlex
 import sys
 import unicodedata
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -73,15 +72,14 @@ def set_up(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.name)
     if arguments.example is not None:
-        return _copy(arguments.example, Path(arguments.name))
+        return _copy(arguments.example, folder)
     model = None if arguments.model is None else Path(arguments.model)
-    starter = Starter(Path(arguments.name), arguments.template, model, arguments.level, arguments.size)
-    for path in write_starter(starter):
+    for path in write_starter(folder, arguments.template, model, level=arguments.level, size=arguments.size):
         print_result(f"{path}\n")
-    folder = shlex.quote(str(starter.folder))
     first = "sft config.toml" if model is None else "train config.toml --dry-run"
-    print_stderr(f"titan-rl: next:  cd {folder} && titan-rl {first}")
+    print_stderr(f"titan-rl: next:  cd {shlex.quote(str(folder))} && titan-rl {first}")
     return 0
 
 
@@ -99,34 +97,14 @@ def _copy(example: str, folder: Path) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Starter:
-    """Package to write with `titan-rl init`.
+def write_starter(folder: Path, template: Template, model: Path | None, *, level: str, size: int) -> list[Path]:
+    """Write the files of a package into a new or empty folder.
 
     Args:
         folder: Folder to make. Its last part is the name of the package.
         model: Hugging Face folder to train; None for a tiny model.
-        level, size: Kind of the tiny model's tokens, and its approximate number of parameters.
-    """
-
-    folder: Path
-    template: Template = "single"
-    model: Path | None = None
-    level: str = "word"
-    size: int = 250_000
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
-    def class_name(self) -> str:
-        """Name of the task's class: `WordSort` for `word_sort`."""
-        return "".join(part[0].upper() + part[1:] for part in self.name.split("_") if part)
-
-
-def write_starter(starter: Starter) -> list[Path]:
-    """Write the files of a package into a new or empty folder.
+        level: Kind of the tiny model's tokens.
+        size: Approximate number of the tiny model's parameters.
 
     Returns:
         Paths of the files.
@@ -135,16 +113,25 @@ def write_starter(starter: Starter) -> list[Path]:
         ConfigError: The name cannot be that of a package, the folder is not empty, there is no such model, or the
             folder cannot be written. The message says what would work.
     """
-    if starter.size < 1:
-        raise ConfigError(f"--size {starter.size} must be a number of parameters, such as 250000")
-    check_name(starter.name)
-    check_room(starter.folder)
-    if starter.model is not None and not (starter.model / "config.json").is_file():
+    if size < 1:
+        raise ConfigError(f"--size {size} must be a number of parameters, such as 250000")
+    check_name(folder.name)
+    check_room(folder)
+    if model is not None and not (model / "config.json").is_file():
         raise ConfigError(
-            f"--model {starter.model}: there is no model: it has no config.json; from the Hugging Face hub: "
-            f"hf download ORGANIZATION/NAME --local-dir {starter.model}"
+            f"--model {model}: there is no model: it has no config.json; from the Hugging Face hub: "
+            f"hf download ORGANIZATION/NAME --local-dir {model}"
         )
-    files = dict(_rendered(starter))
+    values = {
+        "name": folder.name,
+        "class_name": "".join(part[0].upper() + part[1:] for part in folder.name.split("_") if part),
+        "template": template,
+        "level": level,
+        "size": size,
+        "model": None if model is None else model.resolve().as_posix(),
+        **LENGTHS[template],
+    }
+    files = dict(_rendered(folder, template, values))
     with writing():
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,35 +181,25 @@ def check_room(folder: Path) -> None:
         raise ConfigError(f"{folder} is a file; name a new folder")
 
 
-def _rendered(starter: Starter) -> Iterator[tuple[Path, str]]:
+def _rendered(folder: Path, template: Template, values: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Yield the path and the text of each file of a new package."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE_FOLDER),
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,
     )
-    known: dict[str, Any] = {
-        "name": starter.name,
-        "class_name": starter.class_name,
-        "template": starter.template,
-        "level": starter.level,
-        "size": starter.size,
-        "model": None if starter.model is None else starter.model.resolve().as_posix(),
-        **LENGTHS[starter.template],
+    outside_package = {
+        "README.md": folder / "README.md",
+        "config.toml": folder / "config.toml",
+        "pyproject.toml": folder / "pyproject.toml",
+        "gitignore": folder / ".gitignore",
+        "test.py": folder / "tests" / f"test_{folder.name}.py",
     }
-    package = starter.folder / starter.name
-    folders = {
-        "README.md": starter.folder,
-        "config.toml": starter.folder,
-        "pyproject.toml": starter.folder,
-        "gitignore": starter.folder / ".gitignore",
-        "test.py": starter.folder / "tests" / f"test_{starter.name}.py",
-    }
-    for source in sorted(path for room in ("common", starter.template) for path in (TEMPLATE_FOLDER / room).iterdir()):
+    for source in sorted(path for room in ("common", template) for path in (TEMPLATE_FOLDER / room).iterdir()):
         file = source.name.removesuffix(".jinja")
-        target = folders.get(file, package)
-        text = environment.get_template(source.relative_to(TEMPLATE_FOLDER).as_posix()).render(known)
-        yield target if target.name.endswith((file, f"test_{starter.name}.py")) else target / file, text
+        text = environment.get_template(source.relative_to(TEMPLATE_FOLDER).as_posix()).render(values)
+        yield outside_package.get(file, folder / folder.name / file), text
 
 
 def examples_folder() -> Path:

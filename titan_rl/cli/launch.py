@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path, PurePath
 
-from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.options import Parser
 from titan_rl.cluster.providers.registry import find_provider
 from titan_rl.cluster.providers.spec import Submission
 from titan_rl.config.experimental import experimental_warning
@@ -21,9 +21,8 @@ def set_up(parser: Parser) -> None:
         "Submit the run that CONFIG.toml describes to the provider that hosts.provider names: a batch script to Slurm, "
         "manifests to Kubernetes. Files and options are those of titan-rl train."
     )
-    parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="+", help="the run's settings")
+    parser.add_run_config()
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and stop")
-    parser.add_settings("titan_rl.config.run:RunConfig")
     parser.set_defaults(run=run)
 
 

@@ -47,6 +47,11 @@ class Parser(argparse.ArgumentParser):
             "their defaults, and `titan-rl settings training` those of one table."
         )
 
+    def add_run_config(self, nargs: str = "+") -> None:
+        """Accept the CONFIG.toml files of a run, and its settings as options; see `add_settings`."""
+        self.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs=nargs, help="the run's settings")
+        self.add_settings("titan_rl.config.run:RunConfig")
+
     def declare_settings(self) -> None:
         """Declare the options of `add_settings`, for completion and other listings."""
         from titan_rl.config.reference import SettingEntry, tables_of

@@ -28,7 +28,7 @@ def set_up(parser: Parser) -> None:
         'of """ begins a reply of several lines, and another ends it; /help lists the commands. An environment of '
         "tokens without messages is played in token ids."
     )
-    parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="+", help="the run's settings")
+    parser.add_run_config()
     parser.add_argument(
         "--policy",
         type=file_path,
@@ -40,7 +40,6 @@ def set_up(parser: Parser) -> None:
     parser.add_argument("--validation", action="store_true", help="held-out samples instead of those to train on")
     parser.add_argument("--task", metavar="NAME", help="of several tasks; by default the first")
     parser.add_options(EvalConfig, leave_out=("num_prompts", "samples", "tasks", "success", "in_flight"))
-    parser.add_settings("titan_rl.config.run:RunConfig")
     parser.set_defaults(run=run)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,23 +45,31 @@ def find_run(name: str, option: str = "--resume") -> Path:
     raise ConfigError(f"{option} {name}: there is no run: {problem}; name the folder of a run{hint}")
 
 
-def load_resumed(run: Path, overrides: Sequence[tuple[str, str]], *, is_sft: bool = False) -> RunConfig:
-    """Load the settings of a resumed run.
+def load_run(arguments: argparse.Namespace, *, is_sft: bool = False) -> tuple[RunConfig, Path | None]:
+    """Load the settings of the run that `titan-rl train` or `titan-rl sft` starts, or resumes with `--resume`.
 
-    Args:
-        run: Folder returned by `find_run`.
+    Returns:
+        Config, and the folder of the run that is resumed, or None.
 
     Raises:
-        ConfigError: A setting is wrong, an option changes a setting that must not change, or the folder contains links.
+        ConfigError: A setting is wrong, there is no such run, an option changes a setting that must not change, or the
+            folder of the run contains links.
     """
+    if (arguments.resume is None) == (not arguments.config):
+        command = "sft" if is_sft else "train"
+        raise ConfigError(f"{command} needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
     load = load_sft_config if is_sft else load_config
+    overrides: Sequence[tuple[str, str]] = arguments.overrides
+    if arguments.resume is None:
+        return load(arguments.config, overrides), None
+    run = find_run(arguments.resume)
     check_files(run)
     print_imports(run / CONFIG)
     config = load(run / CONFIG, overrides)
     allowed = [(key, value) for key, value in overrides if is_resumable(key)]
     if len(allowed) < len(overrides):
         check_options(config, load(run / CONFIG, allowed))
-    return config
+    return config, run
 
 
 def print_imports(config: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
 from titan_rl.core.console import Verbosity
-from titan_rl.core.errors import ConfigError
 from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
 from titan_rl.run.terminal.waiting import WAITING
 
@@ -22,7 +21,7 @@ def set_up(parser: Parser) -> None:
         "Fine-tune a model on demonstrations, and write it to the model.path of CONFIG.toml, from which `titan-rl "
         "train` starts. Without sft.start a tiny model is made; without sft.data the task provides the demonstrations."
     )
-    parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="*", help="the run's settings")
+    parser.add_run_config(nargs="*")
     parser.add_argument(
         "--resume", type=file_path, metavar="RUN", help="continue the run in this folder from its newest checkpoint"
     )
@@ -33,28 +32,22 @@ def set_up(parser: Parser) -> None:
         "all, and stop",
     )
     add_verbosity(parser)
-    parser.add_settings("titan_rl.config.run:RunConfig")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if (arguments.resume is None) == (not arguments.config):
-        raise ConfigError("sft needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
     verbosity = verbosity_of(arguments)
     with WAITING.shown("checking the settings") if verbosity is not Verbosity.QUIET else nullcontext():
-        from titan_rl.cli.runs import find_run, load_resumed
-        from titan_rl.config.hosts import check_own_machine
-        from titan_rl.config.load import dump_config, load_sft_config
+        from titan_rl.cli.runs import load_run
 
-        resume = None if arguments.resume is None else find_run(arguments.resume)
-        if resume is None:
-            config = load_sft_config(arguments.config, arguments.overrides)
-        else:
-            config = load_resumed(resume, arguments.overrides, is_sft=True)
+        config, resume = load_run(arguments, is_sft=True)
         # Imported after the settings have been checked, because this imports everything that the processes need.
         from titan_rl.run.sft.launch import check, run_sft
 
     if arguments.dry_run:
+        from titan_rl.config.hosts import check_own_machine
+        from titan_rl.config.load import dump_config
+
         check_own_machine(config.hosts)
         with tempfile.TemporaryDirectory() as folder:
             ready, summary = check(config, Path(folder), resume)

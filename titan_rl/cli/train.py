@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
 from titan_rl.core.console import Verbosity
-from titan_rl.core.errors import ConfigError, GenerationError, MissingExtraError
+from titan_rl.core.errors import GenerationError, MissingExtraError
 from titan_rl.run.terminal.standard_streams import StderrConsole, print_next_command, print_result, print_stderr
 from titan_rl.run.terminal.waiting import WAITING
 
@@ -25,7 +25,7 @@ def set_up(parser: Parser) -> None:
         "Train the policy that CONFIG.toml describes. Later files override earlier ones, and an option --table.setting "
         "value, or --table.setting=value, overrides all files. The value none unsets an optional setting."
     )
-    parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="*", help="the run's settings")
+    parser.add_run_config(nargs="*")
     parser.add_argument(
         "--resume",
         type=file_path,
@@ -39,13 +39,10 @@ def set_up(parser: Parser) -> None:
         "all), play a group without a model, report whether the run can start, and stop",
     )
     add_verbosity(parser)
-    parser.add_settings("titan_rl.config.run:RunConfig")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if (arguments.resume is None) == (not arguments.config):
-        raise ConfigError("train needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
     verbosity = verbosity_of(arguments)
     with WAITING.shown("checking the settings") if verbosity is not Verbosity.QUIET else nullcontext():
         config, resume = _checked(arguments)
@@ -76,17 +73,12 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     Raises:
         ConfigError: A setting is wrong, or does not suit the machine.
     """
-    from titan_rl.cli.runs import find_run, load_resumed
+    from titan_rl.cli.runs import load_run
     from titan_rl.config.concurrency import throttles
     from titan_rl.config.hosts import check_own_machine
-    from titan_rl.config.load import load_config
     from titan_rl.run.machine.requirements import check_needs, warn_of_experimental
 
-    resume = None if arguments.resume is None else find_run(arguments.resume)
-    if resume is None:
-        config = load_config(arguments.config, arguments.overrides)
-    else:
-        config = load_resumed(resume, arguments.overrides)
+    config, resume = load_run(arguments)
     for warning in throttles(config):
         print_stderr(f"titan-rl: warning: {warning}")
     check_own_machine(config.hosts)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import signal
 import socket
 
+from titan_rl.cli import EXIT_INTERRUPTED, EXIT_TERMINATED
 from titan_rl.cli.options import Parser
 from titan_rl.config.hosts import ONE_ADDRESS, WORKER_DRAIN_S, WORKER_PORT, is_broadcast, join_address, split_address
 from titan_rl.core.errors import ConfigError, MissingExtraError
@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         run_worker(address, StderrConsole(), arguments.drain_s)
     except KeyboardInterrupt:
         print_stderr("titan-rl: stopped at once, with the work of runs on this host; SIGTERM lets them move it first")
-        return 128 + signal.SIGINT
-    return 128 + signal.SIGTERM
+        return EXIT_INTERRUPTED
+    return EXIT_TERMINATED
 
 
 def _seconds(text: str) -> float:
