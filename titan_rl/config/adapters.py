@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from pydantic import Field, ValidationError
 
-from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins, explain, nearest, problems
-from titan_rl.config.tables import without_unset
+from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins, nearest, problems
+from titan_rl.config.tables import validated
 from titan_rl.config.tasks import Name
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
@@ -93,12 +93,9 @@ def _load_adapter(name: str, table: Any, complete: Sequence[str], origins: Origi
             f"{f'nearest: adapters.{near}; ' if near else ''}{known}"
         )
     fields = {"name": name, **cast("dict[str, Any]", table)}
-    try:
-        return AdapterRun.model_validate(without_unset(AdapterRun, fields))
-    except ValidationError as error:
-        extra_names = [f"training.{field}" for field in TrainingConfig.model_fields]
-        extra_names += [f"training.adapter.{field}" for field in AdapterConfig.model_fields]
-        raise ConfigError(explain(error, AdapterRun, origins, prefix, extra_names)) from None
+    extra_names = [f"training.{field}" for field in TrainingConfig.model_fields]
+    extra_names += [f"training.adapter.{field}" for field in AdapterConfig.model_fields]
+    return validated(AdapterRun, fields, origins, prefix, extra_names)
 
 
 def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,17 +95,13 @@ def find_token_texts(model: ModelConfig) -> TokenTexts | None:
         return None
 
 
-def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | None = None) -> Rollouter:
+def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer) -> Rollouter:
     """Construct the rollouter of a task, with its limits and its advantage function.
-
-    Args:
-        renderer: Renderer of messages; by default, the one that `model.renderer` names.
 
     Raises:
         DataError: The task's `rubric` does not return a rubric.
     """
     task = source.task
-    renderer = renderer or make_renderer(config.model, single_turn=is_single_turn(config))
     return Rollouter(
         lambda sample: task.make_env(sample, renderer),
         find_rubric(source),

@@ -4,16 +4,17 @@ them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tables import UNSET
 from titan_rl.config.task_tables import task_table
 from titan_rl.config.tasks import is_alone
 from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import dotted
 
 RESUMABLE = (
     "training.steps",
@@ -72,7 +73,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     }
     share = not is_alone(config.tasks)
     tasks = {source.name: task_table(source, with_share=share) for source in config.tasks}
-    return {**dict(_flat({**tables, "tasks": tasks})), "tasks": list(tasks)}
+    settings = {name: value for name, value in dotted({**tables, "tasks": tasks}) if value != {}}
+    return {**settings, "tasks": list(tasks)}
 
 
 def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: Path) -> None:
@@ -156,11 +158,3 @@ def _shown(config: RunConfig, key: str) -> str:
     """Name of a setting as the user writes it: `task.KEY` if the run has a single table [task]."""
     prefix = f"tasks.{config.tasks[0].name}."
     return f"task.{key.removeprefix(prefix)}" if is_alone(config.tasks) and key.startswith(prefix) else key
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

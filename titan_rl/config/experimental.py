@@ -12,13 +12,11 @@ EXPERIMENTAL: dict[str, tuple[str, ...]] = {
 """Experimental values of each setting. If the list is empty, every value except None is experimental."""
 
 
-def experimental_settings(config: RunConfig, transport: str) -> list[str]:
-    """List the experimental settings of a run, with their values.
+def experimental_warning(config: RunConfig, transport: str) -> str | None:
+    """Write one line that names the experimental settings of a run, with their values; None if there are none.
 
     Args:
         transport: Name of the run's transport, to which `statedict.transport` was resolved if it is "auto".
-
-    Example: `['statedict.transport = "rdma"']`
     """
     values = {
         "generation.gpu_share": config.generation.gpu_share,
@@ -27,16 +25,11 @@ def experimental_settings(config: RunConfig, transport: str) -> list[str]:
     }
     if not config.hosts.elsewhere and transport == "tcp":
         del values["statedict.transport"]  # both ends of the connection are on this machine
-    return [
+    used = [
         f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}"
         for name, value in values.items()
         if value is not None and (value in EXPERIMENTAL[name] or not EXPERIMENTAL[name])
     ]
-
-
-def experimental_warning(config: RunConfig, transport: str) -> str | None:
-    """Write one line that names the experimental settings of a run; None if there are none."""
-    used = experimental_settings(config, transport)
     if not used:
         return None
     return f"experimental, not proved on the hardware or network it is for: {', '.join(used)}"

@@ -23,7 +23,6 @@ from titan_rl.core.settings import FunctionName, Section, path_problem
 from titan_rl.generation.registry import EngineKind, find_engine
 from titan_rl.generation.router.strategies import make_strategy
 from titan_rl.generation.vllm_arguments import problem_of
-from titan_rl.training.settings import AdapterConfig
 from titan_rl.weights.transports.registry import TransportKind
 
 _NAMES_CODE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
@@ -114,11 +113,8 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
         make_strategy(routing.strategy)
     except ConfigError as error:
         raise ConfigError(f"{origins.of('routing.strategy')}: {error}") from error.__cause__
-    sleeps = isinstance(config, RunConfig) and config.scheduling.on_batch_ready == "sleep"
-    adapter, several = AdapterConfig(), False
-    if isinstance(config, RunConfig):
-        adapter, several = config.training.adapter, bool(config.adapters)
-    for key, problem in _engine_problems(generation, sleeps=sleeps, adapter=adapter, several=several):
+    of_run = _engine_problems_of_run(config) if isinstance(config, RunConfig) else ()
+    for key, problem in chain(of_run, _engine_problems(generation)):
         raise ConfigError(f"{origins.of(key)}: {problem}")
 
 
@@ -148,24 +144,28 @@ def named_modules(config: Section) -> set[str]:
     return {name.partition(":")[0] for _, name, known in _named(config) if name not in known.names}
 
 
-def _engine_problems(
-    generation: GenerationConfig, *, sleeps: bool, adapter: AdapterConfig, several: bool
-) -> Iterator[tuple[str, str]]:
-    """Iterate over the settings that the engine does not support, with the reason and the fix."""
-    engine, named = find_engine(generation.engine), f"generation.engine = {generation.engine!r}"
-    if sleeps and not engine.sleeps:
+def _engine_problems_of_run(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Iterate over the settings outside [generation] that the engine does not support, with the reason and the fix."""
+    name, rank = config.generation.engine, config.training.adapter.rank
+    engine, named = find_engine(name), f"generation.engine = {name!r}"
+    if config.scheduling.on_batch_ready == "sleep" and not engine.sleeps:
         yield (
             "scheduling.on_batch_ready",
             f'scheduling.on_batch_ready = "sleep", and {named} cannot give its memory back; set it to "abort"',
         )
-    if adapter.is_on and not engine.adapters:
+    if rank and not engine.adapters:
         yield (
             "training.adapter.rank",
-            f"training.adapter.rank = {adapter.rank}, and {named} does not apply adapters; set it to 0, or the engine "
+            f"training.adapter.rank = {rank}, and {named} does not apply adapters; set it to 0, or the engine "
             "to 'vllm'",
         )
-    if several and not engine.several_adapters:
+    if config.adapters and not engine.several_adapters:
         yield "adapters", f"[[adapters]], and {named} does not hold several adapters; set the engine to 'vllm'"
+
+
+def _engine_problems(generation: GenerationConfig) -> Iterator[tuple[str, str]]:
+    """Iterate over the settings of [generation] that the engine does not support, with the reason and the fix."""
+    engine, named = find_engine(generation.engine), f"generation.engine = {generation.engine!r}"
     size = generation.tensor_parallel_size
     if size > 1 and not engine.tensor_parallel:
         yield (

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import ValidationError
 
 from titan_rl.config.adapters import AdapterRun, load_adapters
 from titan_rl.config.concurrency import describe_concurrency
-from titan_rl.config.explain import COMMAND_LINE, Origins, explain
+from titan_rl.config.explain import COMMAND_LINE, Origins
 from titan_rl.config.functions import SearchPath, check_functions, named_modules
 from titan_rl.config.model_folder import (
     check_adapter_start,
@@ -29,7 +28,7 @@ from titan_rl.config.retired import drop_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import SFTConfig
 from titan_rl.config.serve import check_server_settings
-from titan_rl.config.tables import UNSET, give, read_tables, without_unset
+from titan_rl.config.tables import UNSET, give, read_tables, validated
 from titan_rl.config.task_tables import (
     check_task,
     dump_tasks,
@@ -106,15 +105,12 @@ def read_config(
     tasks = load_tasks(tables, origins)
     load_suites(tables, origins)
     load_adapters(tables, origins, RunConfig.model_fields)
-    return _with_folders(_validated({**tables, "tasks": tasks}, search_path, origins), origins), origins
+    return _with_folders(_checked({**tables, "tasks": tasks}, search_path, origins), origins), origins
 
 
-def _validated(tables: Mapping[str, Any], search_path: SearchPath, origins: Origins) -> RunConfig:
+def _checked(tables: Mapping[str, Any], search_path: SearchPath, origins: Origins) -> RunConfig:
     """Validate tables whose tasks, suites and adapters are loaded, and import the functions that they name."""
-    try:
-        config = RunConfig.model_validate(without_unset(RunConfig, tables))
-    except ValidationError as error:
-        raise ConfigError(explain(error, RunConfig, origins)) from None
+    config = validated(RunConfig, tables, origins)
     check_functions(config, config.generation, config.routing, origins)
     modules = [*(type_of(source.task).partition(":")[0] for source in config.sources), *named_modules(config)]
     return with_value(config, "pythonpath", search_path.needed_for(modules))
@@ -322,7 +318,7 @@ def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, obj
     if isinstance(tables["adapters"], dict):
         load_adapters(tables, origins, RunConfig.model_fields)
     tables["tasks"] = with_settings(config.tasks if task is None else _sources(task), of_tasks, origins)
-    return _validated(tables, SearchPath(tables["pythonpath"], origins), origins)
+    return _checked(tables, SearchPath(tables["pythonpath"], origins), origins)
 
 
 def _given_settings(value: Any) -> Any:

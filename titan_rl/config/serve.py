@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Annotated
 
 import tomli_w
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from titan_rl.config.explain import COMMAND_LINE, Origins, explain
+from titan_rl.config.explain import COMMAND_LINE, Origins
 from titan_rl.config.functions import SearchPath, check_functions, named_modules
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.model_folder import check_model_folder, find_model_folder
 from titan_rl.config.retired import drop_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
-from titan_rl.config.tables import override, read_tables, without_unset
+from titan_rl.config.tables import override, read_tables, validated
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FilePath, PathText, Section, with_value
 from titan_rl.training.settings import ModelConfig
@@ -101,10 +101,7 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
         if origins.of("model.path") == COMMAND_LINE:
             raise ConfigError(f"command line: --model.path: what is served is {policy}; give one of the two")
         override(tables, [("model.path", str(policy))], origins)
-    try:
-        config = ServeConfig.model_validate(without_unset(ServeConfig, tables))
-    except ValidationError as error:
-        raise ConfigError(explain(error, ServeConfig, origins)) from None
+    config = validated(ServeConfig, tables, origins)
     for problem in config.hosts.of_generators_alone.too_few():
         raise ConfigError(problem)
     search_path = SearchPath(config.pythonpath, origins)
@@ -130,9 +127,9 @@ def check_server_settings(given: Mapping[str, str], name: str, origins: Origins)
     tables, of_server = read_tables((), ())
     override(tables, [("model.path", "unknown"), *given.items()], of_server)
     try:
-        ServeConfig.model_validate(without_unset(ServeConfig, tables))
-    except ValidationError as error:
-        lines = explain(error, ServeConfig, of_server).replace(f"{COMMAND_LINE}: ", "")
+        validated(ServeConfig, tables, of_server)
+    except ConfigError as error:
+        lines = str(error).replace(f"{COMMAND_LINE}: ", "")
         raise ConfigError("\n".join(f"{origins.of(name)}: {name}: {line}" for line in lines.splitlines())) from None
 
 

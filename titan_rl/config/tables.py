@@ -6,9 +6,11 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins
+from pydantic import ValidationError
+
+from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins, explain
 from titan_rl.config.tasks import tables_by_name
 from titan_rl.core.calls.parsing import parse_toml
 from titan_rl.core.errors import ConfigError
@@ -114,6 +116,27 @@ def parse_value(text: str) -> Any:
         return text
     # A line break in `text` could add further keys; then the text is not a single value.
     return parsed["value"] if len(parsed) == 1 else text
+
+
+S = TypeVar("S", bound=Section)
+
+
+def validated(
+    section: type[S], table: Mapping[str, Any], origins: Origins, prefix: str = "", extra_names: Sequence[str] = ()
+) -> S:
+    """Validate the table of a section.
+
+    Args:
+        prefix: Dotted name of the table; empty for the whole file.
+        extra_names: Further names that are valid in this table, for advice.
+
+    Raises:
+        ConfigError: A setting is wrong; see `explain`.
+    """
+    try:
+        return section.model_validate(without_unset(section, table))
+    except ValidationError as error:
+        raise ConfigError(explain(error, section, origins, prefix, extra_names)) from None
 
 
 UNSET = "none"

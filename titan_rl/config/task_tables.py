@@ -7,13 +7,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from pydantic import ValidationError
 from typing_extensions import get_protocol_members
 
 from titan_rl.config.explain import COMMAND_LINE, Origins, explain, nearest
-from titan_rl.config.tables import give, without_unset
+from titan_rl.config.tables import give, validated, without_unset
 from titan_rl.config.tasks import SOURCE_FIELDS, SUITE_FIELDS, TaskSource, ValidationSuite, is_alone
 from titan_rl.core.calls.imports import find_attribute, import_module
 from titan_rl.core.calls.threads import call_within
@@ -122,9 +122,6 @@ def task_table(source: TaskSource, *, exclude_none: bool = False, with_share: bo
     return {"type": type_of(source.task), **fields, **(table if with_share else {})}
 
 
-S = TypeVar("S", bound=Section)
-
-
 def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ...]:
     """Build the tasks of `[task]` or of `[[tasks]]`, and remove these tables from `tables`.
 
@@ -228,8 +225,8 @@ def _load_suite(name: str, table: Any, origins: Origins) -> ValidationSuite:
         extra_names = ("sampling", "rollout")
         of_task = {key: fields.pop(key) for key in extra_names if key in fields}
         task = load_task(fields, origins, prefix, extra_names=(*SUITE_FIELDS, *extra_names))
-        fields = {"task": _made(TaskSource, {"task": task, "name": own["name"], **of_task}, origins, prefix)}
-    return _made(ValidationSuite, {**own, **fields}, origins, prefix)
+        fields = {"task": validated(TaskSource, {"task": task, "name": own["name"], **of_task}, origins, prefix)}
+    return validated(ValidationSuite, {**own, **fields}, origins, prefix)
 
 
 def _load_source(name: str, table: Any, origins: Origins) -> TaskSource:
@@ -239,14 +236,7 @@ def _load_source(name: str, table: Any, origins: Origins) -> TaskSource:
     if "curriculum" in own:
         own["curriculum"] = _load(CURRICULUM, own["curriculum"], origins, f"{prefix}.curriculum")
     task = load_task(fields, origins, prefix, extra_names=SOURCE_FIELDS)
-    return _made(TaskSource, {"task": task, **own}, origins, prefix)
-
-
-def _made(section: type[S], fields: dict[str, Any], origins: Origins, prefix: str) -> S:
-    try:
-        return section.model_validate(without_unset(section, fields))
-    except ValidationError as error:
-        raise ConfigError(explain(error, section, origins, prefix)) from None
+    return validated(TaskSource, {"task": task, **own}, origins, prefix)
 
 
 def load_task(table: Any, origins: Origins, prefix: str = "task", extra_names: Sequence[str] = ()) -> Task:
