@@ -25,10 +25,9 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from titan_rl.core.errors import ConfigError
-from titan_rl.core.settings import FunctionName, PathText, Section, TakesEffect, matching
+from titan_rl.core.settings import FunctionName, PathText, Section, TakesEffect, matching, refusal
 
 WORKER_DRAIN_S = 120
 """Default of a worker's --drain-s, in seconds."""
@@ -99,22 +98,22 @@ def _split_option(option: str) -> tuple[str, str]:
 def _host(text: str) -> str:
     host, equals, address = text.partition("=")
     if not host or host.startswith("-") or host.split() != [host]:
-        raise PydanticCustomError("host", "must be a host's name as ssh takes it, without spaces and options")
+        raise refusal("must be a host's name as ssh takes it, without spaces and options")
     if not equals:
         return host
     try:
         return f"{host}={ipaddress.ip_address(address)}"
     except ValueError:
-        raise PydanticCustomError("ip", "must have an IP address after =") from None
+        raise refusal("must have an IP address after =") from None
 
 
 def _words(text: str) -> str:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise PydanticCustomError("words", "must be words as in a shell: {problem}", {"problem": str(error)}) from None
+        raise refusal(f"must be words as in a shell: {error}") from None
     if not words:
-        raise PydanticCustomError("words", "must name a command")
+        raise refusal("must name a command")
     return text
 
 
@@ -365,13 +364,12 @@ def _address(text: str) -> str:
     try:
         return join_address(*split_address(text))
     except ValueError as error:
-        message = str(error).removeprefix(f"{text!r} ")
-        raise PydanticCustomError("address", "{said}", {"said": message}) from None
+        raise refusal(str(error).removeprefix(f"{text!r} ")) from None
 
 
 def _one_interface(host: str) -> str:
     if problem := not_one_machine(host):
-        raise PydanticCustomError("address", "{said}", {"said": problem})
+        raise refusal(problem)
     return host
 
 

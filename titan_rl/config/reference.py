@@ -7,11 +7,10 @@ settings` and the options of commands.
 from __future__ import annotations
 
 import inspect
-import types
-import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -78,7 +77,7 @@ def _tables(section: type[Section], name: str, title: str, prefix: str) -> Itera
     below: list[tuple[type[Section], str, str, str]] = []
     entries: list[SettingEntry] = []
     for field_name, field in section.model_fields.items():
-        key, kind = f"{prefix}{field_name}", typing.cast(Any, field.annotation)
+        key, kind = f"{prefix}{field_name}", cast(Any, field.annotation)
         if isinstance(kind, type) and issubclass(kind, Section):
             below.append((kind, key, f"[{key}]", f"{key}."))
         elif get_origin(kind) is tuple and (inner := get_args(kind)[0]) in LISTS:
@@ -109,13 +108,13 @@ def setting_entry(key: str, field: FieldInfo, function: FunctionName | None = No
         default = ""
     else:
         default = _toml(field.default)
-    about = field.description or ""
+    about = _one_line(field.description or "")
     if function:
-        about += f" One of {', '.join(f'`{one}`' for one in function.names)}, or your own as `module:function`."
-    annotation = typing.cast(Any, field.annotation)
-    kind = "name" if function is not None else _kind(annotation)
-    choices = function.names if function else get_args(annotation) if get_origin(annotation) is Literal else ()
-    return SettingEntry(key, kind, default, _one_line(about), choices)
+        choices = ", ".join(f"`{one}`" for one in function.names)
+        about = f"{about} One of {choices}, or your own as `module:function`.".strip()
+        return SettingEntry(key, "name", default, about, function.names)
+    kind = cast(Any, field.annotation)
+    return SettingEntry(key, _kind(kind), default, about, get_args(kind) if get_origin(kind) is Literal else ())
 
 
 def _kind(kind: Any) -> str:
@@ -123,19 +122,16 @@ def _kind(kind: Any) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return ", ".join(map(_toml, arguments))
-    if origin is typing.Annotated:
+    if origin is Annotated:
         return _kind(arguments[0])
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_kind(one) for one in arguments if one is not type(None)))
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_kind(one) for one in arguments if one is not NoneType))
     if origin in (tuple, list):
         return f"list of {_kind(arguments[0])}"
-    if origin is not None and issubclass(origin, typing.Mapping):
+    if issubclass(origin or kind, Mapping | Section):
         return "table"
-    if isinstance(kind, type) and issubclass(kind, Section):
-        return "table"
-    names: dict[object, str] = {str: "text", bool: "true, false", int: "integer", float: "number"}
-    plain = cast(object, kind)
-    return names.get(plain, "") or getattr(plain, "__name__", str(plain))
+    names: dict[type, str] = {str: "text", bool: "true, false", int: "integer", float: "number"}
+    return names.get(kind, kind.__name__)
 
 
 def _toml(value: Any) -> str:
@@ -143,11 +139,11 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return f'"{value}"'
-    if isinstance(value, typing.Mapping):
-        entries = typing.cast("typing.Mapping[str, Any]", value).items()
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[str, Any]", value).items()
         return f"{{{', '.join(f'{name} = {_toml(each)}' for name, each in entries)}}}"
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_toml, typing.cast('typing.Sequence[Any]', value)))}]"
+        return f"[{', '.join(map(_toml, cast('Sequence[Any]', value)))}]"
     return str(value)
 
 

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import tomli_w
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
-from pydantic_core import PydanticCustomError
 
 from titan_rl.config.explain import COMMAND_LINE, Origins
 from titan_rl.config.functions import SearchPath, check_functions, named_modules
@@ -20,7 +19,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
 from titan_rl.config.tables import override, read_tables, validated
 from titan_rl.core.errors import ConfigError
-from titan_rl.core.settings import FilePath, PathText, Section, with_value
+from titan_rl.core.settings import FilePath, PathText, Section, refusal, with_value
 from titan_rl.training.settings import ModelConfig
 
 
@@ -28,8 +27,8 @@ def _are_folder_names(adapters: dict[str, str]) -> dict[str, str]:
     """Check the names of adapters, which are also names of folders with their weights."""
     for name in adapters:
         if not re.fullmatch(r"(?!\.)[\w.:@+=-]{1,100}", name):
-            message = "has the name {name}; use letters, digits and -_.:@+=, 1 to 100, and no dot at the beginning"
-            raise PydanticCustomError("adapter_name", message, {"name": repr(name)})
+            allowed = "letters, digits and -_.:@+=, 1 to 100, and no dot at the beginning"
+            raise refusal(f"has the name {name!r}; use {allowed}")
     return adapters
 
 

@@ -51,6 +51,15 @@ def with_value(section: S, setting: str, value: Any) -> S:
     return section.model_copy(update={name: with_value(getattr(section, name), below, value) if below else value})
 
 
+def refusal(message: str) -> PydanticCustomError:
+    """Make the error of a validator of one setting.
+
+    Args:
+        message: Text after the setting and its value: "must be ...".
+    """
+    return PydanticCustomError("setting", "{message}", {"message": message})
+
+
 def matching(pattern: str, message: str) -> AfterValidator:
     """Annotation of text that has to match a regular expression as a whole.
 
@@ -61,7 +70,7 @@ def matching(pattern: str, message: str) -> AfterValidator:
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
-            raise PydanticCustomError("pattern", "{message}", {"message": message})
+            raise refusal(message)
         return text
 
     return AfterValidator(check)
@@ -78,7 +87,7 @@ def one_of(message: str) -> WrapValidator:
         try:
             return inner(value)
         except ValidationError as error:
-            raise PydanticCustomError("one_of", "{message}", {"message": message}) from error
+            raise refusal(message) from error
 
     return WrapValidator(check)
 
@@ -109,8 +118,8 @@ class FunctionName:
 
     def _check(self, value: str) -> str:
         if value not in self.names and not all(value.partition(":")):
-            about = {"names": f"one of {', '.join(self.names)}, or your own as " if self.names else ""}
-            raise PydanticCustomError("function", 'must be {names}"module:function"', about)
+            known = f"one of {', '.join(self.names)}, or your own as " if self.names else ""
+            raise refusal(f'must be {known}"module:function"')
         return value
 
 
@@ -181,7 +190,7 @@ def path_problem(path: str) -> str | None:
 
 def _possible(path: str) -> str:
     if "://" not in path and (problem := path_problem(path)) is not None:
-        raise PydanticCustomError("path", "{problem}", {"problem": problem})
+        raise refusal(problem)
     return path
 
 

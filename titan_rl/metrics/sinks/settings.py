@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeInt
-from pydantic_core import PydanticCustomError
 
-from titan_rl.core.settings import FunctionName, Section, TakesEffect
+from titan_rl.core.settings import FunctionName, Section, TakesEffect, refusal
 
 NAMES = ("wandb", "tensorboard", "trackio", "prometheus")
 """Names of the library's sinks; see `titan_rl.metrics.sinks.registry`."""
@@ -19,8 +18,7 @@ def _options(names: Sequence[str]) -> AfterValidator:
 
     def check(options: Mapping[str, Any]) -> Mapping[str, Any]:
         if unknown := next((name for name in options if name not in names), None):
-            about = {"name": unknown, "names": ", ".join(names)}
-            raise PydanticCustomError("options", "has {name}, which is no option; there are {names}", about)
+            raise refusal(f"has {unknown}, which is no option; there are {', '.join(names)}")
         return options
 
     return AfterValidator(check)
@@ -29,7 +27,7 @@ def _options(names: Sequence[str]) -> AfterValidator:
 def _endpoint(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 2**16:
-        raise PydanticCustomError("endpoint", 'must be HOST:PORT, such as "127.0.0.1:9464"')
+        raise refusal('must be HOST:PORT, such as "127.0.0.1:9464"')
     return text
 
 
