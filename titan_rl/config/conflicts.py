@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 from titan_rl.config.sections import RunTables, ValidationConfig
@@ -353,7 +354,7 @@ def of_several_adapters(run: RunTables) -> Iterator[str]:
         yield "[[adapters]] with hosts.addresses or hosts.provider: they run on one machine; leave these out"
 
 
-S = TypeVar("S", bound=Section)
+R = TypeVar("R", bound=RunTables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,27 +384,22 @@ def settings_in(section: Section, prefix: str = "", conditions: tuple[TakesEffec
             yield Setting(f"{prefix}{name}", value, default, own)
 
 
-def without_effect(root: Section) -> Iterator[tuple[Setting, TakesEffect]]:
+def without_effect(run: RunTables) -> Iterator[tuple[Setting, TakesEffect]]:
     """Iterate over the settings that have no effect although they differ from their defaults, each with the first
-    condition that does not hold.
-
-    Args:
-        root: Settings of a run. A condition on a setting that they lack is assumed to hold.
-    """
-    for setting in settings_in(root):
+    condition that does not hold."""
+    for setting in settings_in(run):
         if setting.value == setting.default:
             continue
         for condition in setting.conditions:
-            other = _value_of(root, condition.setting)
-            if other is not _MISSING and not condition.holds(setting.value, other):
+            if not condition.holds(setting.value, attrgetter(condition.setting)(run)):
                 yield setting, condition
                 break
 
 
-def of_effects(root: Section) -> Iterator[str]:
+def of_effects(run: RunTables) -> Iterator[str]:
     """Iterate over messages about given settings without effect, which say how the setting would take effect."""
-    for setting, condition in without_effect(root):
-        other = _value_of(root, condition.setting)
+    for setting, condition in without_effect(run):
+        other = attrgetter(condition.setting)(run)
         given, leave = f"{setting.name} = {_as_toml(setting.value)}", f"leave {setting.name} out"
         if setting.default is not None and setting.default != ():
             leave += f", as {_as_toml(setting.default)}"
@@ -419,23 +415,11 @@ def of_effects(root: Section) -> Iterator[str]:
         yield f"{given} has no effect {because}; {fix} for it to take effect, or {leave}"
 
 
-def reset_without_effect(config: S) -> S:
+def reset_without_effect(config: R) -> R:
     """Copy settings, with those without effect reset to their defaults."""
     for setting, _ in without_effect(config):
         config = with_value(config, setting.name, setting.default)
     return config
-
-
-_MISSING = object()
-
-
-def _value_of(root: Section, name: str) -> Any:
-    found: Any = root
-    for part in name.split("."):
-        if not hasattr(found, part):
-            return _MISSING
-        found = getattr(found, part)
-    return found
 
 
 def _as_toml(value: Any) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any
+
+from titan_rl.core.files import as_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ RETIRED: Mapping[str, Retired] = {
     "training.clip_low": Retired(0.2, "set training.clip = [LOW, HIGH]"),
     "training.eps": Retired(1e-8, "leave it out, or set training.optimizer to a function of yours, which chooses it"),
 }
-"""Retired settings by dotted name; `*` stands for the name of a task."""
+"""Retired settings by dotted name."""
 
 FORMER_DEFAULTS: Mapping[str, Any] = {
     "logging.prometheus": {"host": "127.0.0.1", "port": 9464},
@@ -73,7 +74,7 @@ FORMER_DEFAULTS: Mapping[str, Any] = {
 
 def advice(key: str) -> str | None:
     """Return the replacement of a retired setting, or None for any other key."""
-    return next((retired.advice for name, retired in RETIRED.items() if fnmatchcase(key, name)), None)
+    return RETIRED[key].advice if key in RETIRED else None
 
 
 def drop_unchanged(tables: dict[str, Any]) -> None:
@@ -81,14 +82,8 @@ def drop_unchanged(tables: dict[str, Any]) -> None:
     defaults = {name: retired.default for name, retired in RETIRED.items()}
     for name, default in {**defaults, **FORMER_DEFAULTS}.items():
         *path, key = name.split(".")
-        for table in _tables_at(tables, path):
-            if key in table and table[key] == default:
-                del table[key]
-
-
-def _tables_at(table: dict[str, Any], path: list[str]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [table]
-    for name in path:
-        below = [child for one in found for key, child in one.items() if name in ("*", key)]
-        found = [cast("dict[str, Any]", child) for child in below if isinstance(child, dict)]
-    return found
+        table = tables
+        for part in path:
+            table = as_table(table.get(part))
+        if key in table and table[key] == default:
+            del table[key]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import tomllib
+from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -61,7 +62,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise tomllib.TOMLDecodeError("nested too deeply") from None
     except ValueError:  # Python's limit
         raise tomllib.TOMLDecodeError("a number has more than 4,300 digits") from None
-    if _depth(table) > MAX_LEVELS:  # settings are read recursively
+    if _is_deeper(table, MAX_LEVELS):  # settings are read recursively
         raise tomllib.TOMLDecodeError(f"nested more than {MAX_LEVELS} levels deep")
     return table
 
@@ -70,22 +71,14 @@ MAX_LEVELS = 100
 """Deepest nesting of tables and lists in TOML."""
 
 
-def _depth(value: object) -> int:
-    level, depth = [value], 0
-    while level:
-        level = [
-            inner
-            for outer in level
-            for inner in (
-                cast("dict[str, object]", outer).values()
-                if isinstance(outer, dict)
-                else cast("list[object]", outer)
-                if isinstance(outer, list)
-                else ()
-            )
-        ]
-        depth += 1
-    return depth
+def _is_deeper(value: object, levels: int) -> bool:
+    """Whether the nesting of tables and lists, including the values in them, has more than `levels` levels."""
+    inner: Iterable[object] = ()
+    if isinstance(value, dict):
+        inner = cast("dict[str, object]", value).values()
+    elif isinstance(value, list):
+        inner = cast("list[object]", value)
+    return levels == 0 or any(_is_deeper(each, levels - 1) for each in inner)
 
 
 def names_this_machine(host: str | None) -> bool:

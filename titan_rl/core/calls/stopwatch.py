@@ -49,8 +49,7 @@ class Stopwatch:
         self._since: float | None = None  # last start of counting; None while nothing is counted
         self._waiting_since: float | None = None
         self._starts = 0
-        self._num_pauses = 0
-        self._num_waits = 0  # pauses in which the request is known to wait
+        self._pauses: set[StopwatchPause] = set()
         self._timer: asyncio.TimerHandle | None = None  # after pauses it fires too early, and is set again
         self._at_limit: list[Callable[[], object]] = []
         self._enders: list[Callable[[], object]] = []
@@ -101,7 +100,16 @@ class Stopwatch:
         Args:
             waits: Whether the request is known to wait.
         """
-        return StopwatchPause(self, waits)
+        pause = StopwatchPause(self, waits)
+        self._pauses.add(pause)
+        self._count()
+        return pause
+
+    def end_pause(self, pause: StopwatchPause) -> None:
+        """End a pause, unless it has ended."""
+        if pause in self._pauses:
+            self._pauses.remove(pause)
+            self._count()
 
     def correct(self, seconds: float) -> None:
         """Add seconds, or give them back if negative."""
@@ -120,17 +128,6 @@ class Stopwatch:
         self._has_ended_requests = self._has_ended_requests or bool(enders)
         return self._has_ended_requests
 
-    def change(self, by: int, *, waits: bool) -> None:
-        """Add `by` to the number of pauses.
-
-        Args:
-            by: 1 for a new pause, -1 for an ended one.
-            waits: Whether the request is known to wait in it.
-        """
-        self._num_pauses += by
-        self._num_waits += by * waits
-        self._count()
-
     @contextmanager
     def ending_with(self, end: Callable[[], object]) -> Generator[None]:
         self._enders.append(end)
@@ -146,29 +143,29 @@ class Stopwatch:
         if self._since is not None:
             self._used_s += now - self._since
         self._used_s += more_s
-        self._since = now if self._starts and not self._num_pauses else None
+        self._since = now if self._starts and not self._pauses else None
         if self._waiting_since is not None:
             self.waited_s += now - self._waiting_since
-        self._waiting_since = now if self._num_waits else None
+        self._waiting_since = now if any(pause.waits for pause in self._pauses) else None
         if self._since is not None and self._at_limit and not self.is_over:
-            self._look_by(now + self.limit_s - self._used_s)
+            self._check_limit_at(now + self.limit_s - self._used_s)
         elif self._timer is not None and not (self._starts and self._at_limit):
             self._timer.cancel()
             self._timer = None
 
-    def _look_by(self, when: float) -> None:
+    def _check_limit_at(self, when: float) -> None:
         if self._timer is not None:
             if self._timer.when() <= when:
                 return
             self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._look)
+        self._timer = self._loop.call_at(when, self._check_limit)
 
-    def _look(self) -> None:
+    def _check_limit(self) -> None:
         self._timer = None
         if self._since is None or not self._at_limit:
             return
         if not self.is_over:
-            self._look_by(self._loop.time() + self.left_s)
+            self._check_limit_at(self._loop.time() + self.left_s)
             return
         due, self._at_limit = self._at_limit, []
         for at_limit in due:
@@ -176,7 +173,7 @@ class Stopwatch:
 
 
 class StopwatchPause:
-    """Pause of a stopwatch, from construction until `end` or the end of its block.
+    """Pause of a stopwatch, until `end` or the end of its block; see `Stopwatch.pause`.
 
     Args:
         waits: Whether the request is known to wait.
@@ -185,14 +182,10 @@ class StopwatchPause:
     def __init__(self, watch: Stopwatch, waits: bool) -> None:
         self.waits = waits
         self._watch = watch
-        self._ended = False
-        watch.change(1, waits=waits)
 
     def end(self) -> None:
         """End the pause. Further calls do nothing."""
-        if not self._ended:
-            self._ended = True
-            self._watch.change(-1, waits=self.waits)
+        self._watch.end_pause(self)
 
     def __enter__(self) -> StopwatchPause:
         return self
@@ -253,14 +246,14 @@ def moving_with_tokens(is_streamed: bool = True) -> Generator[Callable[[bool], N
         yield lambda has_tokens: None
         return
     with watch.pause(waits=False) as first:
-        signs = RequestSigns(watch, first)
+        request = StreamedRequest(watch, first)
         try:
-            yield signs.came
+            yield request.on_message
         finally:
-            signs.end()
+            request.end()
 
 
-class RequestSigns:
+class StreamedRequest:
     """Starts and pauses a stopwatch by the messages of one streamed request.
 
     Args:
@@ -277,7 +270,7 @@ class RequestSigns:
         self._timer: asyncio.TimerHandle | None = None  # checks whether a message has come
         self._ended = False
 
-    def came(self, has_tokens: bool) -> None:
+    def on_message(self, has_tokens: bool) -> None:
         if self._ended or not (has_tokens or self._silent_at is not None):
             return
         now = self._loop.time()
@@ -289,7 +282,7 @@ class RequestSigns:
         self._break_silence()
         self._silent_at = now + SILENCE_S
         if self._timer is None:
-            self._timer = self._loop.call_at(self._silent_at, self._look)
+            self._timer = self._loop.call_at(self._silent_at, self._check_silence)
 
     def end(self) -> None:
         if not self._ended:
@@ -299,13 +292,13 @@ class RequestSigns:
                 self._timer.cancel()
             self._ended = True
 
-    def _look(self) -> None:
+    def _check_silence(self) -> None:
         self._timer = None
         now = self._loop.time()
         if self._silence is not None or self._silent_at is None:
             return
         if now < self._silent_at - ROUNDING_S:
-            self._timer = self._loop.call_at(self._silent_at, self._look)
+            self._timer = self._loop.call_at(self._silent_at, self._check_silence)
             return
         self._forgive_what_is_late(now)
         self._fall_silent()
