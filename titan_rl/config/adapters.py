@@ -8,7 +8,7 @@ from typing import Any, cast
 from pydantic import Field, ValidationError
 
 from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins, nearest, problems
-from titan_rl.config.tables import validated
+from titan_rl.config.tables import fields_of, validated
 from titan_rl.config.tasks import Name
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
@@ -65,25 +65,20 @@ def load_adapters(tables: dict[str, Any], origins: Origins, common: Container[st
         raise ConfigError(f"{origins.of('adapters')}: adapters = {adapters!r} must be tables, each under [[adapters]]")
     by_name = cast("dict[str, Any]", adapters)
     complete = [name for name, table in by_name.items() if isinstance(table, dict) and "tasks" in table]
-    for name, table in by_name.items():
-        if isinstance(table, dict):
-            _check_own(f"adapters.{name}", cast("dict[str, Any]", table), origins, common)
-    tables["adapters"] = [_load_adapter(name, table, complete, origins) for name, table in by_name.items()]
+    tables["adapters"] = [_load_adapter(name, table, complete, common, origins) for name, table in by_name.items()]
 
 
-def _check_own(prefix: str, table: Mapping[str, Any], origins: Origins, common: Container[str]) -> None:
-    for key in table:
-        if key in common and key not in AdapterRun.model_fields:
-            raise ConfigError(
-                f"{origins.of(f'{prefix}.{key}')}: {prefix}.{key}: only settings of [training] may differ between "
-                f"adapters; set {key} for the whole run"
-            )
-
-
-def _load_adapter(name: str, table: Any, complete: Sequence[str], origins: Origins) -> AdapterRun:
+def _load_adapter(
+    name: str, table: Any, complete: Sequence[str], common: Container[str], origins: Origins
+) -> AdapterRun:
     prefix = f"adapters.{name}"
-    if not isinstance(table, dict):
-        raise ConfigError(f"{origins.of(prefix)}: {prefix} = {table!r} must be a table")
+    fields = {"name": name, **fields_of(table, prefix, origins)}
+    if misplaced := next((key for key in fields if key in common and key not in AdapterRun.model_fields), None):
+        key = f"{prefix}.{misplaced}"
+        raise ConfigError(
+            f"{origins.of(key)}: {key}: only settings of [training] may differ between adapters; set {misplaced} for "
+            "the whole run"
+        )
     source, given = origins.of(prefix), origins.below(prefix)
     if name not in complete and given and all(origins.of(key) in (COMMAND_LINE, ARGUMENTS) for key in given):
         near = nearest(name, complete)
@@ -92,7 +87,6 @@ def _load_adapter(name: str, table: Any, complete: Sequence[str], origins: Origi
             f"{source}: {', '.join(given)}: there is no adapter {name!r}; "
             f"{f'nearest: adapters.{near}; ' if near else ''}{known}"
         )
-    fields = {"name": name, **cast("dict[str, Any]", table)}
     extra_names = [f"training.{field}" for field in TrainingConfig.model_fields]
     extra_names += [f"training.adapter.{field}" for field in AdapterConfig.model_fields]
     return validated(AdapterRun, fields, origins, prefix, extra_names)

@@ -118,6 +118,17 @@ def parse_value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
+def fields_of(table: Any, name: str, origins: Origins) -> dict[str, Any]:
+    """Copy the table with this dotted name.
+
+    Raises:
+        ConfigError: It is another value.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError(f"{origins.of(name)}: {name} = {table!r} must be a table")
+    return dict(cast("dict[str, Any]", table))
+
+
 S = TypeVar("S", bound=Section)
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from typing_extensions import get_protocol_members
 
 from titan_rl.config.explain import COMMAND_LINE, Origins, explain, nearest
-from titan_rl.config.tables import give, validated, without_unset
+from titan_rl.config.tables import fields_of, give, validated, without_unset
 from titan_rl.config.tasks import SOURCE_FIELDS, SUITE_FIELDS, TaskSource, ValidationSuite, is_alone
 from titan_rl.core.calls.imports import find_attribute, import_module
 from titan_rl.core.calls.threads import call_within
@@ -144,7 +144,7 @@ def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ..
     if one is not None and several is not None:
         if origins.of("tasks") == COMMAND_LINE and isinstance(several, dict):
             of_tasks = cast("dict[str, Any]", several).items()
-            options = [f"--tasks.{name}.{key}" for name, table in of_tasks for key in _fields(table, origins, name)]
+            options = [f"--tasks.{name}.{key}" for name, table in of_tasks for key in fields_of(table, name, origins)]
             raise ConfigError(
                 f"command line: {', '.join(options) or '--tasks'}: there is one [task], whose settings are options "
                 "--task.NAME; a weight or other overrides require a table [[tasks]] in the file"
@@ -219,7 +219,7 @@ def load_suites(tables: dict[str, Any], origins: Origins) -> None:
 
 def _load_suite(name: str, table: Any, origins: Origins) -> ValidationSuite:
     prefix = f"validation.suites.{name}"
-    fields = _fields(table, origins, prefix)
+    fields = fields_of(table, prefix, origins)
     own = {"name": name} | {key: fields.pop(key) for key in SUITE_FIELDS if key in fields}
     if "type" in fields:
         extra_names = ("sampling", "rollout")
@@ -231,7 +231,7 @@ def _load_suite(name: str, table: Any, origins: Origins) -> ValidationSuite:
 
 def _load_source(name: str, table: Any, origins: Origins) -> TaskSource:
     prefix = f"tasks.{name}"
-    fields = _fields(table, origins, prefix)
+    fields = fields_of(table, prefix, origins)
     own = {"name": name} | {key: fields.pop(key) for key in SOURCE_FIELDS if key in fields}
     if "curriculum" in own:
         own["curriculum"] = _load(CURRICULUM, own["curriculum"], origins, f"{prefix}.curriculum")
@@ -253,7 +253,7 @@ def load_task(table: Any, origins: Origins, prefix: str = "task", extra_names: S
 
 
 def _load(kind: ClassKind, table: Any, origins: Origins, prefix: str, extra_names: Sequence[str] = ()) -> Section:
-    fields = _fields(table, origins, prefix)
+    fields = fields_of(table, prefix, origins)
     name = fields.pop("type", None)
     try:
         found = find_class(kind, name)
@@ -272,12 +272,6 @@ def _load(kind: ClassKind, table: Any, origins: Origins, prefix: str, extra_name
         return found.model_validate_json(given, context={"folders": folders})
     except ValidationError as error:
         raise ConfigError(explain(error, found, origins, prefix, extra_names)) from None
-
-
-def _fields(table: Any, origins: Origins, prefix: str) -> dict[str, Any]:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{origins.of(prefix)}: {prefix} = {table!r} must be a table")
-    return dict(cast("dict[str, Any]", table))
 
 
 CHECK_LIMIT_S = 60.0
