@@ -17,7 +17,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
 from titan_rl.config.tables import read_tables
 from titan_rl.config.tasks import TaskSource
-from titan_rl.core.calls.imports import find_function, find_named, search_in
+from titan_rl.core.calls.imports import find_function, search_in
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FunctionName, Section, path_problem
 from titan_rl.generation.registry import EngineKind, find_engine
@@ -104,7 +104,7 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
     for key, name, known in _named(config):
         try:
             names: dict[str, Any] = dict.fromkeys(known.names)
-            found = find_named(key, name, names, known.kind) if known.kind else find_function(key, name, names)
+            found = find_function(key, name, names, known.kind)
             if name not in known.names and (problem := _problem(found, known)) is not None:
                 raise ConfigError(f"{key} = {name!r} {problem}")
         except ConfigError as error:

@@ -53,30 +53,23 @@ def find_attribute(module: ModuleType, name: str) -> Any:
         raise ConfigError(f"{module.__name__}.{name} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def find_function(setting: str, name: str, known: Mapping[str, T]) -> T:
+def find_function(setting: str, name: str, known: Mapping[str, T], kind: type[T] | None = None) -> T:
     """The function of `known` with this name, or the one that "module:function" names.
 
     Args:
         setting: Name of the setting, for the error.
+        kind: Class of the object to find, if it is not a function.
 
     Raises:
         ConfigError: there is no such function.
     """
-    return _find(setting, name, known, "function", callable)
-
-
-def find_named(setting: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
-    """The object of `known` with this name, or the one of a class that "module:name" names; see `find_function`.
-
-    Raises:
-        ConfigError: there is no such object.
-    """
-    return _find(setting, name, known, kind.__name__, lambda value: isinstance(value, kind))
-
-
-def _find(setting: str, name: str, known: Mapping[str, T], noun: str, fits: Callable[[Any], bool]) -> T:
     if name in known:
         return known[name]
+    noun = "function" if kind is None else kind.__name__
+
+    def fits(value: object) -> bool:
+        return callable(value) if kind is None else isinstance(value, kind)
+
     module_name, _, attribute = name.partition(":")
     if not attribute:
         raise ConfigError(f'{setting} = {name!r} is none of {", ".join(known)}, nor "module:{noun.lower()}"')

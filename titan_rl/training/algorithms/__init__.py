@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titan_rl.core.calls.imports import find_named
+from titan_rl.core.calls.imports import find_function
 from titan_rl.training.algorithms.algorithm import Algorithm, Term
 from titan_rl.training.algorithms.cispo import CISPO
 from titan_rl.training.algorithms.distillation import DISTILLATION
@@ -38,4 +38,4 @@ def find_algorithm(name: str) -> Algorithm:
     Raises:
         ConfigError: No algorithm has that name.
     """
-    return find_named("training.algorithm", name, BY_NAME, Algorithm)
+    return find_function("training.algorithm", name, BY_NAME, Algorithm)
