@@ -9,7 +9,7 @@ import socket
 
 from titan_rl.cli import EXIT_INTERRUPTED, EXIT_TERMINATED
 from titan_rl.cli.options import Parser
-from titan_rl.config.hosts import ONE_ADDRESS, WORKER_DRAIN_S, WORKER_PORT, is_broadcast, join_address, split_address
+from titan_rl.config.hosts import ONE_ADDRESS, WORKER_DRAIN_S, WORKER_PORT, join_address, split_address
 from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.run.terminal.standard_streams import StderrConsole, print_stderr
 
@@ -77,6 +77,20 @@ def _free(listen: str) -> str:
     except OSError as error:
         problem = str(error.strerror).partition(" (while")[0]  # create_server repeats the address
         raise ConfigError(f"--listen {listen}: {problem}; name a free port of an address of this machine") from None
-    if is_broadcast(host, port):
+    if _is_broadcast(host, port):
         raise ConfigError(f"--listen {listen} stands for several machines; {ONE_ADDRESS}")
     return join_address(host, port)
+
+
+def _is_broadcast(host: str, port: int) -> bool:
+    """Whether an address is the broadcast address of a network of this machine. Nothing is sent."""
+    if ":" in host:  # IPv6 has none
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))
+        except PermissionError:
+            return True
+        except OSError:
+            return False
+    return False

@@ -291,20 +291,6 @@ def not_one_machine(host: str) -> str | None:
     return None
 
 
-def is_broadcast(host: str, port: int) -> bool:
-    """Whether an address is the broadcast address of a network of this machine. Nothing is sent."""
-    if ":" in host:  # IPv6 has none
-        return False
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, port))
-        except PermissionError:
-            return True
-        except OSError:
-            return False
-    return False
-
-
 def address_towards(config: HostsConfig) -> str:
     """Find the address of this machine in the network through which it reaches the first worker. Nothing is sent.
 

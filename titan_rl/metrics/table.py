@@ -73,14 +73,7 @@ TASK_METRICS = (
         "overtake them (scheduling.window).",
     ),
     *(
-        replace(
-            metric,
-            name=f"task/<task>/{metric.name.removeprefix('rollout/')}",
-            help=f"{metric.name} of one task.",
-            normal="",
-            otherwise="",
-            group=TASKS,
-        )
+        TASKS.metric(f"task/<task>/{metric.name.removeprefix('rollout/')}", metric.unit, f"{metric.name} of one task.")
         for metric in ROLLOUT_METRICS
         if metric.name
         in {
@@ -185,14 +178,10 @@ def _entry(name: str) -> Match | None:
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile("".join(_part_pattern(part) for part in re.split(r"(<\w+>)", name)))
+    def part_pattern(part: re.Match[str]) -> str:
+        return f"(?P<{part[1]}>{_PATTERNS.get(part[1], '.+')})"
 
-
-def _part_pattern(part: str) -> str:
-    if not part.startswith("<"):
-        return re.escape(part)
-    name = part.strip("<>")
-    return f"(?P<{name}>{_PATTERNS.get(name, '.+')})"
+    return re.compile(re.sub(r"<(\w+)>", part_pattern, re.escape(name)))
 
 
 _PATTERNS = {
