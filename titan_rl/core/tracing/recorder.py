@@ -169,7 +169,7 @@ class OpenSpan:
         self.cut_ns: int | None = None
 
 
-class Lane:
+class OpenLane:
     """One lane of a timeline, for as long as a span is open in it.
 
     Attributes:
@@ -226,7 +226,7 @@ class TraceRecorder:
         self._numbering = threading.Lock()
         self._free_numbers: defaultdict[str, list[int]] = defaultdict(list)  # by pool
         self._num_lanes: defaultdict[str, int] = defaultdict(int)  # by pool, including lanes that were given back
-        self._taken: set[Lane] = set()
+        self._taken: set[OpenLane] = set()
         self._ending = threading.Lock()
         self._beginnings: dict[tuple[str, str, str, str], str] = {}
         self._failed = False
@@ -236,7 +236,7 @@ class TraceRecorder:
         self._add("M", "process_name", "", "", 0, 0, {"name": process, "host": host or socket.gethostname()})
         self._thread.start()
 
-    def take_lane(self, pool: str) -> Lane:
+    def take_lane(self, pool: str) -> OpenLane:
         """Take the lane of a pool with the smallest free number. Until it is given back, its long spans are written in
         parts while they are open."""
         with self._numbering:
@@ -244,18 +244,18 @@ class TraceRecorder:
             if is_new:
                 self._num_lanes[pool] += 1
             number = self._num_lanes[pool] if is_new else heapq.heappop(self._free_numbers[pool])
-        lane = Lane(self, pool, number)
+        lane = OpenLane(self, pool, number)
         if is_new:
             self._add("M", "thread_name", "", lane.name, 0, 0, {"name": lane.name})
         self._taken.add(lane)
         return lane
 
-    def give_back(self, lane: Lane) -> None:
+    def give_back(self, lane: OpenLane) -> None:
         self._taken.discard(lane)
         with self._numbering:
             heapq.heappush(self._free_numbers[lane.pool], lane.number)
 
-    def end(self, span: OpenSpan, lane: Lane, end_ns: int) -> None:
+    def end(self, span: OpenSpan, lane: OpenLane, end_ns: int) -> None:
         """Record a span that ends at `end_ns`, by `time.monotonic_ns`."""
         with self._ending:
             self._add_span(span, lane, max(end_ns, span.written_ns), span.args)
@@ -301,7 +301,7 @@ class TraceRecorder:
                 if now_ns - span.written_ns >= least_s * 1e9:
                     self._end_part(span, lane, now_ns)
 
-    def _end_part(self, span: OpenSpan, lane: Lane, now_ns: int) -> None:
+    def _end_part(self, span: OpenSpan, lane: OpenLane, now_ns: int) -> None:
         with self._ending:
             if span.written_ns < now_ns:  # false if the span has ended in the meantime
                 self._add_span(span, lane, now_ns, {**span.args, GOES_ON: True})
@@ -312,7 +312,7 @@ class TraceRecorder:
             self.add_parts(PART_S)
             self.flush()
 
-    def _add_span(self, span: OpenSpan, lane: Lane, end_ns: int, args: Mapping[str, Any]) -> None:
+    def _add_span(self, span: OpenSpan, lane: OpenLane, end_ns: int, args: Mapping[str, Any]) -> None:
         self._add("f" if span.fine else "X", span.name, span.kind, lane.name, span.written_ns, end_ns, args)
 
     def _add(self, *event: Any) -> None:

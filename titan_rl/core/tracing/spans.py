@@ -25,7 +25,7 @@ from typing import Any
 
 from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.console import Console
-from titan_rl.core.tracing.recorder import Lane, OpenSpan, TraceRecorder, Tracing
+from titan_rl.core.tracing.recorder import OpenLane, OpenSpan, TraceRecorder, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Span(OpenSpan):
         super().__init__(name, kind, fine, args)
         self.seconds = 0.0
         self.pool = pool
-        self.lane: Lane | None = None  # None if it is not recorded
+        self.lane: OpenLane | None = None  # None if it is not recorded
         self.token: Token[Span | None] | None = None
         self.begin_ns = 0
 
@@ -140,7 +140,7 @@ class Span(OpenSpan):
         lane.top = self
         self.token = _around.set(self)
 
-    def _close(self, lane: Lane, now: int) -> None:
+    def _close(self, lane: OpenLane, now: int) -> None:
         if self.token is not None:
             with contextlib.suppress(ValueError):  # left in another task than it was entered in
                 _around.reset(self.token)
@@ -153,7 +153,7 @@ class Span(OpenSpan):
 
 
 class Track:
-    """Lane that is always in one state, and measures the time in each. Not thread-safe.
+    """Lane of a timeline that is always in one state, and measures the time in each. Not thread-safe.
 
     Example:
 
@@ -172,7 +172,7 @@ class Track:
         self._pool = lane
         self._kind = kind
         self._clock = clock
-        self._lane: Lane | None = None
+        self._lane: OpenLane | None = None
         self._state: Span | None = None
         self._counted_ns = 0  # time up to which the current state is in the sums
         self._ns: defaultdict[str, int] = defaultdict(int)
