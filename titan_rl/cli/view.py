@@ -8,7 +8,7 @@ import importlib.util
 import json
 import secrets
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from titan_rl.cli.options import Parser, file_path
@@ -53,15 +53,25 @@ def run(arguments: argparse.Namespace) -> int:
             for one in runs.describe():
                 print_result(json.dumps(one) + "\n")
             return 0
+        folders = [*runs.folders().values()]
         if arguments.report is not None:
-            with file_modes(share=False):
-                _write_report(runs, Path(arguments.report))
+            with _writing(f"--report {arguments.report}"):
+                print_result(f"{write_report(folders, Path(arguments.report))}\n")
             return 0
         if arguments.trace is not None:
-            with file_modes(share=False):
-                _write_trace([*runs.folders().values()], Path(arguments.trace))
+            _write_trace(folders, Path(arguments.trace))
             return 0
         return _serve(runs, arguments.port, opens=arguments.open)
+
+
+@contextlib.contextmanager
+def _writing(option: str) -> Generator[None]:
+    """Context in which a file is written for this user only."""
+    try:
+        with file_modes(share=False):
+            yield
+    except OSError as error:
+        raise ConfigError(f"{option}: {error.strerror}; name a file in a folder that you may write to") from None
 
 
 def _write_trace(folders: Sequence[Path], out: Path) -> None:
@@ -70,19 +80,9 @@ def _write_trace(folders: Sequence[Path], out: Path) -> None:
     (folder,) = folders
     if not (folder / "trace").is_dir():
         raise ConfigError(f"--trace {out}: {folder} has no trace; runs with logging.trace = true have")
-    try:
-        with out.open("wb") as file:
-            file.writelines(chrome_trace(folder))
-    except OSError as error:
-        raise ConfigError(f"--trace {out}: {error.strerror}; name a file in a folder that you may write to") from None
+    with _writing(f"--trace {out}"), out.open("wb") as file:
+        file.writelines(chrome_trace(folder))
     print_result(f"{out}\n")
-
-
-def _write_report(runs: Runs, out: Path) -> None:
-    try:
-        print_result(f"{write_report([*runs.folders().values()], out)}\n")
-    except OSError as error:
-        raise ConfigError(f"--report {out}: {error.strerror}; name a file in a folder that you may write to") from None
 
 
 def _serve(runs: Runs, port: int | None, *, opens: bool) -> int:

@@ -354,9 +354,6 @@ def of_several_adapters(run: RunTables) -> Iterator[str]:
         yield "[[adapters]] with hosts.addresses or hosts.provider: they run on one machine; leave these out"
 
 
-R = TypeVar("R", bound=RunTables)
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Setting of a run. A list of tables is also a setting.
@@ -413,6 +410,9 @@ def of_effects(run: RunTables) -> Iterator[str]:
         fix = condition.fix or f"set {condition.setting} to {set_to}"
         because = condition.without or f"with {condition.setting} = {_as_toml(other)}"
         yield f"{given} has no effect {because}; {fix} for it to take effect, or {leave}"
+
+
+R = TypeVar("R", bound=RunTables)
 
 
 def reset_without_effect(config: R) -> R:

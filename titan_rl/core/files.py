@@ -72,8 +72,7 @@ def read_json(text: bytes) -> dict[str, Any] | None:
             found = plain_json(json.loads(text))
         except (ValueError, RecursionError):
             return None
-    table = as_table(found)
-    return table if isinstance(found, dict) else None
+    return as_table(found) if isinstance(found, dict) else None
 
 
 def as_table(value: object) -> dict[str, Any]:
