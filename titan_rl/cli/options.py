@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import re
 from collections.abc import Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_rl.cli import EXIT_USAGE
@@ -58,13 +58,11 @@ class Parser(argparse.ArgumentParser):
 
         if self._settings is None:
             return
-        module, _, root = self._settings.partition(":")
-        for table in tables_of(getattr(import_module(module), root)):
+        for table in tables_of(resolve_name(self._settings)):
             if table.title == "[[tasks]]":
                 task = self.add_argument_group("[task]", "The task to learn. Its class has more settings.")
-                _add_option(
-                    task, SettingEntry("task.type", "name", "required", 'The class, "module:Class".'), _Override
-                )
+                task_type = SettingEntry("task.type", "name", "required", 'The class, "module:Class".')
+                _add_option(task, task_type, _Override)
             group = self.add_argument_group(table.title or "settings", table.about if table.title else None)
             for setting in table.settings:
                 _add_option(group, setting, _Override)
