@@ -122,6 +122,22 @@ def test_a_table_within_a_table_has_settings(project: Path, is_read: bool) -> No
     assert config.generation.num_generators == 2
 
 
+SUITE = """
+[[validation.suites]]
+type = "echo_task:Echo"
+words = ["spam"]
+name = "held_out"
+"""
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_suites_with_tasks_of_their_own_stay_when_their_table_is_changed(project: Path, is_read: bool) -> None:
+    config = given(config_of(ONE + SUITE, is_read=is_read), {"validation.num_prompts": 8})
+    assert [(suite.name, words(suite.source), suite.num_prompts) for suite in config.suites] == [
+        ("held_out", ["spam"], 8)
+    ]
+
+
 def test_a_table_that_is_not_there_is_named(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[generation.speculate\] is not a table; nearest: generation.speculative"):
         given(config_of(ONE, is_read=True), {"generation.speculate.method": "ngram"})

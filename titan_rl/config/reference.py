@@ -131,7 +131,7 @@ def _kind(kind: Any) -> str:
     if issubclass(origin or kind, Mapping | Section):
         return "table"
     names: dict[type, str] = {str: "text", bool: "true, false", int: "integer", float: "number"}
-    return names.get(kind, kind.__name__)
+    return names.get(kind, str(kind.__name__))
 
 
 def _toml(value: Any) -> str:
