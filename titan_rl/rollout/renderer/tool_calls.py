@@ -15,9 +15,10 @@ from __future__ import annotations
 import ast
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from titan_rl.rollout.renderer.types import Tools
 
@@ -49,19 +50,19 @@ class ReadCalls:
     calls: tuple[ParsedCall, ...]
 
 
-class CallFormat(Protocol):
-    """Format of tool calls."""
+@dataclass(frozen=True, slots=True)
+class CallFormat(ABC):
+    """Format of tool calls.
 
-    @property
-    def name(self) -> str:
-        """Name for messages and the docs."""
-        ...
+    Args:
+        name: Name for messages and the docs.
+        example: Example of a call, for the docs.
+    """
 
-    @property
-    def example(self) -> str:
-        """Example of a call, for the docs."""
-        ...
+    name: str
+    example: str
 
+    @abstractmethod
     def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
         """Parse the calls in an answer; None if there are none.
 
@@ -69,51 +70,99 @@ class CallFormat(Protocol):
             text: Text of the answer, including its special tokens.
             tools: Tools, whose schemas give the types of arguments to formats that write them as plain text.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """Delimiters of the blocks of calls. If `end` is empty, a block ends with the answer."""
+class BlockCalls(CallFormat):
+    """Calls in blocks with delimiters.
 
-    begin: str
-    end: str
+    Args:
+        delimiters: Beginning and end of a block. If the end is empty, a block ends with the answer.
+    """
 
-    def split(self, text: str) -> tuple[str, list[str], bool]:
-        """Text before the first block, the contents of each block, and whether all blocks are closed."""
-        before, *parts = text.split(self.begin)
-        if not self.end:
-            return before, parts, True
-        inside = [part.partition(self.end) for part in parts]
-        return before, [body for body, _, _ in inside], all(end for _, end, _ in inside)
-
-
-@dataclass(frozen=True, slots=True)
-class JsonCalls:
-    """Blocks with a JSON object for each call, or a list of such objects."""
-
-    name: str
-    blocks: Blocks
-    example: str
+    delimiters: tuple[str, str]
 
     def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
-        before, bodies, closed = self.blocks.split(text)
-        if not bodies:
+        begin, end = self.delimiters
+        before, *blocks = text.split(begin)
+        if not blocks:
             return None
-        calls = [call for body in bodies for call in _calls_of_json(body)]
-        if not closed:
+        is_closed = all(end in block for block in blocks)
+        if end:
+            blocks = [block.partition(end)[0] for block in blocks]
+        calls = [call for block in blocks for call in self._calls(block, tools) or [ParsedCall(None, block, MALFORMED)]]
+        if not is_closed:
             calls[-1] = ParsedCall(calls[-1].name, calls[-1].arguments, UNCLOSED)
         return ReadCalls(before.strip(), tuple(calls))
 
+    @abstractmethod
+    def _calls(self, block: str, tools: Tools | None) -> list[ParsedCall]:
+        """Calls in the text of a block; a block without any is malformed."""
+
 
 @dataclass(frozen=True, slots=True)
-class BareJsonCalls:
-    """JSON object that is the whole answer. An object without a name or without arguments is text."""
+class JsonCalls(BlockCalls):
+    """Blocks with a JSON object for each call, or a list of such objects."""
 
-    name: str
+    def _calls(self, block: str, tools: Tools | None) -> list[ParsedCall]:
+        try:
+            values = [*_json_values(block.strip())]
+        except ValueError:
+            return [ParsedCall(None, block, INVALID_JSON)]
+        return [
+            _call_of(each)
+            for value in values
+            for each in (cast("list[Any]", value) if isinstance(value, list) else [value])
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedCalls(BlockCalls):
+    """Blocks with a name and a tagged text for each argument, which is JSON unless the tool takes a string.
+
+    Args:
+        function: Pattern of a call, with the groups `name` and `body`.
+        argument: Pattern of an argument in the body, with the groups `key` and `value`.
+    """
+
+    function: re.Pattern[str]
+    argument: re.Pattern[str]
+
+    def _calls(self, block: str, tools: Tools | None) -> list[ParsedCall]:
+        return [self._call(match, tools) for match in self.function.finditer(block)]
+
+    def _call(self, match: re.Match[str], tools: Tools | None) -> ParsedCall:
+        name = match["name"].strip()
+        types = _types_of(name, tools)
+        arguments = {
+            (key := argument["key"].strip()): _value(argument["value"], types.get(key))
+            for argument in self.argument.finditer(match["body"])
+        }
+        return ParsedCall(name or None, arguments, OK if name else MISSING_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCalls(BlockCalls):
+    """Blocks with calls in Python's syntax, with literals as keyword arguments: one call per line, or a list."""
+
+    def _calls(self, block: str, tools: Tools | None) -> list[ParsedCall]:
+        try:
+            lines = ast.parse(block.strip()).body
+            listed = [each for line in lines if isinstance(line, ast.Expr) for each in _elements(line.value)]
+            return [_call_of_python(each) for each in listed]
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return []
+
+
+@dataclass(frozen=True, slots=True)
+class BareJsonCalls(CallFormat):
+    """JSON object that is the whole answer. An object without a name or without arguments is text.
+
+    Args:
+        tag: Token that may precede the object.
+    """
+
     tag: str
-    """Token that may precede the object."""
-    example: str
 
     def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
         body = text.strip().removeprefix(self.tag).strip()
@@ -129,78 +178,16 @@ class BareJsonCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class TaggedCalls:
-    """Blocks with a name and a tagged text for each argument, which is JSON unless the tool takes a string.
-
-    Args:
-        name: Name of the format.
-        blocks: Delimiters of the blocks.
-        function: Pattern of a call, with the groups `name` and `body`.
-        argument: Pattern of an argument in the body, with the groups `key` and `value`.
-        example: Example of a call.
-    """
-
-    name: str
-    blocks: Blocks
-    function: re.Pattern[str]
-    argument: re.Pattern[str]
-    example: str
-
-    def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
-        before, bodies, closed = self.blocks.split(text)
-        if not bodies:
-            return None
-        calls: list[ParsedCall] = []
-        for body in bodies:
-            found = [*self.function.finditer(body)]
-            calls += [self._call(match, tools) for match in found] or [ParsedCall(None, body, MALFORMED)]
-        if not closed:
-            calls[-1] = ParsedCall(calls[-1].name, calls[-1].arguments, UNCLOSED)
-        return ReadCalls(before.strip(), tuple(calls))
-
-    def _call(self, match: re.Match[str], tools: Tools | None) -> ParsedCall:
-        name = match["name"].strip()
-        types = _types_of(name, tools)
-        arguments = {
-            (key := argument["key"].strip()): _value(argument["value"], types.get(key))
-            for argument in self.argument.finditer(match["body"])
-        }
-        return ParsedCall(name or None, arguments, OK if name else MISSING_NAME)
-
-
-@dataclass(frozen=True, slots=True)
-class PythonCalls:
-    """Blocks with calls in Python's syntax, with literals as keyword arguments: one call per line, or a list."""
-
-    name: str
-    blocks: Blocks
-    example: str
-
-    def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
-        before, bodies, closed = self.blocks.split(text)
-        if not bodies:
-            return None
-        calls = [call for body in bodies for call in _calls_of_python(body)]
-        if not closed:
-            calls[-1] = ParsedCall(calls[-1].name, calls[-1].arguments, UNCLOSED)
-        return ReadCalls(before.strip(), tuple(calls))
-
-
-@dataclass(frozen=True, slots=True)
-class NamedJsonCalls:
+class NamedJsonCalls(CallFormat):
     """A name, a separator, and the JSON object of the arguments.
 
     Args:
-        name: Name of the format.
         call: Pattern before the arguments, with the group `name`.
         end: Pattern after the arguments of a call.
-        example: Example of a call.
     """
 
-    name: str
     call: re.Pattern[str]
     end: re.Pattern[str]
-    example: str
 
     def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
         first = self.call.search(text)
@@ -218,16 +205,6 @@ class NamedJsonCalls:
             calls.append(ParsedCall(match["name"], cast("Any", arguments), status))
             match = self.call.search(text, position if end is None else end.end())
         return ReadCalls(before.strip(), tuple(calls))
-
-
-def _calls_of_json(body: str) -> list[ParsedCall]:
-    """Calls in JSON values that follow each other."""
-    try:
-        values = [*_json_values(body.strip())]
-    except ValueError:
-        return [ParsedCall(None, body, INVALID_JSON)]
-    listed = [each for value in values for each in (cast("list[Any]", value) if isinstance(value, list) else [value])]
-    return [_call_of(value) for value in listed] or [ParsedCall(None, body, MALFORMED)]
 
 
 def _json_values(text: str) -> Iterator[Any]:
@@ -281,16 +258,6 @@ def _call_of(value: Any) -> ParsedCall:
     return ParsedCall(name, given, OK if isinstance(given, dict) else MALFORMED, call_id)
 
 
-def _calls_of_python(body: str) -> list[ParsedCall]:
-    try:
-        lines = ast.parse(body.strip()).body
-        listed = [each for line in lines if isinstance(line, ast.Expr) for each in _elements(line.value)]
-        calls = [_call_of_python(each) for each in listed]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return [ParsedCall(None, body, MALFORMED)]
-    return calls or [ParsedCall(None, body, MALFORMED)]
-
-
 def _elements(value: ast.expr) -> Sequence[ast.expr]:
     return value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
 
@@ -336,118 +303,113 @@ def _value(text: str, kind: Any) -> Any:
         return text
 
 
+_FUNCTION_TAG = re.compile(r"<function=(?P<name>[^>]*)>(?P<body>.*?)</function>", re.DOTALL)
+_PARAMETER_TAG = re.compile(r"<parameter=(?P<key>[^>]*)>(?P<value>.*?)</parameter>", re.DOTALL)
+
 FORMATS: Sequence[CallFormat] = (
     TaggedCalls(
         "function tags",
-        Blocks("<tool_call>", "</tool_call>"),
-        re.compile(r"<function=(?P<name>[^>]*)>(?P<body>.*?)</function>", re.DOTALL),
-        re.compile(r"<parameter=(?P<key>[^>]*)>(?P<value>.*?)</parameter>", re.DOTALL),
         "<tool_call><function=look_up><parameter=word>it</parameter></function></tool_call>",
+        ("<tool_call>", "</tool_call>"),
+        _FUNCTION_TAG,
+        _PARAMETER_TAG,
     ),
     TaggedCalls(
         "Seed's function tags",
-        Blocks("<seed:tool_call>", "</seed:tool_call>"),
-        re.compile(r"<function=(?P<name>[^>]*)>(?P<body>.*?)</function>", re.DOTALL),
-        re.compile(r"<parameter=(?P<key>[^>]*)>(?P<value>.*?)</parameter>", re.DOTALL),
         "<seed:tool_call><function=look_up><parameter=word>it</parameter></function></seed:tool_call>",
+        ("<seed:tool_call>", "</seed:tool_call>"),
+        _FUNCTION_TAG,
+        _PARAMETER_TAG,
     ),
     TaggedCalls(
         "MiniMax's invoke tags",
-        Blocks("<minimax:tool_call>", "</minimax:tool_call>"),
+        '<minimax:tool_call><invoke name="look_up"><parameter name="word">it</parameter></invoke></minimax:tool_call>',
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
         re.compile(r'<invoke name="(?P<name>[^"]*)">(?P<body>.*?)</invoke>', re.DOTALL),
         re.compile(r'<parameter name="(?P<key>[^"]*)">(?P<value>.*?)</parameter>', re.DOTALL),
-        '<minimax:tool_call><invoke name="look_up"><parameter name="word">it</parameter></invoke></minimax:tool_call>',
     ),
     TaggedCalls(
         "GLM's argument tags",
-        Blocks("<tool_call>", "</tool_call>"),
+        "<tool_call>look_up<arg_key>word</arg_key><arg_value>it</arg_value></tool_call>",
+        ("<tool_call>", "</tool_call>"),
         re.compile(r"^\s*(?P<name>[\w.-]+)(?P<body>\s*(<arg_key>.*)?)$", re.DOTALL),
         re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL),
-        "<tool_call>look_up<arg_key>word</arg_key><arg_value>it</arg_value></tool_call>",
     ),
     JsonCalls(
         "Hermes JSON",
-        Blocks("<tool_call>", "</tool_call>"),
         '<tool_call>{"name": "look_up", "arguments": {"word": "it"}}</tool_call>',
+        ("<tool_call>", "</tool_call>"),
     ),
     JsonCalls(
-        "Granite 3.1's JSON list",
-        Blocks("<tool_call>", ""),
-        '<tool_call>[{"name": "look_up", "arguments": {"word": "it"}}]',
+        "Granite 3.1's JSON list", '<tool_call>[{"name": "look_up", "arguments": {"word": "it"}}]', ("<tool_call>", "")
     ),
     JsonCalls(
         "Hunyuan's JSON list",
-        Blocks("<tool_calls>", "</tool_calls>"),
         '<tool_calls>[{"name": "look_up", "arguments": {"word": "it"}}]</tool_calls>',
+        ("<tool_calls>", "</tool_calls>"),
     ),
     NamedJsonCalls(
         "Mistral's named JSON",
+        '[TOOL_CALLS]look_up[ARGS]{"word": "it"}',
         re.compile(r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][\w-]+)?\[ARGS\]\s*"),
         re.compile(r"\s*"),
-        '[TOOL_CALLS]look_up[ARGS]{"word": "it"}',
     ),
     JsonCalls(
         "Mistral's JSON list",
-        Blocks("[TOOL_CALLS]", ""),
         '[TOOL_CALLS][{"name": "look_up", "arguments": {"word": "it"}, "id": "call00001"}]',
+        ("[TOOL_CALLS]", ""),
     ),
     JsonCalls(
         "Cohere's JSON list",
-        Blocks("<|START_ACTION|>", "<|END_ACTION|>"),
         '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look_up", "parameters": {"word": "it"}}]<|END_ACTION|>',
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
     ),
     JsonCalls(
         "Phi's JSON list",
-        Blocks("<|tool_call|>", "<|/tool_call|>"),
         '<|tool_call|>[{"name": "look_up", "arguments": {"word": "it"}}]<|/tool_call|>',
+        ("<|tool_call|>", "<|/tool_call|>"),
     ),
     JsonCalls(
-        "Granite's JSON list",
-        Blocks("<|tool_call|>", ""),
-        '<|tool_call|>[{"name": "look_up", "arguments": {"word": "it"}}]',
+        "Granite's JSON list", '<|tool_call|>[{"name": "look_up", "arguments": {"word": "it"}}]', ("<|tool_call|>", "")
     ),
     JsonCalls(
         "Apertus's JSON list",
-        Blocks("<|tools_prefix|>", "<|tools_suffix|>"),
         '<|tools_prefix|>[{"look_up": {"word": "it"}}]<|tools_suffix|>',
+        ("<|tools_prefix|>", "<|tools_suffix|>"),
     ),
     NamedJsonCalls(
         "DeepSeek's named JSON",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up ```json {"word": "it"} '
+        "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         re.compile(
             r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>"
             r"(?:function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json\s*)"
         ),
         re.compile(r"\s*```<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?\s*"),
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up ```json {"word": "it"} '
-        "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     NamedJsonCalls(
         "DeepSeek 3.1's named JSON",
-        re.compile(r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?P<name>[\w.-]+)<｜tool▁sep｜>\s*"),
-        re.compile(r"\s*<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?\s*"),
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"word": "it"}<｜tool▁call▁end｜>'
         "<｜tool▁calls▁end｜>",
+        re.compile(r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?P<name>[\w.-]+)<｜tool▁sep｜>\s*"),
+        re.compile(r"\s*<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?\s*"),
     ),
     PythonCalls(
         "OLMo's Python calls",
-        Blocks("<function_calls>", "</function_calls>"),
         '<function_calls>look_up(word="it")</function_calls>',
+        ("<function_calls>", "</function_calls>"),
     ),
     PythonCalls(
         "LFM's Python calls",
-        Blocks("<|tool_call_start|>", "<|tool_call_end|>"),
         "<|tool_call_start|>[look_up(word='it')]<|tool_call_end|>",
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
     ),
-    BareJsonCalls(
-        "Llama's bare JSON",
-        "<|python_tag|>",
-        '{"name": "look_up", "parameters": {"word": "it"}}',
-    ),
+    BareJsonCalls("Llama's bare JSON", '{"name": "look_up", "parameters": {"word": "it"}}', "<|python_tag|>"),
     NamedJsonCalls(
         "GLM-4's named JSON",
+        'look_up {"word": "it"}',
         re.compile(r"^\s*(?P<name>[A-Za-z_][\w.-]*)\n(?=\{)"),
         re.compile(r"\s*"),
-        'look_up {"word": "it"}',
     ),
 )
 """Formats in the order in which they are tried, with specific formats before more general ones."""
