@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from titan_rl.core.errors import ModelError, RequestError
-from titan_rl.rollout.renderer.stop_tokens import folder_stop_token_ids
-from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.renderer.tokenizer import folder_stop_token_ids, load_tokenizer
 from titan_rl.rollout.renderer.tool_calls import (
     MALFORMED,
     PROBE_ARGUMENTS,
@@ -43,13 +42,15 @@ class TemplateCalls:
     """Tool calls of a chat template.
 
     Attributes:
-        format: Format of the calls in an answer.
+        format: Format of the calls in an answer; None if they cannot be parsed.
+        problem: Reason why they cannot be parsed.
         as_text: Whether the template expects arguments as a JSON text instead of an object.
         several: Whether an answer may have more than one call.
     """
 
-    format: CallFormat
-    as_text: bool
+    format: CallFormat | None = None
+    problem: str | None = None
+    as_text: bool = False
     several: bool = False
 
 
@@ -109,7 +110,7 @@ class ChatTemplateRenderer:
             )
         self._rendered: dict[tuple[str, bool], list[int]] = {}  # least recently used first
         self._one_at_a_time = threading.RLock()  # tokenizers are not safe to use in two threads at once
-        self._calls: TemplateCalls | str | None = None  # or the reason why there are none; found when first needed
+        self._calls: TemplateCalls | None = None  # found when first needed
         self._single_turn = single_turn
         self.problem: str | None = None
         try:
@@ -202,19 +203,17 @@ class ChatTemplateRenderer:
 
     @property
     def reads_tool_calls(self) -> bool:
-        return isinstance(self._template_calls, TemplateCalls)
+        return self.call_format is not None
 
     @property
     def call_format(self) -> CallFormat | None:
         """Format of the tool calls that the template renders; None if they cannot be parsed."""
-        found = self._template_calls
-        return found.format if isinstance(found, TemplateCalls) else None
+        return self._template_calls.format
 
     @property
     def call_problem(self) -> str | None:
         """Reason why tool calls are not parsed; None if they are."""
-        found = self._template_calls
-        return found if isinstance(found, str) else None
+        return self._template_calls.problem
 
     def parse_response(
         self, token_ids: Sequence[int], *, tools: Tools | None = None, prompt_ids: Sequence[int] | None = None
@@ -239,7 +238,7 @@ class ChatTemplateRenderer:
     def _read_calls(self, ids: Sequence[int], tools: Tools) -> ReadCalls | None:
         """Calls after the reasoning of an answer; None if there are none."""
         known = self._template_calls
-        if isinstance(known, str):
+        if known.format is None:
             return None
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         found = known.format.read(text.rpartition("</think>")[2], tools)
@@ -296,21 +295,22 @@ class ChatTemplateRenderer:
         return one_ids[len(one_ids) - _common_prefix(one_ids[::-1], other_ids[::-1]) :]
 
     @property
-    def _template_calls(self) -> TemplateCalls | str:
+    def _template_calls(self) -> TemplateCalls:
         if self._calls is None:
             with self._one_at_a_time:
                 try:
                     self._calls = self._find_calls()
                 except Exception as error:  # a template may raise any error
-                    self._calls = f"the chat template cannot render a tool call ({_first_line(error)})"
+                    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+                    self._calls = TemplateCalls(problem=f"the chat template cannot render a tool call ({first_line})")
         return self._calls
 
-    def _find_calls(self) -> TemplateCalls | str:
+    def _find_calls(self) -> TemplateCalls:
         """Format of the calls that the template renders, or the reason why none is parsed."""
         tools = [PROBE_TOOL]
         prompt = self._render([*_QUESTION], tools, True)
         if prompt == self._render([*_QUESTION], None, True):
-            return "the chat template shows no tools"
+            return TemplateCalls(problem="the chat template shows no tools")
         try:
             as_text = False
             token_ids = self._render([*_QUESTION, _call(PROBE_ARGUMENTS)], tools, False)
@@ -322,11 +322,11 @@ class ChatTemplateRenderer:
         text: str = self._tokenizer.decode(reply, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if (found := format_of(text.rpartition("</think>")[2])) is None:
             if "look_up" not in text:
-                return "the chat template renders no calls of tools"
-            return f"the chat template writes calls in an unknown format: {text.strip()[:100]!r}"
-        self._calls = calls = TemplateCalls(found, as_text)
+                return TemplateCalls(problem="the chat template renders no calls of tools")
+            return TemplateCalls(problem=f"the chat template writes calls in an unknown format: {text.strip()[:100]!r}")
+        self._calls = calls = TemplateCalls(found, as_text=as_text)
         if self.problem is None and (problem := self._result_problem(token_ids, tools)) is not None:
-            return problem
+            return TemplateCalls(problem=problem)
         try:
             two = self._render([*_QUESTION, self._with_arguments(_call(PROBE_ARGUMENTS, 2))], tools, False)
         except Exception:  # the template allows at most one call
@@ -353,8 +353,7 @@ class ChatTemplateRenderer:
         copied: dict[str, Any] = dict(message)
         if not copied.get("tool_calls"):
             return copied
-        known = self._template_calls
-        as_text = isinstance(known, TemplateCalls) and known.as_text
+        as_text = self._template_calls.as_text
         copied["tool_calls"] = [_with_arguments(call, as_text) for call in copied["tool_calls"]]
         return copied
 
@@ -470,15 +469,6 @@ def _with_arguments(call: Any, as_text: bool) -> Any:
     return {**fields, "function": changed} if "function" in fields else changed
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
-
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common prefix of two sequences."""
-    length = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        length += 1
-    return length
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,16 +1,26 @@
-"""The package `renderers`, imported without its client of HTTP servers: `openai` takes half a second to import in every
-process that renders, and is not used."""
+"""Renderers of the package `renderers`, which keep earlier reasoning and end at the stop tokens of the model's folder.
+
+The package is imported without its client of HTTP servers: `openai` takes half a second to import in every process that
+renders, and is not used.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+from titan_rl.rollout.renderer.tokenizer import folder_stop_token_ids
+from titan_rl.rollout.renderer.types import ParsedResponse, RenderedTokens, Renderer
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = "renderers"
 
@@ -57,3 +67,86 @@ def renderers_module(name: str) -> Any:
     if PACKAGE not in sys.modules and (spec := find_spec(PACKAGE)) is not None:
         sys.modules.setdefault(PACKAGE, _LazyPackage(spec))
     return import_module(f"{PACKAGE}.{name}")
+
+
+def renderer_of_name(name: str, tokenizer: Any) -> Renderer | None:
+    """Make a renderer by name; None if it does not know the tokenizer's tokens."""
+    base, configs = renderers_module("base"), renderers_module("configs")
+    try:
+        config = configs.config_from_name(name)
+        # Earlier reasoning stays, because no prompt may lose sampled tokens.
+        renderer = base.create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
+    except Exception as error:
+        logger.debug("renderer %s does not suit: %s", name, error)
+        return None
+    return with_folder_stops(renderer, tokenizer)
+
+
+def renderer_of_class(kind: Any, tokenizer: Any) -> Renderer:
+    """Make a renderer of a class of the package. By default these classes render a conversation again at a user's
+    message, which drops sampled tokens."""
+    config_type: Any = getattr(renderers_module("configs"), f"{kind.__name__}Config", None)
+    if config_type is None or "thinking_retention" not in config_type.model_fields:
+        return with_folder_stops(kind(tokenizer), tokenizer)
+    return with_folder_stops(kind(tokenizer, config=config_type(thinking_retention="all")), tokenizer)
+
+
+def template_keywords(renderer: Any) -> dict[str, Any]:
+    """Keywords of the chat template that a renderer of the package has as settings, such as the date for Llama."""
+    config: Any = getattr(getattr(renderer, "renderer", renderer), "config", None)
+    found = {name: getattr(config, name) for name in getattr(config, "_template_fields", ())}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def with_folder_stops(renderer: Renderer, tokenizer: Any) -> Renderer:
+    """Add the stop tokens of the tokenizer's folder to a renderer, if it lacks any.
+
+    Raises:
+        ModelError: see `folder_stop_token_ids`.
+    """
+    known = renderer.get_stop_token_ids()
+    more = [each for each in folder_stop_token_ids(tokenizer) if each not in known]
+    return WithStopTokens(renderer, more) if more else renderer
+
+
+class WithStopTokens:
+    """Renderer with further stop tokens.
+
+    Args:
+        renderer: The renderer.
+        more: Stop tokens in addition to those of the renderer.
+    """
+
+    def __init__(self, renderer: Renderer, more: Sequence[int]) -> None:
+        self.renderer = renderer
+        self.more = tuple(more)
+
+    @property
+    def reads_tool_calls(self) -> bool:
+        return getattr(self.renderer, "reads_tool_calls", True)
+
+    def render_ids(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        return self.renderer.render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
+    ) -> ParsedResponse:
+        content = token_ids[:-1] if token_ids and token_ids[-1] in self.more else token_ids
+        return self.renderer.parse_response(content, tools=tools, prompt_ids=prompt_ids)
+
+    def get_stop_token_ids(self) -> list[int]:
+        return [*self.renderer.get_stop_token_ids(), *self.more]
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+    ) -> RenderedTokens | None:
+        return self.renderer.bridge_to_next_turn(
+            previous_prompt_ids, previous_completion_ids, new_messages, tools=tools
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,13 @@ from typing import Any, cast
 from titan_rl.core.calls.imports import find_function
 from titan_rl.core.errors import RequestError
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer
-from titan_rl.rollout.renderer.package import renderers_module
-from titan_rl.rollout.renderer.stop_tokens import WithStopTokens, with_folder_stops
+from titan_rl.rollout.renderer.package import (
+    WithStopTokens,
+    renderer_of_class,
+    renderer_of_name,
+    renderers_module,
+    template_keywords,
+)
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message
@@ -56,11 +61,13 @@ def choose_renderer(tokenizer: Any, *, single_turn: bool = False) -> ChosenRende
     folders = Path(str(getattr(tokenizer, "name_or_path", ""))).parts
     names = {match[1] if (match := _HUB_FOLDER.fullmatch(part)) else part for part in folders[-3:]}
     for model, name in models.items():
-        if model.rpartition("/")[2] in names and (renderer := _made(name, tokenizer)) is not None:
+        if model.rpartition("/")[2] in names and (renderer := renderer_of_name(name, tokenizer)) is not None:
             return ChosenRenderer(renderer, f"the folder has the name of {model}")
     of_text = {name for model, name in models.items() if model not in base.MULTIMODAL_MODELS}
-    if (renderer := next(_alike(sorted(of_text), tokenizer), None)) is not None:
-        return ChosenRenderer(renderer, "it renders as the model's chat template does")
+    for name in sorted(of_text) if getattr(tokenizer, "chat_template", None) else ():
+        if (renderer := renderer_of_name(name, tokenizer)) is not None and _renders_alike(renderer, tokenizer):
+            logger.info("model.renderer: %s renders as the chat template does", type(renderer).__name__)
+            return ChosenRenderer(renderer, "it renders as the model's chat template does")
     return _of_template(tokenizer, "no renderer of the package renders as the model's chat template does", single_turn)
 
 
@@ -73,61 +80,20 @@ def suitable_renderer(tokenizer: Any, *, single_turn: bool = False) -> Renderer:
     return choose_renderer(tokenizer, single_turn=single_turn).renderer
 
 
-def _alike(names: Iterable[str], tokenizer: Any) -> Iterator[Renderer]:
-    """Renderers that produce the same text as the tokenizer's own template. Tokens may differ: a renderer tokenizes the
-    text around a message separately."""
-    if not getattr(tokenizer, "chat_template", None):
-        return
-    for name in names:
-        renderer = _made(name, tokenizer)
-        try:
-            if renderer is not None and all(_renders_alike(renderer, tokenizer, case) for case in _COMPARED):
-                logger.info("model.renderer: %s renders as the chat template does", type(renderer).__name__)
-                yield renderer
-        except Exception as error:
-            logger.debug("renderer %s does not suit: %s", name, error)
-
-
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """Conversation on which a renderer and a template are compared."""
-
-    messages: tuple[Message, ...]
-    with_tools: bool
-
-
-def _renders_alike(renderer: Renderer, tokenizer: Any, case: _Compared) -> bool:
-    """Compare a renderer with the tokenizer's template."""
-    tools = list(TOOLS) if case.with_tools else None
-    wanted: str = tokenizer.apply_chat_template(
-        list(case.messages),
-        tools=tools,
-        add_generation_prompt=True,
-        tokenize=False,
-        **template_keywords(renderer),
-    )
-    rendered = renderer.render_ids(list(case.messages), tools=tools, add_generation_prompt=True)
-    return wanted == tokenizer.decode(rendered)
-
-
-def template_keywords(renderer: Any) -> dict[str, Any]:
-    """Keywords of the chat template that a renderer of the package has as settings, such as the date for Llama."""
-    config: Any = getattr(getattr(renderer, "renderer", renderer), "config", None)
-    found = {name: getattr(config, name) for name in getattr(config, "_template_fields", ())}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _made(name: str, tokenizer: Any) -> Renderer | None:
-    """Make a renderer by name; None if it does not know the tokenizer's tokens."""
-    base, configs = renderers_module("base"), renderers_module("configs")
+def _renders_alike(renderer: Renderer, tokenizer: Any) -> bool:
+    """Whether a renderer produces the same text as the tokenizer's template. Tokens may differ, because a renderer
+    tokenizes the text around a message separately."""
+    keywords = template_keywords(renderer)
     try:
-        config = configs.config_from_name(name)
-        # Earlier reasoning stays, because no prompt may lose sampled tokens.
-        renderer = base.create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
+        for messages, tools in _COMPARED:
+            given: Any = {"tools": tools, "add_generation_prompt": True}
+            wanted: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **given, **keywords)
+            if wanted != tokenizer.decode(renderer.render_ids(list(messages), **given)):
+                return False
     except Exception as error:
-        logger.debug("renderer %s does not suit: %s", name, error)
-        return None
-    return with_folder_stops(renderer, tokenizer)
+        logger.debug("renderer %s does not suit: %s", type(renderer).__name__, error)
+        return False
+    return True
 
 
 TOOLS: tuple[dict[str, Any], ...] = (
@@ -149,10 +115,11 @@ _CALL: Message = {
 _RESULT: Message = {"role": "tool", "name": "look_up", "tool_call_id": "call_1", "content": "a pronoun"}
 _CALLED: tuple[Message, ...] = (*OPENING, _CALL, _RESULT)
 _COMPARED = (
-    _Compared(OPENING, with_tools=True),
-    _Compared(_CALLED, with_tools=True),
-    _Compared(OPENING[1:], with_tools=False),  # here the template of Qwen2.5 adds its own system message
+    (OPENING, list(TOOLS)),
+    (_CALLED, list(TOOLS)),
+    (OPENING[1:], None),  # here the template of Qwen2.5 adds its own system message
 )
+"""Conversations and their tools, on which a renderer and a template are compared."""
 
 
 RendererFn = Callable[[Any], Renderer]
@@ -180,14 +147,7 @@ def find_renderer(name: str, *, single_turn: bool = False) -> RendererFn:
         return partial(cast("Any", make), single_turn=True)
     if not isinstance(make, type) or make.__module__.partition(".")[0] != "renderers":
         return make
-    return partial(_made_of_package, cast("Any", make))
-
-
-def _made_of_package(kind: Any, tokenizer: Any) -> Renderer:
-    config_type: Any = getattr(renderers_module("configs"), f"{kind.__name__}Config", None)
-    if config_type is None or "thinking_retention" not in config_type.model_fields:
-        return with_folder_stops(kind(tokenizer), tokenizer)
-    return with_folder_stops(kind(tokenizer, config=config_type(thinking_retention="all")), tokenizer)
+    return partial(renderer_of_class, cast("Any", make))
 
 
 def with_template_kwargs(renderer: Renderer, kwargs: Mapping[str, Any], tokenizer: Any) -> Renderer:
@@ -268,7 +228,11 @@ def fit_template(folder: str | Path, renderer: str) -> TemplateFit:
 
 def _fit(tokenizer: Any, renderer: Renderer) -> TemplateFit:
     own = tokenizer.chat_template
-    tried = [each for each in (_tried(tokenizer, renderer, one) for one in _CONVERSATIONS) if each is not None]
+    tried: list[_Tried] = []
+    for conversation in _CONVERSATIONS:
+        tools = list(TOOLS) if any("tool_calls" in message for message in conversation) else None
+        if (ids := extended_prompt(renderer, conversation, tools)) is not None:
+            tried.append(_Tried(tokenizer, conversation, tools, tokenizer.decode(ids)))
     if not isinstance(own, str) or all(each.is_rendered_by(own) for each in tried):
         return TemplateFit()
     keeping = _IS_BEFORE_LAST_QUESTION.sub("false", _IS_BEHIND_LAST_QUESTION.sub("true", own))
@@ -317,13 +281,6 @@ class _Tried:
             logger.debug("a chat template cannot be tried: %s", error)
             return None
         return self.tokenizer.decode(ids)
-
-
-def _tried(tokenizer: Any, renderer: Renderer, conversation: tuple[Message, ...]) -> _Tried | None:
-    """Render a conversation; None if the renderer does not extend it."""
-    tools = list(TOOLS) if any("tool_calls" in message for message in conversation) else None
-    ids = extended_prompt(renderer, conversation, tools)
-    return None if ids is None else _Tried(tokenizer, conversation, tools, tokenizer.decode(ids))
 
 
 def extended_prompt(renderer: Renderer, conversation: Sequence[Message], tools: list[Any] | None) -> list[int] | None:

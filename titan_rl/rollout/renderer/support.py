@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer
-from titan_rl.rollout.renderer.registry import (
-    OPENING,
-    TALK,
-    TOOLS,
-    ChosenRenderer,
-    drops_reasoning,
-    extended_prompt,
-    template_keywords,
-)
+from titan_rl.rollout.renderer.package import template_keywords
+from titan_rl.rollout.renderer.registry import OPENING, TALK, TOOLS, ChosenRenderer, drops_reasoning, extended_prompt
 from titan_rl.rollout.renderer.types import Renderer, require_tool_support
 from titan_rl.rollout.types import Message
 

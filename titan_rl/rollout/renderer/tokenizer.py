@@ -1,12 +1,12 @@
-"""Tokenizer of a model's folder, and the text of tokens as they stream or one by one."""
+"""Tokenizer and stop tokens of a model's folder, and the text of tokens as they stream or one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import MissingExtraError, ModelError
@@ -72,6 +72,38 @@ def _is_plain(folder: Path) -> bool:
         return False
     settings = parse_json(config.read_text())
     return settings.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in settings
+
+
+def folder_stop_token_ids(tokenizer: Any) -> list[int]:
+    """All tokens that end an answer according to the folder of a tokenizer, in increasing order.
+
+    They are read from generation_config.json, or if it names none from config.json. Tokens that are ordinary text are
+    left out, because configs of transformers have defaults that do not fit every vocabulary.
+
+    Example: `[128001, 128008, 128009]` for Llama 3.2, with `<|eom_id|>` and `<|eot_id|>`.
+
+    Raises:
+        ModelError: the file is not a JSON object, or its eos_token_id is neither a token id nor a list of token ids.
+    """
+    folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        if not file.is_file():
+            continue
+        try:
+            settings: Any = parse_json(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"{file} is no JSON: {error}") from error
+        if not isinstance(settings, dict):
+            raise ModelError(f"{file} is no JSON object")
+        found: Any = cast("dict[str, Any]", settings).get("eos_token_id")
+        if found is None:
+            continue
+        listed = cast("list[Any]", found) if isinstance(found, list) else [found]
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in listed):
+            raise ModelError(f"eos_token_id in {file} is {found!r}; it must be a token id, or a list of token ids")
+        return sorted({each for each in listed if each in added})
+    return []
 
 
 _HELD = 24
