@@ -8,7 +8,6 @@ from titan_rl.generation.group_requests import GroupRequests
 from titan_rl.generation.recording import RecordedAnswer, Recorder
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.copies import completion_of
-from titan_rl.rollout.group.rollouter import Sessions
 from titan_rl.rollout.group.running import RunningGroup
 from titan_rl.scheduling.lease import Suspension
 
@@ -27,7 +26,7 @@ class Journal:
 
 def requests(journal: Journal | None = None, suspension: Suspension | None = None) -> Any:
     """Requests of a group, of training if there is a journal."""
-    playing = RunningGroup(1, Sessions(lambda session_id: None))
+    playing = RunningGroup(1, lambda session_id: None)
     if journal is None:
         return GroupRequests(GeneratorRouter([]), playing)
     recorder = Recorder(0, journal.known, journal.answers.append, completion_of)

@@ -25,7 +25,7 @@ from titan_rl import (
     TokenStep,
     VersionSpan,
 )
-from titan_rl.rollout.group.rollouter import Sessions
+from titan_rl.rollout.group.running import RunningGroups
 from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.training.data.sample_builder import build_samples
@@ -274,19 +274,18 @@ async def test_every_session_that_was_opened_is_finished_once() -> None:
         if len(finished) == 2:
             two_finished.set()
 
-    sessions = Sessions(finish)
-
-    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
-        sessions.open(kwargs["session_id"])
-        if request_id.startswith("g/2"):
-            await asyncio.Event().wait()
-        fail = ConnectionError("gone") if request_id == "g/1/0" else None
-        return await Generator(fail=fail)(prompt_token_ids, request_id=request_id, **kwargs)
-
     async def play() -> None:
-        with sessions:
+        with RunningGroups(finish).one(3) as running:
+
+            async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+                with running.request(kwargs["session_id"]):
+                    if request_id.startswith("g/2"):
+                        await asyncio.Event().wait()
+                    fail = ConnectionError("gone") if request_id == "g/1/0" else None
+                    return await Generator(fail=fail)(prompt_token_ids, request_id=request_id, **kwargs)
+
             stage = Stage(limits=RolloutConfig(max_retries=1))
-            await stage.group(generate, size=3, on_finished=lambda rollout: sessions.finish(rollout.rollout_id))
+            await stage.group(generate, size=3, on_finished=lambda rollout: running.ended(rollout.rollout_id))
 
     playing = asyncio.ensure_future(play())
     await asyncio.wait_for(two_finished.wait(), HANG_S)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
@@ -192,14 +192,9 @@ class OpenedTask(Task, Protocol):
         ...
 
 
-@asynccontextmanager
-async def opened(task: Task, run: RunContext) -> AsyncGenerator[None]:
+def opened(task: Task, run: RunContext) -> AbstractAsyncContextManager[object]:
     """Context in which the task is open and may make environments."""
-    if not isinstance(task, OpenedTask):
-        yield
-        return
-    async with task.open(run):
-        yield
+    return task.open(run) if isinstance(task, OpenedTask) else nullcontext()
 
 
 @contextmanager

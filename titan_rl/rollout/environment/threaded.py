@@ -51,15 +51,15 @@ class ThreadedEnv:
         self._calls = CallsInThread()
 
     async def reset(self) -> Any:
-        return await self._calls.run(self, "_make_and_reset")
+        return await self._calls.run(self._make_and_reset)
 
     async def step(self, given: Any) -> Any:
-        return await self._calls.run(self.made, "step", given)
+        return await self._calls.run(self.made.step, given)
 
     async def close(self) -> None:
         """Close the environment. Returns at once if an abandoned call is still running; closing follows it."""
         if self._calls.has_started:
-            await self._calls.end_with(self, "_close_made")
+            await self._calls.end_with(self._close_made)
 
     def _make_and_reset(self) -> Any:
         self.made = self._make_env()
@@ -73,14 +73,13 @@ class _Call:
     """Call of a method in the thread, awaited by another event loop.
 
     Args:
-        owner: Object that has the method.
-        name: Name of the method.
+        method: The method.
         arguments: Arguments of the method.
         awaits: Whether an awaitable result is awaited in the thread. Otherwise the awaitable is the call's result.
     """
 
-    def __init__(self, owner: Any, name: str, arguments: tuple[Any, ...], awaits: bool) -> None:
-        self._method = getattr(owner, name)
+    def __init__(self, method: Callable[..., Any], arguments: tuple[Any, ...], awaits: bool) -> None:
+        self._method = method
         self._arguments = arguments
         self._awaits = awaits
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -147,9 +146,9 @@ class CallsInThread:
     def has_started(self) -> bool:
         return self._thread is not None
 
-    async def run(self, owner: Any, name: str, *arguments: Any) -> Any:
-        """Call a method of `owner` in the thread, and return its result."""
-        call = _Call(owner, name, arguments, self._awaits)
+    async def run(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method in the thread, and return its result."""
+        call = _Call(method, arguments, self._awaits)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"env-{next(_numbers)}", daemon=True)
             self._thread.start()
@@ -164,12 +163,12 @@ class CallsInThread:
                 logger.warning("gave up on a call in thread %s", self._thread.name)
             raise
 
-    async def end_with(self, owner: Any, name: str) -> Any:
+    async def end_with(self, method: Callable[[], Any]) -> Any:
         """Make the last call and return its result, or None if the call is queued behind an abandoned one."""
         try:
             if not self._gave_up:
-                return await self.run(owner, name)
-            last = _Call(owner, name, (), self._awaits)
+                return await self.run(method)
+            last = _Call(method, (), self._awaits)
             last.answer.add_done_callback(_log_failure)
             self._calls.put(last)
             return None
@@ -234,7 +233,7 @@ class EnvMethods:
             return await _awaited(method(*arguments))
         if self._calls is None:
             self._calls = CallsInThread(awaits=False)
-        return await _awaited(await self._calls.run(self.env, name, *arguments))
+        return await _awaited(await self._calls.run(method, *arguments))
 
     async def close(self) -> None:
         """Close the environment and end its thread. Returns at once if an abandoned call still runs in the thread; a
@@ -243,7 +242,7 @@ class EnvMethods:
         try:
             if self._runs_in_thread(method):
                 self._calls = self._calls or CallsInThread(awaits=False)
-                await _awaited(await self._calls.end_with(self.env, "close"))
+                await _awaited(await self._calls.end_with(method))
             else:
                 await _awaited(method())
         finally:
@@ -279,11 +278,8 @@ def expected(given: Any, kind: type[T], env: object, name: str) -> T:
     method: Any = getattr(env, name, None)
     location = None if method is None else source_location(method)
     whose = f"{name} of {type(env).__name__}" if location is None else f"{name} of {location.partition(' in ')[0]}"
-    raise TypeError(f"{whose} gave {_kind_of(given)}; {_with_article(kind.__name__)} is expected")
-
-
-def _kind_of(given: Any) -> str:
-    return "None" if given is None else _with_article(type(given).__name__)
+    what = "None" if given is None else _with_article(type(given).__name__)
+    raise TypeError(f"{whose} gave {what}; {_with_article(kind.__name__)} is expected")
 
 
 def _with_article(name: str) -> str:

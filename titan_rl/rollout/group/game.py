@@ -16,8 +16,8 @@ from titan_rl.core.calls.plain import snapshot
 from titan_rl.core.calls.user_code import Failure, summary
 from titan_rl.rollout.copies import completion_of, completion_to_give, messages_of, token_ids_of
 from titan_rl.rollout.environment.types import MessagePlayer, Player, SeatOutError, TokenPlayer, TokenSeat
-from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, OwnTime, RolloutEnded, TimeIsUp
-from titan_rl.rollout.group.turns import LAST_CALL_S, RETURN_S, TurnTaker, of_seat, turn_seed, used_up
+from titan_rl.rollout.group.boundary import EnvCalls, OwnTime, RolloutEnded, TimeIsUp, ends_with
+from titan_rl.rollout.group.turns import LAST_CALL_S, RETURN_S, TurnTaker, turn_seed, used_up
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus
 from titan_rl.types import Completion, FinishReason
 
@@ -61,7 +61,7 @@ class Game:
             async with self._scope:
                 self._is_going = True
                 self._expect_a_request()
-                async with EndsWith(RolloutStatus.ERROR_ENV, watch=self.watch):
+                async with ends_with(RolloutStatus.ERROR_ENV, watch=self.watch):
                     try:
                         await env.play_seats(seats)
                     except* SeatOutError as outs:
@@ -149,7 +149,7 @@ SEAT_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
 def rollouts_of_seats(game: Rollout, given: Any) -> list[Rollout]:
-    """Rollouts of the seats that the policy plays.
+    """Rollouts of the seats that the policy plays, with IDs such as "g17/3/first".
 
     Raises:
         TypeError, ValueError: the result of `players` does not name a player for each seat, or the policy plays none.
@@ -165,7 +165,9 @@ def rollouts_of_seats(game: Rollout, given: Any) -> list[Rollout]:
     trained = [name for name, player in players.items() if player == "policy"]
     if not trained:
         raise ValueError(f'of the seats {list(players)} the policy plays none; give one of them "policy"')
-    return [of_seat(game, name) for name in trained]
+    return [
+        Rollout(f"{game.rollout_id}/{name}", game.group_id, game.sibling, game.sample, seat=name) for name in trained
+    ]
 
 
 async def play_game(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Sized
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 from titan_rl.core.calls.bounded import OutOfTimeError, limited
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.calls.user_code import Failure
-from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.copies import completion_to_give, messages_of, shared, token_advantages_of, token_ids_of
 from titan_rl.rollout.environment.messages import MAX_CONTEXT
 from titan_rl.rollout.environment.threaded import ThreadedEnv, expected
@@ -25,7 +23,7 @@ from titan_rl.rollout.environment.types import (
     TokenObservation,
     TokenStep,
 )
-from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, OwnTime, RolloutEnded
+from titan_rl.rollout.group.boundary import EnvCalls, OwnTime, RolloutEnded, ends_with
 from titan_rl.rollout.group.game import play_game, rollouts_of_seats
 from titan_rl.rollout.group.turns import LAST_CALL_S, RequestIds, TurnTaker, generate_within, used_up
 from titan_rl.rollout.settings import RolloutConfig
@@ -38,7 +36,7 @@ class RolloutRunner:
     """Runs the rollouts of one group, each in a fresh environment.
 
     Args:
-        make_env: Makes the environment of a rollout; see `Rollouter`.
+        make_env: Makes the environment of a rollout.
         generate: Sends a request.
         sampling: Sampling parameters of the turns. Their seed is the base of the turns' seeds; None sets no seeds.
         limits: Limits of a rollout.
@@ -46,7 +44,7 @@ class RolloutRunner:
         env_rewards: Names of the rewards that the rubric expects of an environment.
     """
 
-    make_env: Callable[[Any], TokenEnv | AgentEnv | SeatedEnv]
+    make_env: Callable[[], TokenEnv | AgentEnv | SeatedEnv]
     generate: GenerateFn
     sampling: SamplingParams
     limits: RolloutConfig
@@ -56,10 +54,6 @@ class RolloutRunner:
     async def run(self, rollouts: list[Rollout]) -> None:
         """Run one rollout in place. In an environment with several seats it becomes one rollout for each seat of the
         policy."""
-        with span("rollout", "environment", lane="rollout", fine=True, rollout=rollouts[0].rollout_id):
-            await self._run(rollouts)
-
-    async def _run(self, rollouts: list[Rollout]) -> None:
         MAX_CONTEXT.set(self.max_context)
         loop = asyncio.get_running_loop()
         start = loop.time()
@@ -70,8 +64,8 @@ class RolloutRunner:
         env: EnvCalls | None = None
         players: Mapping[str, Player] = {}
         try:
-            async with EndsWith(RolloutStatus.ERROR_ENV):
-                env = EnvCalls(self._make_env(rollout.sample))
+            async with ends_with(RolloutStatus.ERROR_ENV):
+                env = EnvCalls(self._make_env())
                 if env.has_seats:
                     players = env.env.players(rollout.sibling)
                     rollouts[:] = rollouts_of_seats(rollout, players)
@@ -96,22 +90,21 @@ class RolloutRunner:
                     rollout.metrics |= {"seconds": loop.time() - start, "own_seconds": watch.used_s}
                     rollout.metrics["env_seconds"] = 0.0 if env is None else env.own_seconds(watch.request_s)
 
-    def _make_env(self, sample: Any) -> TokenEnv | AgentEnv | SeatedEnv:
+    def _make_env(self) -> TokenEnv | AgentEnv | SeatedEnv:
         if self.limits.env_in_thread:
-            return cast("TokenEnv", ThreadedEnv(partial(self._checked_env, sample)))
-        return self._checked_env(sample)
+            return cast("TokenEnv", ThreadedEnv(self._checked_env))
+        return self._checked_env()
 
-    def _checked_env(self, sample: Any) -> TokenEnv | AgentEnv | SeatedEnv:
-        env = self.make_env(sample)
+    def _checked_env(self) -> TokenEnv | AgentEnv | SeatedEnv:
+        env = self.make_env()
         is_token_env = all(callable(getattr(env, name, None)) for name in ("reset", "step", "close"))
         if is_token_env and not self.limits.env_in_thread:  # a check of the protocol takes several times as long
             return env
-        name = type(env).__name__
-        if isinstance(env, AgentEnv | SeatedEnv):
-            if self.limits.env_in_thread:
-                raise TypeError(f"{name} needs the event loop; set rollout.env_in_thread = false")
-        elif not is_token_env:
+        name, needs_loop = type(env).__name__, isinstance(env, AgentEnv | SeatedEnv)
+        if not (is_token_env or needs_loop):
             raise TypeError(f"make_env gave {name}; it must give an environment, with reset, step and close")
+        if needs_loop and self.limits.env_in_thread:
+            raise TypeError(f"{name} needs the event loop; set rollout.env_in_thread = false")
         return env
 
     async def _take_turns(self, env: EnvCalls, turns: TurnTaker) -> RolloutStatus:
@@ -147,11 +140,11 @@ class RolloutRunner:
         too_long = isinstance(given, Sized) and len(given) > self.max_context  # pyright: ignore[reportUnnecessaryIsInstance]
         return [0] * len(given) if too_long else token_ids_of(given, what)
 
-    def _env_call(self, own_time: OwnTime) -> EndsWith:
+    def _env_call(self, own_time: OwnTime) -> AbstractAsyncContextManager[None]:
         """Context of a call of the environment, within the limit of calls and the rollout's remaining time. An
         environment may respond to a finished answer even if hardly any time is left."""
         own_s, limit_s = max(own_time.watch.left_s, LAST_CALL_S), self.limits.env_timeout_s
-        return EndsWith(
+        return ends_with(
             RolloutStatus.ERROR_ENV,
             asyncio.get_running_loop().time() + min(own_s, limit_s),
             watch=own_time.watch,
@@ -196,7 +189,7 @@ async def _play_agent(env: EnvCalls, turns: TurnTaker, env_rewards: Sequence[str
     try:
         async with (
             _signalled_when_over(watch, time_is_up, limits.env_timeout_s),
-            EndsWith(RolloutStatus.ERROR_ENV, watch=watch),
+            ends_with(RolloutStatus.ERROR_ENV, watch=watch),
         ):
             await env.play(policy, rollout)
             _check_played(rollout)

@@ -7,15 +7,15 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from types import TracebackType
+from functools import partial
 from typing import Any, Protocol
 
 from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.user_code import Failure, describe
 from titan_rl.core.errors import RewardError, StrayCancellationError
+from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv, TokenEnv
 from titan_rl.rollout.group.rollout import RolloutRunner
-from titan_rl.rollout.group.turns import new_rollout
 from titan_rl.rollout.rewards.advantages import AdvantageFn, compare, standardized
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
@@ -158,16 +158,16 @@ class Rollouter:
         """
         if not isinstance(group_size, int) or group_size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"group_size is {group_size!r}; it must be an integer, at least 1")
-        made_of, sample = sample, sample_alone(sample)
         runner = RolloutRunner(
-            lambda _: self.make_env(made_of),
+            partial(self.make_env, sample),
             generate,
             replace(sampling, seed=self.seed if sampling.seed is None else sampling.seed),
             self.limits,
             self.max_context,
             self.rubric.env_rewards,
         )
-        running = _RunningGroup(self, runner, [new_rollout(group_id, number, sample) for number in range(group_size)])
+        sample = sample_alone(sample)
+        running = _RunningGroup(self, runner, [_new_rollout(group_id, number, sample) for number in range(group_size)])
         async with asyncio.TaskGroup() as tasks:
             running.start(tasks, on_finished)
         group = RolloutGroup(group_id, sample, running.rollouts())
@@ -245,7 +245,8 @@ class _RunningGroup:
             rollouts = self._siblings[number]
             first = rollouts[0]
             try:
-                await self._runner.run(rollouts)
+                with span("rollout", "environment", lane="rollout", fine=True, rollout=first.rollout_id):
+                    await self._runner.run(rollouts)
             except asyncio.CancelledError:
                 if self._failed is None:
                     raise
@@ -260,7 +261,7 @@ class _RunningGroup:
             self._retries_left -= 1
             attempt += 1
             logger.warning("%s is run again after %s: %s", failed.rollout_id, failed.status, failed.error)
-            self._siblings[number] = [new_rollout(first.group_id, number, first.sample, attempt)]
+            self._siblings[number] = [_new_rollout(first.group_id, number, first.sample, attempt)]
         for rollout in rollouts:
             rollout.metrics["retries"] = float(attempt)
             if on_finished is not None:
@@ -302,6 +303,12 @@ class _RunningGroup:
     def _stop_judging(self) -> None:
         for judge in self._judges:
             judge.cancel()
+
+
+def _new_rollout(group_id: str, sibling: int, sample: Any, attempt: int = 0) -> Rollout:
+    """Make a rollout that has not begun, with the ID "g17/3", or "g17/3~1" for its second attempt."""
+    rollout_id = f"{group_id}/{sibling}" + (f"~{attempt}" if attempt else "")
+    return Rollout(rollout_id, group_id, sibling, sample)
 
 
 @contextmanager
@@ -403,41 +410,3 @@ class Callbacks:
                 logger.error(
                     "%s failed: %s; it is reported once, and the run continues", name, describe(error), exc_info=error
                 )
-
-
-class Sessions:
-    """Open sessions of a group. Sessions that are still open at the end of the block are finished; they belong to
-    rollouts that were run again, were cancelled, or were lost with their process.
-
-    Example:
-
-        with Sessions(router.finish_session) as sessions:
-            sessions.open("g17/3")
-            sessions.finish("g17/3")
-    """
-
-    def __init__(self, finish_session: Callable[[str], object]) -> None:
-        self._finish_session = finish_session
-        self._open: set[str] = set()
-        self._callbacks = Callbacks()
-
-    def open(self, session_id: str | None) -> None:
-        """Note that a request of this session begins."""
-        if session_id is not None:
-            self._open.add(session_id)
-
-    def finish(self, session_id: str) -> None:
-        """Finish a session that gets no further request. Does nothing if it is not open."""
-        if session_id in self._open:
-            self._open.discard(session_id)
-            with self._callbacks.guarded("finish_session"):
-                self._finish_session(session_id)
-
-    def __enter__(self) -> Sessions:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for session_id in sorted(self._open):
-            self.finish(session_id)

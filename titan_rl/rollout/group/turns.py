@@ -7,7 +7,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from titan_rl.core.arrays import token_array
 from titan_rl.core.calls import stopwatch
@@ -15,21 +14,10 @@ from titan_rl.core.calls.bounded import BoundedCall
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.copies import Contexts, completion_of
-from titan_rl.rollout.group.boundary import EndsWith, OwnTime, RolloutEnded
+from titan_rl.rollout.group.boundary import OwnTime, RolloutEnded, ends_with
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
-
-
-def new_rollout(group_id: str, sibling: int, sample: Any, attempt: int = 0) -> Rollout:
-    """Make a rollout that has not begun, with the ID "g17/3", or "g17/3~1" for its second attempt."""
-    rollout_id = f"{group_id}/{sibling}" + (f"~{attempt}" if attempt else "")
-    return Rollout(rollout_id, group_id, sibling, sample)
-
-
-def of_seat(game: Rollout, seat: str) -> Rollout:
-    """Make the rollout of one trained seat of a game, with the ID "g17/3/first"."""
-    return Rollout(f"{game.rollout_id}/{seat}", game.group_id, game.sibling, game.sample, seat=seat)
 
 
 def turn_seed(base: int, rollout_id: str, turn: int) -> int:
@@ -171,7 +159,7 @@ class TurnTaker:
         rollout, turn = self.rollout, len(self.rollout.turns)
         sampling = self._sampling(turn, prompt)
         deadline = asyncio.get_running_loop().time() + self.limits.generate_timeout_s
-        async with EndsWith(RolloutStatus.ERROR_GENERATE, deadline):
+        async with ends_with(RolloutStatus.ERROR_GENERATE, deadline):
             completion = await generate_within(
                 watch,
                 self.generate,
