@@ -126,23 +126,26 @@ def plan_step(
     ranks, row_tokens = training.data_parallel, training.row_tokens
     groups = list(dict.fromkeys(sample.group_id for sample in samples))
     count = max(1, min(training.minibatches, len(groups)))
-    part_of = {group: index * count // len(groups) for index, group in enumerate(groups)}
-    parts: list[list[TrainingSample]] = [[] for _ in range(count)]
+    minibatch_of = {group: index * count // len(groups) for index, group in enumerate(groups)}
+    minibatches: list[list[TrainingSample]] = [[] for _ in range(count)]
     for sample in samples:
-        parts[part_of[sample.group_id]].append(sample)
+        minibatches[minibatch_of[sample.group_id]].append(sample)
     plans: list[StepPlan] = [[] for _ in range(ranks)]
-    for part in parts:
-        families = find_families(part, row_tokens) if training.share_prompts else [Family((sample,)) for sample in part]
-        deal = _Deal(families, training, costs or Costs())
-        for plan, micro_batches in zip(plans, deal.best(), strict=True):
-            plan.append(MinibatchPlan(micro_batches, len(part), len(deal.packing.dropped)))
+    for minibatch in minibatches:
+        if training.share_prompts:
+            families = find_families(minibatch, row_tokens)
+        else:
+            families = [Family((sample,)) for sample in minibatch]
+        balancer = _Balancer(families, training, costs or Costs())
+        for plan, micro_batches in zip(plans, balancer.best(), strict=True):
+            plan.append(MinibatchPlan(micro_batches, len(minibatch), len(balancer.packing.dropped)))
     return plans
 
 
-class _Part:
-    """Families of one micro-batch of one rank, before they are packed."""
+class _Bin:
+    """Families of one micro-batch of one rank, before they are packed into rows."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self) -> None:
         self.families: list[Family] = []
         self.tokens = self.longest = 0
         self.attention = 0.0
@@ -154,8 +157,8 @@ class _Part:
         self.attention += attention
 
 
-class _Deal:
-    """Ways to share the families of a minibatch out to the ranks."""
+class _Balancer:
+    """Assignment of the families of a minibatch to the micro-batches of the ranks, so that they cost about the same."""
 
     def __init__(self, families: Sequence[Family], training: TrainingConfig, costs: Costs) -> None:
         self._ranks = training.data_parallel
@@ -167,15 +170,15 @@ class _Deal:
 
     def best(self) -> list[list[MicroBatch]]:
         """Micro-batches of each rank."""
-        steps = self._in_turn()
+        steps = self._round_robin()
         if self._ranks > 1 and steps:
-            steps = min([steps, *self._ways(len(steps))], key=self._time)
+            steps = min([steps, *self._assignments_by_cost(len(steps))], key=self._time)
         return self._to_ranks(steps)
 
     def _time(self, steps: Sequence[Sequence[MicroBatch]]) -> float:
         return sum(max(map(self._costs.micro_batch, step)) for step in steps)
 
-    def _in_turn(self) -> list[list[MicroBatch]]:
+    def _round_robin(self) -> list[list[MicroBatch]]:
         """Deal the rows of the packing to the ranks in turn. Neighbours in the packing have similar lengths.
 
         Returns:
@@ -185,7 +188,7 @@ class _Deal:
         starts = range(0, len(rows), at_once)
         return [[rows[start + rank : start + at_once : self._ranks] for rank in range(self._ranks)] for start in starts]
 
-    def _ways(self, num_steps: int) -> Iterator[list[list[MicroBatch]]]:
+    def _assignments_by_cost(self, num_steps: int) -> Iterator[list[list[MicroBatch]]]:
         """Deal families by cost, in several ways. At first, families that cost more than the mean micro-batch are
         split, and then, in each round, one family of the most costly micro-batch."""
         count = self._ranks * num_steps
@@ -206,7 +209,7 @@ class _Deal:
         """Deal families to micro-batches, and pack the families of each. The most costly micro-batches come first, so
         that ranks compute similar costs at the same time. None if a micro-batch has too many rows."""
         families = sorted(families, key=self._costs.family, reverse=True)
-        parts = [_Part(index) for index in range(count)]
+        bins = [_Bin() for _ in range(count)]
         cheapest = [(0.0, index) for index in range(count)]
         for family in families:
             attention = self._costs.attention(family)
@@ -216,25 +219,25 @@ class _Deal:
             while cheapest and (len(tried) < TRIED or cost == inf):
                 tried.append(heappop(cheapest))
                 index = tried[-1][1]
-                cost, chosen = min((cost, chosen), (self._cost_with(parts[index], family, attention), index))
+                cost, chosen = min((cost, chosen), (self._cost_with(bins[index], family, attention), index))
             if cost == inf:
                 return None
-            parts[chosen].add(family, attention)
+            bins[chosen].add(family, attention)
             for each in tried:
                 heappush(cheapest, (cost, chosen) if each[1] == chosen else each)
-        batches = [pack(part.families, self._row_tokens).rows for part in parts]
+        batches = [pack(each.families, self._row_tokens).rows for each in bins]
         if max(map(len, batches)) > self._most_rows:
             return None
         return sorted(batches, key=self._costs.micro_batch, reverse=True)
 
-    def _cost_with(self, part: _Part, family: Family, attention: float) -> float:
-        """Cost of a part with another family, if rows can be packed without gaps; infinite if that makes too many
+    def _cost_with(self, chosen: _Bin, family: Family, attention: float) -> float:
+        """Cost of a bin with another family, if rows can be packed without gaps; infinite if that makes too many
         rows."""
-        tokens = part.tokens + family.num_tokens
+        tokens = chosen.tokens + family.num_tokens
         num_rows = -(-tokens // self._row_tokens)
         if num_rows > self._most_rows:
             return inf
-        return max(tokens, num_rows * max(part.longest, family.num_tokens)) + part.attention + attention
+        return max(tokens, num_rows * max(chosen.longest, family.num_tokens)) + chosen.attention + attention
 
     def _split(self, most: float) -> list[Family]:
         """Split families until each costs at most `most` or has a single sample."""
