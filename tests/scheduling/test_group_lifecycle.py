@@ -38,4 +38,4 @@ async def follow(wanted: tuple[GroupState | None, ...]) -> None:
         CALLS[state](lease)
         assert lease.state is state
         assert ledger.states == ({} if state is None else {state: 1})
-        assert pool.held == (state is not None)
+        assert pool.free == (state is None)

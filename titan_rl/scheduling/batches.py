@@ -256,8 +256,8 @@ class WaitingGroups:
         self._leases[index] = lease
         task, task_index = None, index
         if self._order is not None:
-            self._order.admitted(index)
-            task, task_index = self._order.task_of(index), self._order.task_index_of(index)
+            group = self._order.admitted(index)
+            task, task_index = group.task, group.task_index
         self._queue_keys[index] = task, task_index
         self._queues[task].add(task_index, index, version)
         self._turns.clear()
@@ -298,7 +298,8 @@ class WaitingGroups:
         """
         if self._batches_again:
             batch = list(self._batches_again[0])
-            return batch if all(index in self._leases and _is_done(self._leases[index]) for index in batch) else []
+            are_done = all(index in self._leases and self._leases[index].group is not None for index in batch)
+            return batch if are_done else []
         if self._num_finished < size:
             return []
         batch = self._first_finished(size, version)
@@ -323,11 +324,11 @@ class WaitingGroups:
 
     def overtaken_by(self, batch: Sequence[int]) -> list[Lease]:
         """Running groups with later groups of their task in the batch."""
-        newest = {self._task_of(index): index for index in sorted(batch)}
+        newest = {self._queue_keys[index][0]: index for index in sorted(batch)}
         return [
             lease
             for lease in self
-            if lease.state is GroupState.RUNNING and lease.index < newest.get(self._task_of(lease.index), -1)
+            if lease.state is GroupState.RUNNING and lease.index < newest.get(self._queue_keys[lease.index][0], -1)
         ]
 
     def take_stale(self, oldest_version: int) -> Iterator[Lease]:
@@ -369,8 +370,8 @@ class WaitingGroups:
         count, window = turns[task], self._window_of(task)
         if not isinstance(queue, AgedQueue):
             return queue.count(window) >= count
-        if self._order is not None and task is not None and self._order.window(task, _WIDE) == 1:
-            return queue.count(window=1) >= count  # some turns were dealt with earlier weights
+        if self._order is not None and self._order.has_old_turns:
+            return queue.count(window=1) >= count
         if queue.num_finished < count:
             return False
         for num_before, latest in queue.deadlines(count):
@@ -390,13 +391,3 @@ class WaitingGroups:
 
     def _window_of(self, task: str | None) -> int:
         return self._window if self._order is None or task is None else self._order.window(task, self._window)
-
-    def _task_of(self, index: int) -> str | None:
-        return None if self._order is None else self._order.task_of(index)
-
-
-_WIDE = 1 << 30
-
-
-def _is_done(lease: Lease) -> bool:
-    return lease.state is GroupState.DONE

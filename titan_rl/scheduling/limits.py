@@ -18,25 +18,16 @@ class SlotPool:
     def __init__(self, size: int) -> None:
         if size < 1:
             raise ValueError(f"SlotPool.size is {size}; it must be at least 1")
-        self.size = size
-        self._free = asyncio.Semaphore(size)
-        self._held = 0
-
-    @property
-    def held(self) -> int:
-        return self._held
-
-    @property
-    def free(self) -> int:
-        return self.size - self._held
+        self.size = self.free = size
+        self._slots = asyncio.Semaphore(size)
 
     async def acquire(self) -> None:
-        await self._free.acquire()
-        self._held += 1
+        await self._slots.acquire()
+        self.free -= 1
 
     def release(self) -> None:
-        self._held -= 1
-        self._free.release()
+        self.free += 1
+        self._slots.release()
 
 
 class RolloutPermits:
@@ -51,7 +42,7 @@ class RolloutPermits:
         surplus = self.count - count
         if surplus > 0 and self._capacity is not None:
             self.count = count
-            self._capacity._give_back(surplus)  # pyright: ignore[reportPrivateUsage]
+            self._capacity.give_back(surplus)
 
 
 class RolloutCapacity:
@@ -73,7 +64,7 @@ class RolloutCapacity:
             self.in_flight += count
         return RolloutPermits(self, count)
 
-    def _give_back(self, count: int) -> None:
+    def give_back(self, count: int) -> None:
         self.in_flight -= count
         self._freed.set()
 
@@ -84,6 +75,9 @@ class RolloutCapacity:
 class Budget:
     """Number of groups that are still to be admitted and handed out. A dropped group allows another admission.
 
+    Attributes:
+        left: Number of groups still to be handed out in batches.
+
     Raises:
         ValueError: `num_groups` is negative.
     """
@@ -91,15 +85,10 @@ class Budget:
     def __init__(self, num_groups: int) -> None:
         if num_groups < 0:
             raise ValueError(f"GroupScheduler budget is {num_groups}; it must not be negative")
-        self._left = num_groups
+        self.left = num_groups
         self._admissible = asyncio.Semaphore(num_groups)
         self._used_up = asyncio.Event()
         self.hand_out(0)
-
-    @property
-    def left(self) -> int:
-        """Number of groups still to be handed out in batches."""
-        return self._left
 
     @property
     def may_admit(self) -> bool:
@@ -115,8 +104,8 @@ class Budget:
 
     def hand_out(self, num_groups: int) -> None:
         """Count groups that are in a batch."""
-        self._left = max(0, self._left - num_groups)
-        if not self._left:
+        self.left = max(0, self.left - num_groups)
+        if not self.left:
             self._used_up.set()
 
     async def wait_used_up(self) -> None:

@@ -110,7 +110,7 @@ class GroupScheduler:
 
     @property
     def slots_held(self) -> int:
-        return self._slots.held
+        return self._slots.size - self._slots.free
 
     @property
     def states(self) -> Mapping[GroupState, int]:
@@ -270,15 +270,15 @@ class GroupScheduler:
             RuntimeError: the scheduler is not running.
             Exception: raised by a group.
         """
-        self._check_running()
-        self._remove_stale()
-        while not (indices := self._next_indices()):
+        while True:
+            self._check_running()
+            self._remove_stale()
+            if indices := self._next_indices():
+                break
             self._drop_limits.check()
             self._resume_suspended()
             self._changed.clear()
             await self._changed.wait()
-            self._check_running()
-            self._remove_stale()
         self._suspend_overtaken(indices)
         version, step = self._next_version, step_from(self._next_version)
         leases = self._waiting.take_batch(indices)

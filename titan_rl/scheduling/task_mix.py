@@ -354,7 +354,7 @@ class TaskMix:
             self._apply(event)
         for index in [index for index in self._at.open if is_dropped(index)]:
             self._apply(Dropped(index))  # otherwise its turn would wait for a group that never runs
-        in_task_order = sorted(self._at.open, key=self.task_index_of)
+        in_task_order = sorted(self._at.open, key=lambda index: self._at.open[index].task_index)
         self._restored = {  # groups that are not admitted yet, by task, in the order of their task indices
             name: {index: None for index in in_task_order if self._at.open[index].task == name} for name in tasks
         }
@@ -371,9 +371,10 @@ class TaskMix:
             return event
         return Assigned(index, group.task, group.sample)
 
-    def admitted(self, index: int) -> None:
+    def admitted(self, index: int) -> OpenGroup:
         """Note that the group at a position has a slot."""
         self._restored[self.assignment(index).task].pop(index, None)
+        return self._at.open[index]
 
     def next_restored(self) -> int | None:
         """Position of the group of an earlier run to admit next: the group of the first turn without an admitted group.
@@ -400,20 +401,21 @@ class TaskMix:
                 group.in_batch = True
                 self._at.turns.batched(group.task)
 
+    @property
+    def has_old_turns(self) -> bool:
+        """Whether some turns were dealt with earlier weights."""
+        return self._at.turns.num_old > 0
+
     def window(self, task: str, window: int) -> int:
         """Window of a task in places of its own groups, such that no group of another task is delayed by `window`
         turns.
 
         With share w, k + 1 turns of a task span at most (k + 1) / w turns, rounded up.
         """
-        if self._at.turns.num_old:
+        if self.has_old_turns:
             return 1
         share = self._at.shares.of(task)
         return window if share == 1 else max(1, math.floor((window - 1) * share))
-
-    def task_index_of(self, index: int) -> int:
-        """Index of an open group among all groups that its task has had."""
-        return self._at.open[index].task_index
 
     def task_of(self, index: int) -> str | None:
         """Task of the group at a position; None if it has not begun, or is settled."""

@@ -79,25 +79,12 @@ class WithEndCallback(Coroutine[Any, Any, None]):
             self._end()
             raise
 
-    def throw(
-        self,
-        kind: type[BaseException] | BaseException,
-        error: BaseException | object = None,
-        traceback: TracebackType | None = None,
-        /,
-    ) -> Any:
-        raised = kind if isinstance(kind, BaseException) else error if isinstance(error, BaseException) else kind()
+    def throw(self, *raised: Any) -> Any:
         try:
-            return self._work.throw(raised)
+            return self._work.throw(*raised)
         except BaseException:
             self._end()
             raise
-
-    def close(self) -> None:
-        try:
-            self._work.close()
-        finally:
-            self._end()
 
     def __await__(self) -> Generator[Any, Any, None]:
         try:
