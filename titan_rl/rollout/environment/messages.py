@@ -181,7 +181,6 @@ class MessageTokenEnv:
         require_methods(env)
         self.env = env
         self._methods = EnvMethods(env)
-        self.tools: list[Mapping[str, object]] | None = None  # known after `reset`
         self._renderer = renderer
         self._prompt = GrowingPrompt(renderer)
 
@@ -191,8 +190,7 @@ class MessageTokenEnv:
 
     async def reset(self) -> TokenObservation:
         observation = await self._methods.call("reset", MessageObservation)
-        self.tools = None if observation.tools is None else list(observation.tools)
-        self._prompt = GrowingPrompt(self._renderer, self.tools)
+        self._prompt = GrowingPrompt(self._renderer, observation.tools)
         return TokenObservation(await self._prompt.next(observation.messages, self._name), observation.messages)
 
     async def step(self, completion: Completion) -> TokenStep:

@@ -266,7 +266,6 @@ class _PolicySeat(_Seat):
         super().__init__(game, str(turns.rollout.seat), "policy")
         self._rollout = turns.rollout
         self._turns = turns
-        self._max_turns = turns.limits.max_turns
         self._early: dict[str, float] = {}  # rewards from before its first turn
 
     async def generate(self, prompt_token_ids: Sequence[int]) -> Completion:
@@ -274,8 +273,8 @@ class _PolicySeat(_Seat):
         is_cut = False
         end: RolloutEnded | None = None
         with self._answering():
-            if len(self._rollout.turns) >= self._max_turns:
-                raise self.leave(RolloutStatus.TRUNCATED_TURNS, f"it has had {self._max_turns} turns (max_turns)")
+            if len(self._rollout.turns) >= (most := self._turns.limits.max_turns):
+                raise self.leave(RolloutStatus.TRUNCATED_TURNS, f"it has had {most} turns (max_turns)")
             try:
                 is_cut = await self._turns.take(prompt)
             except RolloutEnded as error:
