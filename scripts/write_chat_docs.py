@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tests.models.chats import CHATS, Chat
 from tests.models.families import FAMILIES, model_type
-from titan_rl.rollout.renderer.registry import choose_renderer
-from titan_rl.rollout.renderer.support import ChatSupport, chat_support
+from titan_rl.rollout.renderer.registry import ChatSupport, chat_support, choose_renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.tool_calls import FORMATS
 

@@ -1,11 +1,11 @@
-"""Renderers by name, the choice of a suitable one for a model, and its fit with the model's chat template."""
+"""Renderers by name, the choice of one for a model, its fit with the model's chat template, and their chat support."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from titan_rl.rollout.renderer.package import (
     template_keywords,
 )
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.renderer.types import Renderer, require_tool_support
 from titan_rl.rollout.types import Message
 
 logger = logging.getLogger(__name__)
@@ -106,18 +106,18 @@ TOOLS: tuple[dict[str, Any], ...] = (
         },
     },
 )
-OPENING: tuple[Message, ...] = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Define it."})
+_OPENING: tuple[Message, ...] = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Define it."})
 _CALL: Message = {
     "role": "assistant",
     "content": "",
     "tool_calls": [{"type": "function", "id": "call_1", "function": {"name": "look_up", "arguments": {"word": "it"}}}],
 }
 _RESULT: Message = {"role": "tool", "name": "look_up", "tool_call_id": "call_1", "content": "a pronoun"}
-_CALLED: tuple[Message, ...] = (*OPENING, _CALL, _RESULT)
+_CALLED: tuple[Message, ...] = (*_OPENING, _CALL, _RESULT)
 _COMPARED = (
-    (OPENING, list(TOOLS)),
+    (_OPENING, list(TOOLS)),
     (_CALLED, list(TOOLS)),
-    (OPENING[1:], None),  # here the template of Qwen2.5 adds its own system message
+    (_OPENING[1:], None),  # here the template of Qwen2.5 adds its own system message
 )
 """Conversations and their tools, on which a renderer and a template are compared."""
 
@@ -231,7 +231,7 @@ def _fit(tokenizer: Any, renderer: Renderer) -> TemplateFit:
     tried: list[_Tried] = []
     for conversation in _CONVERSATIONS:
         tools = list(TOOLS) if any("tool_calls" in message for message in conversation) else None
-        if (ids := extended_prompt(renderer, conversation, tools)) is not None:
+        if (ids := _extended_prompt(renderer, conversation, tools)) is not None:
             tried.append(_Tried(tokenizer, conversation, tools, tokenizer.decode(ids)))
     if not isinstance(own, str) or all(each.is_rendered_by(own) for each in tried):
         return TemplateFit()
@@ -241,7 +241,7 @@ def _fit(tokenizer: Any, renderer: Renderer) -> TemplateFit:
     return TemplateFit(any(each.is_dropped_by(own) for each in tried))
 
 
-def drops_reasoning(tokenizer: Any, renderer: Renderer) -> bool:
+def _drops_reasoning(tokenizer: Any, renderer: Renderer) -> bool:
     """Check whether a chat template leaves out earlier reasoning, which the renderer keeps; False if they cannot be
     compared."""
     try:
@@ -283,7 +283,7 @@ class _Tried:
         return self.tokenizer.decode(ids)
 
 
-def extended_prompt(renderer: Renderer, conversation: Sequence[Message], tools: list[Any] | None) -> list[int] | None:
+def _extended_prompt(renderer: Renderer, conversation: Sequence[Message], tools: list[Any] | None) -> list[int] | None:
     """Prompt that extends a conversation turn by turn, if each reply is sampled exactly as the renderer writes it as
     the last message. None if the renderer does not extend the conversation.  # [num_prompt_tokens]"""
     stops = set(renderer.get_stop_token_ids())
@@ -307,7 +307,7 @@ def extended_prompt(renderer: Renderer, conversation: Sequence[Message], tools: 
     return prompt
 
 
-TALK: tuple[Message, ...] = (
+_TALK: tuple[Message, ...] = (
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Define it."},
     {"role": "assistant", "content": "A word.", "reasoning_content": "That is short."},
@@ -315,11 +315,116 @@ TALK: tuple[Message, ...] = (
     {"role": "assistant", "content": "A pronoun.", "reasoning_content": "Not much longer."},
     {"role": "user", "content": "Thanks."},
 )
-TALK_WITH_CALL: tuple[Message, ...] = (
+_TALK_WITH_CALL: tuple[Message, ...] = (
     {"role": "user", "content": "Define it."},
     {**_CALL, "reasoning_content": "Which word is that?"},
     _RESULT,
     {"role": "assistant", "content": "A pronoun.", "reasoning_content": "Found."},
     {"role": "user", "content": "Thanks."},
 )
-_CONVERSATIONS = (TALK, TALK_WITH_CALL)
+_CONVERSATIONS = (_TALK, _TALK_WITH_CALL)
+
+
+_MOST_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSupport:
+    """Chat support of a model.
+
+    Attributes:
+        renderer: Class of the renderer.
+        reason: Reason for this renderer.
+        extends: Whether each prompt begins with the tokens of the previous prompt and completion.
+        extension: Evidence for this, or the reason why not.
+        tool_calls: Format of tool calls; None if they are not parsed.
+        tool_problem: Reason why tool calls are not parsed.
+        stop_tokens: Texts of the tokens that end an answer.
+    """
+
+    renderer: str
+    reason: str
+    extends: bool
+    extension: str
+    tool_calls: str | None
+    tool_problem: str | None
+    stop_tokens: tuple[str, ...]
+
+    def lines(self) -> Iterator[str]:
+        """Lines of the dry run."""
+        yield f"model.renderer is {self.renderer}: {self.reason}"
+        yield f"turns extend token by token: {'yes' if self.extends else 'no'}, {self.extension}"
+        yield f"tool calls: {self.tool_calls or f'not parsed, {self.tool_problem}'}"
+        more = len(self.stop_tokens) - _MOST_SHOWN
+        shown = " ".join(self.stop_tokens[:_MOST_SHOWN])
+        yield f"stop tokens: {shown}{f' and {more} more' if more > 0 else ''}"
+
+
+def chat_support(tokenizer: Any, chosen: ChosenRenderer) -> ChatSupport:
+    """Describe the renderer of a tokenizer."""
+    renderer = chosen.renderer
+    extends, extension = _extension(renderer, tokenizer)
+    tool_calls, tool_problem = _tool_calls(renderer)
+    return ChatSupport(
+        _class_name(renderer),
+        chosen.reason,
+        extends,
+        extension,
+        tool_calls,
+        tool_problem,
+        tuple(map(str, tokenizer.convert_ids_to_tokens(renderer.get_stop_token_ids()))),
+    )
+
+
+def _class_name(renderer: Any) -> str:
+    """Name of the class of a renderer, without its further stop tokens."""
+    return type(getattr(renderer, "renderer", renderer)).__name__
+
+
+def _extension(renderer: Renderer, tokenizer: Any) -> tuple[bool, str]:
+    """Extend a conversation of three questions, and compare its prompt with that of the model's own chat template."""
+    if isinstance(renderer, ChatTemplateRenderer) and renderer.problem is not None:
+        return False, renderer.problem
+    plain = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in _TALK]
+    prompt, talk = None, plain
+    for talk in (plain, plain[1:]):  # some templates have no system message
+        try:
+            prompt = _extended_prompt(renderer, talk, None)
+        except Exception:  # a renderer may raise any error
+            continue
+        break
+    if prompt is None:
+        return True, "not compared with the chat template, whose answers do not begin where its prompts end"
+    if _drops_reasoning(tokenizer, renderer):
+        return True, "earlier reasoning stays, which the chat template drops"
+    own = _template_prompt(tokenizer, talk, template_keywords(renderer))
+    if own is None:
+        return True, "not compared with a chat template, which the model lacks"
+    if own == prompt:
+        return True, "tested on three turns, with the tokens of the chat template"
+    if tokenizer.decode(own) == tokenizer.decode(prompt):
+        return True, "tested on three turns, with the text of the chat template"
+    return True, "earlier answers stay as sampled, which the chat template writes in another way"
+
+
+def _template_prompt(tokenizer: Any, talk: Sequence[Message], keywords: Mapping[str, Any]) -> list[int] | None:
+    try:
+        return list(
+            tokenizer.apply_chat_template(list(talk), add_generation_prompt=True, return_dict=False, **keywords)
+        )
+    except Exception:  # there is no template, or it raises an error of any kind
+        return None
+
+
+def _tool_calls(renderer: Renderer) -> tuple[str | None, str | None]:
+    if isinstance(renderer, ChatTemplateRenderer):
+        found = renderer.call_format
+        return None if found is None else found.name, renderer.call_problem
+    for opening in (_OPENING, _OPENING[1:]):
+        try:
+            require_tool_support(renderer, opening, TOOLS)
+        except Exception as error:  # a renderer may raise any error
+            problem = str(error)
+        else:
+            return f"of {_class_name(renderer)}", None
+    return None, problem

@@ -73,10 +73,6 @@ class FailurePolicy:
         return wait_s
 
 
-SURE_TO_FAIL_AGAIN = FailurePolicy(retries=0)
-"""Default for functions that only compute: a retry would give the same error."""
-
-
 class UserFunction:
     """User function, sync or async, called on the event loop or in its own threads.
 
@@ -90,11 +86,6 @@ class UserFunction:
         self._fn = fn
         self._name = name
         self._threads = None if max_threads is None else DaemonThreads(max_threads, f"reward {name!r}")
-
-    @property
-    def only_computes(self) -> bool:
-        """Whether it is a sync function outside a thread, so that a retry with the same argument is assumed useless."""
-        return self._threads is None and not is_async(self._fn)
 
     async def __call__(self, argument: Any, about: str, timeout_s: float | None) -> Any:
         """Call the function and return its result. The time limit of a call in a thread starts when a thread is free.
@@ -270,7 +261,8 @@ class FunctionReward(ABC, Generic[F]):
             raise ValueError(f"reward {self.name!r} has max_threads {max_threads!r}; it must be an integer, at least 1")
         self.timeout_s = timeout_s
         self._call = UserFunction(fn, self.name, max_threads if in_thread else None)
-        self.on_failure = on_failure or (SURE_TO_FAIL_AGAIN if self._call.only_computes else FailurePolicy())
+        only_computes = not in_thread and not is_async(fn)  # a retry would give the same error
+        self.on_failure = on_failure or (FailurePolicy(retries=0) if only_computes else FailurePolicy())
 
     @abstractmethod
     async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
