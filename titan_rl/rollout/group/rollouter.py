@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.user_code import Failure, describe
@@ -23,6 +23,8 @@ from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, sample_
 from titan_rl.types import GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class GroupRunner(Protocol):
@@ -282,9 +284,8 @@ class _RunningGroup:
     async def _judge(self, rollout: Rollout) -> None:
         try:
             with _timed([rollout]):
-                while rollout.rollout_id not in self._values:
-                    async with self._rollouter.judging_pause.interruptible():
-                        self._values[rollout.rollout_id] = await self._rubric.begin(rollout)
+                values = await self._rollouter.judging_pause.run(lambda: self._rubric.begin(rollout))
+                self._values[rollout.rollout_id] = values
         except RewardError as error:
             if self._failed is None:
                 self._failed = error
@@ -293,12 +294,8 @@ class _RunningGroup:
                     task.cancel()
 
     async def _score(self, group: RolloutGroup) -> None:
-        is_scored = False
         with _timed(group.rollouts):
-            while not is_scored:
-                async with self._rollouter.judging_pause.interruptible():
-                    await self._rubric.score(group, self._values)
-                    is_scored = True
+            await self._rollouter.judging_pause.run(lambda: self._rubric.score(group, self._values))
 
     def _stop_judging(self) -> None:
         for judge in self._judges:
@@ -351,23 +348,22 @@ class JudgingPause:
             self._grace.cancel()
         self._over.set()
 
-    @asynccontextmanager
-    async def interruptible(self) -> AsyncGenerator[None]:
-        """Context of judging. The block begins when there is no pause. A block that outlasts a grace period is
-        cancelled, and the context ends without an exception, so that the caller can enter another one."""
-        if not self._over.is_set():
-            await self._wait()
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                self._at_work.add(scope)
-                try:
-                    yield
-                finally:
-                    self._at_work.discard(scope)
-        except TimeoutError:
-            if not scope.expired():
-                raise
+    async def run(self, judge: Callable[[], Awaitable[T]]) -> T:
+        """Call a judge when there is no pause, and return its result. A call that outlasts a grace period is cancelled,
+        and repeated after the pause."""
+        while True:
+            if not self._over.is_set():
+                await self._wait()
+            scope = asyncio.timeout(None)
+            try:
+                async with scope:
+                    self._at_work.add(scope)
+                    return await judge()
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+            finally:
+                self._at_work.discard(scope)
 
     def _cancel_all(self) -> None:
         for scope in self._at_work:
