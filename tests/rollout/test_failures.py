@@ -43,7 +43,8 @@ async def play(group_size: int) -> list[Rollout]:
 
 
 async def test_the_most_frequent_error_is_named_with_its_place_and_count():
-    counts = ErrorCounts(await play(8))
+    counts = ErrorCounts()
+    counts.add(await play(8))
     counts.add([Rollout("g/8", "g", 8, None)])
     assert counts.num_errors == 8
     assert counts.describe().startswith(
@@ -63,4 +64,6 @@ async def test_a_transcript_says_where_in_the_users_code_it_ended():
 
 
 def test_no_error_is_nothing_to_tell():
-    assert ErrorCounts([Rollout("g/0", "g", 0, None)]).describe() == ""
+    counts = ErrorCounts()
+    counts.add([Rollout("g/0", "g", 0, None)])
+    assert counts.describe() == ""

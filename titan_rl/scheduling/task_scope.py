@@ -86,6 +86,12 @@ class WithEndCallback(Coroutine[Any, Any, None]):
             self._end()
             raise
 
+    def close(self) -> None:
+        try:
+            self._work.close()
+        finally:
+            self._end()
+
     def __await__(self) -> Generator[Any, Any, None]:
         try:
             yield from self._work.__await__()

@@ -49,15 +49,15 @@ class ErrorCounts:
 
     Example:
 
-        counts = ErrorCounts(group.rollouts)
+        counts = ErrorCounts()
+        counts.add(group.rollouts)
         counts.describe()   # "30 of 32 rollouts were lost to errors, 29 of them to error_env: KeyError: 'a' (e.py:7)"
     """
 
-    def __init__(self, rollouts: Iterable[Rollout] = ()) -> None:
+    def __init__(self) -> None:
         self.num_rollouts = 0
         self._counts: Counter[str] = Counter()
         self._texts: dict[str, str] = {}  # text of the first error of each kind
-        self.add(rollouts)
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
         for rollout in rollouts:
