@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -124,6 +124,19 @@ def sample_alone(sample: Any) -> Any:
     return sample.sample if isinstance(sample, Matched) else sample
 
 
+def compared(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
+    """Rollouts of a group that are compared with each other: those of one seat in all games of the group, or, for the
+    numbered seats of a role ("solver.0", "solver.1"), those of the role in each game. The keys are names for
+    messages."""
+    levels: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        name = "" if rollout.seat is None else f"seat {rollout.seat!r}"
+        if rollout.role != rollout.seat:
+            name = f"role {rollout.role!r} of game {rollout.sibling}"
+        levels.setdefault(name, []).append(rollout)
+    return levels
+
+
 @dataclass(slots=True)
 class RolloutGroup:
     """Sibling rollouts of one sample. Advantages compare them with each other, separately for each seat."""
@@ -144,16 +157,8 @@ class RolloutGroup:
 
     @property
     def compared(self) -> dict[str, list[Rollout]]:
-        """Rollouts that advantages compare with each other: the rollouts of one seat in all games of the group, or, for
-        the numbered seats of a role ("solver.0", "solver.1"), those of the role in each game. The keys are names for
-        messages."""
-        levels: dict[str, list[Rollout]] = {}
-        for rollout in self.rollouts:
-            name = "" if rollout.seat is None else f"seat {rollout.seat!r}"
-            if rollout.seat is not None and rollout.role != rollout.seat:
-                name = f"role {rollout.role!r} of game {rollout.sibling}"
-            levels.setdefault(name, []).append(rollout)
-        return levels
+        """Rollouts that advantages compare with each other; see `compared`."""
+        return compared(self.rollouts)
 
     @property
     def is_aborted(self) -> bool:

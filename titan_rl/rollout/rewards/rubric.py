@@ -42,7 +42,7 @@ from titan_rl.rollout.rewards.reward import (
     copy_of,
     together,
 )
-from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, compared
 from titan_rl.types import float_or_none
 
 logger = logging.getLogger(__name__)
@@ -231,18 +231,14 @@ class Rubric:
 
     async def _judge(self, rollouts: Sequence[Rollout], rewards: Sequence[WeightedReward]) -> list[dict[str, float]]:
         """Values of these rewards for each rollout. The first permanent failure cancels the other calls."""
-        each = [[i] for i in range(len(rollouts))]
-        levels: dict[object, list[int]] = {}  # the sets of rollouts of `RolloutGroup.compared`
-        for i, rollout in enumerate(rollouts):
-            is_numbered = rollout.role != rollout.seat
-            levels.setdefault((rollout.role, rollout.sibling if is_numbered else None), []).append(i)
-        calls = [(reward, chunk) for reward in rewards for chunk in (each if _per_rollout(reward) else levels.values())]
-        results = await together([self._values(reward, [rollouts[i] for i in chunk]) for reward, chunk in calls])
-        judged: list[dict[str, float]] = [{} for _ in rollouts]
+        alone, levels = [[rollout] for rollout in rollouts], compared(rollouts).values()
+        calls = [(reward, chunk) for reward in rewards for chunk in (alone if _per_rollout(reward) else levels)]
+        results = await together([self._values(reward, chunk) for reward, chunk in calls])
+        judged: dict[int, dict[str, float]] = {id(rollout): {} for rollout in rollouts}
         for (reward, chunk), values in zip(calls, results, strict=True):
-            for i, value in zip(chunk, values, strict=True):
-                judged[i][reward.name] = value
-        return judged
+            for rollout, value in zip(chunk, values, strict=True):
+                judged[id(rollout)][reward.name] = value
+        return [judged[id(rollout)] for rollout in rollouts]
 
     async def _values(self, reward: WeightedReward, rollouts: Sequence[Rollout]) -> list[float]:
         """Values of one call of a reward, with the retries of its policy."""
