@@ -87,6 +87,12 @@ def test_a_task_that_earns_nothing_is_not_hidden_by_the_mean() -> None:
     learning, of_task = verdicts(found, task_lines(found, ["sort", "count"]))
     assert learning["tone"] == "good"
     assert of_task["title"] == "The task count earns nothing"
+    assert of_task["text"].startswith("The mean of all tasks hides it. Its reward in the last steps is 0.000. Try: ")
+    flat = columns(40, **figures | {"rollout__finished_reward_mean": 0.3})
+    of_task = next(
+        one for one in verdicts(flat, task_lines(flat, [])) if one["title"] == "The task count earns nothing"
+    )
+    assert of_task["text"].startswith("Its reward in the last steps is 0.000.")
     assert of_task["link"]["values"] == {"rollouts.task": "count", "rollouts.step_min": 31, "rollouts.phase": "train"}
     assert task_lines(columns(40, **{"task/sort__finished_reward_mean": 0.5}), ["sort"]) == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -61,7 +62,7 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
         "warnings": [*warnings, *_warnings_of_evaluation(results)],
         "verdicts": verdicts(columns, tasks),
         "tasks": tasks,
-        "trend": next((change.to_json() for change in changes if change is not None), None),
+        "trend": next((asdict(change) for change in changes if change is not None), None),
         "hosts": read_hosts(folder),
         "failure": status.reason if status.state == "failed" else None,
         "seconds_left": _seconds_left(columns, planned) if status.state == "running" else None,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import fmean, variance
 from typing import Any, Literal
@@ -60,16 +60,6 @@ class Change:
     @property
     def figures(self) -> str:
         return f"{_figure(self.before)} → {_figure(self.after)}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "metric": self.metric,
-            "before": self.before,
-            "after": self.after,
-            "first_step": self.first_step,
-            "last_step": self.last_step,
-            "error": self.error,
-        }
 
 
 def held_out_change(columns: MetricColumns, metric: str) -> Change | None:
@@ -137,8 +127,8 @@ def task_lines(columns: MetricColumns, names: Sequence[str]) -> list[dict[str, A
         lines.append(
             {
                 "name": name,
-                "earned": None if earned is None else earned.to_json(),
-                "held_out": None if held_out is None else held_out.to_json(),
+                "earned": None if earned is None else asdict(earned),
+                "held_out": None if held_out is None else asdict(held_out),
                 "now": fmean(recent) if recent else None,
                 "share": fmean(shares) if shares else None,
                 "tone": tone,
@@ -235,12 +225,13 @@ def _of_tasks(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]], hidden
     for task in tasks:
         if task["tone"] == "bad":
             name = task["name"]
-            now = "" if task["now"] is None else f" Its reward in the last steps is {task['now']:.3f}."
-            advice = f" Try: {EQUAL_REWARDS_ADVICE}." if task["title"] == "earns nothing" else ""
+            texts = [hidden] if hidden else []
+            if task["now"] is not None:
+                texts.append(f"Its reward in the last steps is {task['now']:.3f}.")
+            if task["title"] == "earns nothing":
+                texts.append(f"Try: {EQUAL_REWARDS_ADVICE}.")
             link = _rollouts(columns, "its latest rollouts", task=name)
-            yield _verdict(
-                "bad", f"The task {name} {task['title']}", f"The mean of all tasks hides it.{now}{advice}", link
-            )
+            yield _verdict("bad", f"The task {name} {task['title']}", " ".join(texts), link)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +239,13 @@ class _Reason:
     """Sign in the last steps that explains why a run may not learn.
 
     Args:
-        metrics: Metrics that are added up. The mean of the sum over the last steps is compared.
+        metric: Its mean over the last steps is compared.
         warn, bad: Values from which on it is a warning, or bad.
         title: Title with a placeholder for the value.
         status: Status of the rollouts that show it; "" links to the curve, "*" to all rollouts of these steps.
     """
 
-    metrics: tuple[str, ...]
+    metric: str
     warn: float
     bad: float
     title: str
@@ -263,46 +254,43 @@ class _Reason:
 
 
 _REASONS = (
-    _Reason(("rollout/zero_variance_groups",), 0.9, 0.99,
+    _Reason("rollout/zero_variance_groups", 0.9, 0.99,
           "{:.0%} of the groups teach nothing: all their rollouts earn the same",
           f"Try: {EQUAL_REWARDS_ADVICE}.", "*"),
-    _Reason(("rollout/status/error_parse",), 0.1, 0.5, "{:.0%} of the answers cannot be parsed",
+    _Reason("rollout/status/error_parse", 0.1, 0.5, "{:.0%} of the answers cannot be parsed",
           "Try the model.renderer that is made for this model, or titan-rl sft on demonstrations.", "error_parse"),
-    _Reason(("rollout/status/truncated_length",), 0.1, 0.5, "{:.0%} of the rollouts are cut off at sampling.max_tokens",
+    _Reason("rollout/status/truncated_length", 0.1, 0.5, "{:.0%} of the rollouts are cut off at sampling.max_tokens",
           "Try a larger one, or a prompt that asks for less.", "truncated_length"),
-    _Reason(("rollout/status/truncated_prompt",), 0.1, 0.5, "{:.0%} of the rollouts fill model.max_context",
+    _Reason("rollout/status/truncated_prompt", 0.1, 0.5, "{:.0%} of the rollouts fill model.max_context",
           "Try a larger one, fewer turns (rollout.max_turns), or shorter prompts.", "truncated_prompt"),
-    _Reason(("rollout/status/truncated_turns",), 0.5, 1.1, "{:.0%} of the rollouts use up their turns",
+    _Reason("rollout/status/truncated_turns", 0.5, 1.1, "{:.0%} of the rollouts use up their turns",
           "Try a larger rollout.max_turns.", "truncated_turns"),
-    _Reason(("rollout/status/truncated_time",), 0.1, 0.5, "{:.0%} of the rollouts run out of time",
+    _Reason("rollout/status/truncated_time", 0.1, 0.5, "{:.0%} of the rollouts run out of time",
           "Try a larger rollout.timeout_s, or a faster environment.", "truncated_time"),
-    _Reason(("rollout/status/error_env",), 0.05, 0.3, "{:.0%} of the rollouts fail in the environment",
+    _Reason("rollout/status/error_env", 0.05, 0.3, "{:.0%} of the rollouts fail in the environment",
           "They take no part in training. logs/controller.log has each error in full.", "error_env"),
-    _Reason(("rollout/status/error_timeout",), 0.05, 0.3, "{:.0%} of the rollouts end because a call takes too long",
+    _Reason("rollout/status/error_timeout", 0.05, 0.3, "{:.0%} of the rollouts end because a call takes too long",
           "They take no part in training.", "error_timeout"),
-    _Reason(("rollout/status/error_generate",), 0.05, 0.3, "{:.0%} of the rollouts fail while generating",
+    _Reason("rollout/status/error_generate", 0.05, 0.3, "{:.0%} of the rollouts fail while generating",
           "They take no part in training.", "error_generate"),
-    _Reason(("train/on_policy_logprob_diff_mean",), 1e-2, 1e-1, "Trainer and generators disagree on logprobs by {:.2g}",
+    _Reason("train/on_policy_logprob_diff_mean", 1e-2, 1e-1, "Trainer and generators disagree on logprobs by {:.2g}",
           "They do not compute the same, and what follows from rewards is a consequence of that."),
-    _Reason(("train/approx_kl",), 0.05, 0.5, "The trained policy is far from the one that sampled: a KL of {:.2g}",
+    _Reason("train/approx_kl", 0.05, 0.5, "The trained policy is far from the one that sampled: a KL of {:.2g}",
           "Try a lower training.lr, or a smaller scheduling.max_staleness."),
-    _Reason(("train/clip_fraction",), 0.2, 0.5, "{:.0%} of the tokens are clipped",
+    _Reason("train/clip_fraction", 0.2, 0.5, "{:.0%} of the tokens are clipped",
           "Steps are too large: try a lower training.lr."),
-    _Reason(("train/num_nonfinite_tokens",), 1e-9, 1.0, "{:.2g} tokens a step have a loss that is not finite",
+    _Reason("train/num_nonfinite_tokens", 1e-9, 1.0, "{:.2g} tokens a step have a loss that is not finite",
           "They are left out."),
 )  # fmt: skip
 
 
 def _reasons(columns: MetricColumns) -> Iterator[Verdict]:
     for sign in _REASONS:
-        recent = [columns.values(name)[-RECENT:] for name in sign.metrics]
-        if not all(recent):
-            continue
-        value = sum(map(fmean, recent))
-        if value < sign.warn:
+        recent = columns.values(sign.metric)[-RECENT:]
+        if not recent or (value := fmean(recent)) < sign.warn:
             continue
         status = {} if sign.status == "*" else {"status": sign.status}
-        link = _rollouts(columns, "these rollouts", **status) if sign.status else _curves(sign.metrics[0], "the curve")
+        link = _rollouts(columns, "these rollouts", **status) if sign.status else _curves(sign.metric, "the curve")
         yield _verdict("bad" if value >= sign.bad else "warn", sign.title.format(value), sign.text, link)
     entropies, gradients = columns.values("train/entropy"), columns.values("train/grad_norm")
     if len(entropies) > RECENT and fmean(entropies[-RECENT:]) < 0.05 * entropies[0]:
