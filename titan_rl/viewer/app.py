@@ -54,7 +54,7 @@ from titan_rl.viewer.metric_columns import described
 from titan_rl.viewer.rollout_index import QueryError, RolloutQuery, integer, number
 from titan_rl.viewer.runs import RunReader, Runs
 from titan_rl.viewer.summary import settings_of
-from titan_rl.viewer.timeline import chrome_trace
+from titan_rl.viewer.timeline import chrome_trace, timeline
 
 LOOK_S = 0.5
 """Interval at which files are checked for changes while a page is open, in seconds."""
@@ -140,21 +140,17 @@ class ViewerApp:
                 message["headers"] = [*headers, *_GUARDS, *([] if is_page else [(_POLICY, b"default-src 'none'")])]
             await send(message)
 
-        request = Request(scope)
-        answer = self._turned_away(request) or self._let_in(request)
-        await (self._app if answer is None else answer)(scope, receive, send_guarded)
+        await (self._gate(Request(scope)) or self._app)(scope, receive, send_guarded)
 
-    def _turned_away(self, request: Request) -> Response | None:
-        """Refuse pages of other sites. Such a page reaches this server under its own name, which resolves to this
-        address."""
+    def _gate(self, request: Request) -> Response | None:
+        """Check the host and the key of a request; None admits it.
+
+        A page of another site reaches this server under its own name, which resolves to this address. All ports of a
+        host share cookies, so the cookie's name has the port.
+        """
         host = request.headers.get("host", "")
         if not names_this_machine(host_of(host)):
             return _error(403, f"this is served to this machine alone, as http://localhost, and not as {host[:100]!r}")
-        return None
-
-    def _let_in(self, request: Request) -> Response | None:
-        """Check the key; None admits the request. All ports of a host share cookies, so the cookie's name has the
-        port."""
         if self._key is None:
             return None
         cookie = f"titan_rl_view_{request.url.port}"
@@ -206,7 +202,8 @@ def _timeline(request: Request, reader: RunReader) -> Response:
     )
     seen = None if seen_from is None or seen_to is None else (seen_from, seen_to)
     width = integer("width", given.get("width") or "1000", least=1, most=MAX_POINTS)
-    answer = reader.traces.timeline(first, last, width, seen, TRACE_PATIENCE_S)
+    with reader.traces.lock:
+        answer = timeline(reader.traces, first, last, width, seen, TRACE_PATIENCE_S)
     return _json({**answer, "bottleneck": reader.summary()["bottleneck"]})
 
 

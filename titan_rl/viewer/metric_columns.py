@@ -109,13 +109,5 @@ def described(names: Iterable[str]) -> list[dict[str, Any]]:
 
 def _described(name: str) -> dict[str, Any]:
     metric = find_metric(name)
-    if metric is None:
-        return {"name": name, "unit": "", "help": "", "normal": "", "otherwise": "", "group": OTHERS}
-    return {
-        "name": name,
-        "unit": metric.unit,
-        "help": metric.help,
-        "normal": metric.normal,
-        "otherwise": metric.otherwise,
-        "group": metric.group.value,
-    }
+    texts = {field: getattr(metric, field, "") for field in ("unit", "help", "normal", "otherwise")}
+    return {"name": name, **texts, "group": OTHERS if metric is None else metric.group.value}

@@ -16,6 +16,7 @@ from titan_rl.viewer.html import report_page
 from titan_rl.viewer.metric_columns import described
 from titan_rl.viewer.runs import RunReader
 from titan_rl.viewer.summary import describe_run
+from titan_rl.viewer.timeline import small_timeline
 
 MAX_BYTES = 10_000_000
 """Size limit of the data in a report in bytes, however large the runs are."""
@@ -74,7 +75,7 @@ def _data_of(reader: RunReader, most_bytes: int, patience_s: float) -> tuple[dic
     phases, indexed = reader.count_groups(patience_s)
     if indexed < 1:
         left_out.append(f"of the file of rollouts only the first {indexed:.0%} was read; {_MORE}")
-    shown = reader.traces.small_timeline(int(_TIMELINE_SHARE * most_bytes))
+    shown = small_timeline(reader.traces, int(_TIMELINE_SHARE * most_bytes))
     if shown is not None:
         shown["bottleneck"] = reader.summary()["bottleneck"]
         spent += int(_TIMELINE_SHARE * most_bytes)

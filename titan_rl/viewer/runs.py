@@ -21,7 +21,7 @@ from titan_rl.metrics.bottleneck import bottleneck_of, parts_of
 from titan_rl.viewer.metric_columns import Curve, MetricColumns
 from titan_rl.viewer.rollout_index import RolloutIndex, RolloutQuery
 from titan_rl.viewer.summary import describe_run, summarize
-from titan_rl.viewer.timeline import TraceReader
+from titan_rl.viewer.trace import Traces
 from titan_rl.viewer.verdicts import WarningSigns
 
 PATIENCE_S = 0.5
@@ -48,13 +48,13 @@ class RunReader:
         self._rollouts_tail = Tail(folder / "rollouts.jsonl")
         self._columns = MetricColumns()
         self._parts: defaultdict[str, float] = defaultdict(float)  # parts of the steps' time, see `parts_of`
-        self.traces = TraceReader(folder)
+        self.traces = Traces(folder / "trace")
         self._signs = WarningSigns()
         self._warnings: list[str] = []
         self._num_broken = 0  # unreadable lines of metrics
         self._index = RolloutIndex(keeps_text=searches)
         self._indexed = 1.0
-        self._changes = {"metrics": 0, "rollouts": 0}
+        self._changes = {"metrics": 0, "rollouts": 0, "timeline": 0}
         self._hosts_at = self._written_at(HOSTS)
 
     def close(self) -> None:
@@ -71,7 +71,9 @@ class RunReader:
             self._read_rollouts(LOOK_PATIENCE_S)
         before, self._hosts_at = self._hosts_at, self._written_at(HOSTS)
         self._changes["metrics"] += before != self._hosts_at  # hosts are reported together with metrics
-        return {**self._changes, "timeline": self.traces.look()}
+        with self.traces.lock:
+            self._changes["timeline"] += self.traces.has_grown()
+        return dict(self._changes)
 
     def columns(self) -> MetricColumns:
         """Return all metrics so far."""

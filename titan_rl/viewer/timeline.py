@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
@@ -67,6 +66,10 @@ def timeline(
     are_apart = len({trace.host for trace in processes.values() if trace.host}) > 1
     lanes: list[dict[str, Any]] = []
     idle: list[dict[str, Any]] = []
+
+    def seconds(microseconds: int) -> float:
+        return (microseconds - began) / 1e6
+
     for process, trace in processes.items():
         for lane in sorted_lanes(trace.lanes):
             spans = trace.lanes[lane].spans
@@ -77,24 +80,20 @@ def timeline(
             if len(window):
                 kind = kind_of(lane, spans, names)
                 drawn = _drawn(trace.lanes[lane], window, (end - start) / max(1, width), kind, names, waits)
-                shown = [[(lo - began) / 1e6, (hi - began) / 1e6, name, args] for lo, hi, name, args in drawn]
+                shown = [[seconds(lo), seconds(hi), name, args] for lo, hi, name, args in drawn]
                 host = {"host": trace.host} if are_apart else {}
                 lanes.append({"process": process, "lane": lane, "kind": kind, **host, "spans": shown})
-    steps = [
-        [step, (lo - began) / 1e6, (hi - began) / 1e6]
-        for step, lo, hi in step_times(processes, names)
-        if hi >= start and lo <= end
-    ]
-    syncs = [[(at - began) / 1e6, version] for version, at in sync_times(processes, names) if start <= at <= end]
+    steps = [(step, lo, hi) for step, lo, hi in step_times(processes, names) if hi >= start and lo <= end]
+    syncs = [(at, version) for version, at in sync_times(processes, names) if start <= at <= end]
     return {
         "read": traces.share_read,
-        "from": (start - began) / 1e6,
-        "to": (end - began) / 1e6,
-        "seen": [(at - began) / 1e6 for at in counted],
+        "from": seconds(start),
+        "to": seconds(end),
+        "seen": [seconds(at) for at in counted],
         "lanes": lanes,
         "idle": idle,
-        "steps": steps,
-        "syncs": syncs,
+        "steps": [[step, seconds(lo), seconds(hi)] for step, lo, hi in steps],
+        "syncs": [[seconds(at), version] for at, version in syncs],
     }
 
 
@@ -203,48 +202,18 @@ WIDTHS = (1000, 300, 100)
 """Widths in pixels at which a timeline is stored. The first one that fits is used."""
 
 
-class TraceReader:
-    """Traces of a run, read as far as they are written. Thread-safe.
-
-    Args:
-        folder: Folder of the run.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._lock = threading.Lock()
-        self._traces = Traces(folder / "trace")
-        self._changes = 0
-
-    def look(self) -> int:
-        """Return a number that changes whenever the files do. Reads nothing."""
-        with self._lock:
-            self._changes += self._traces.has_grown()
-            return self._changes
-
-    def timeline(
-        self,
-        first: float | None = None,
-        last: float | None = None,
-        width: int = 1000,
-        seen: tuple[float, float] | None = None,
-        patience_s: float = math.inf,
-    ) -> dict[str, Any]:
-        """Make the timeline of the part that is read within `patience_s` seconds; see `timeline`."""
-        with self._lock:
-            return timeline(self._traces, first, last, width, seen, patience_s)
-
-    def small_timeline(self, most_bytes: int) -> dict[str, Any] | None:
-        """Make the whole timeline, as JSON of at most `most_bytes` bytes. Returns None if it does not fit, or without
-        traces."""
-        found: dict[str, Any] = {}
-        for width in WIDTHS:
-            found = self.timeline(width=width)
-            if not found["lanes"]:
-                return None
-            if len(msgspec.json.encode(found)) <= most_bytes:
-                return found
-        found["lanes"] = [lane for lane in found["lanes"] if lane["kind"] not in ("environment", "reward", "request")]
-        return found if len(msgspec.json.encode(found)) <= most_bytes else None
+def small_timeline(traces: Traces, most_bytes: int) -> dict[str, Any] | None:
+    """Make the whole timeline, as JSON of at most `most_bytes` bytes. Returns None if it does not fit, or without
+    traces."""
+    found: dict[str, Any] = {}
+    for width in WIDTHS:
+        found = timeline(traces, width=width)
+        if not found["lanes"]:
+            return None
+        if len(msgspec.json.encode(found)) <= most_bytes:
+            return found
+    found["lanes"] = [lane for lane in found["lanes"] if lane["kind"] not in ("environment", "reward", "request")]
+    return found if len(msgspec.json.encode(found)) <= most_bytes else None
 
 
 PUBLISHED, PULLED = "publish copy", "pull"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,18 +217,20 @@ _NO_ARGS = _Args()
 
 
 class Traces:
-    """Traces of one run. Each line is read once. Not thread-safe.
+    """Traces of one run. Each line is read once.
 
     Args:
         folder: Folder `trace` of the run's folder.
 
     Attributes:
+        lock: Held by each thread that uses the traces, if there are several.
         share_read: Share of the bytes of all files that has been read, in [0, 1].
     """
 
     def __init__(self, folder: Path, clock: Clock = CLOCK) -> None:
         self._folder = folder
         self._clock = clock
+        self.lock = threading.Lock()
         self.share_read = 1.0
         self._tails: dict[str, Tail] = {}
         self._lane_names: dict[str, dict[int, str]] = {}
@@ -309,8 +313,11 @@ class Traces:
             indices = kept[phase]
             chosen = [events[index] for index in indices]
             spans = self._columns(chosen, [offsets[index] for index in indices], [lengths[index] for index in indices])
-            by = [lanes.get(event.tid, str(event.tid)) if phase == "X" else event.name for event in chosen]
-            for name, part in _parts(by):
+            positions: defaultdict[str, list[int]] = defaultdict(list)
+            for position, event in enumerate(chosen):
+                name = lanes.get(event.tid, str(event.tid)) if phase == "X" else event.name
+                positions[name].append(position)
+            for name, part in positions.items():
                 if name not in into:
                     into[name] = Lane(path, self.names)
                 into[name].add(spans[part])
@@ -327,14 +334,6 @@ class Traces:
         spans["version"] = [_number(one.version) for one in args]
         spans["goes_on"] = [one.goes_on is True for one in args]
         return spans
-
-
-def _parts(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return each name with its positions."""
-    found: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        found.setdefault(name, []).append(index)
-    return [*found.items()]
 
 
 def _number(value: object) -> int:

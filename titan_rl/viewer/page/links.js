@@ -2,7 +2,7 @@
 import { h } from "viewer/dom";
 
 /** The hash that opens a tab with these values. Former values of the tab are dropped. `values`: {"rollouts.status": "error_parse"}. */
-export function hashOf(tab, values = {}) {
+function hashOf(tab, values = {}) {
   const hash = new URLSearchParams(location.hash.slice(1));
   for (const name of [...hash.keys()]) if (name.startsWith(`${tab}.`)) hash.delete(name);
   hash.set("tab", tab);

@@ -138,7 +138,7 @@ export class Detail {
   }
 }
 
-export function statusBadge(status) {
+function statusBadge(status) {
   const kind = status === "completed" ? "good" : String(status).startsWith("error") || status === "aborted" ? "bad" : "warn";
   return h("span", { class: `badge ${kind}` }, visible(String(status ?? "?").replaceAll("_", " ")));
 }

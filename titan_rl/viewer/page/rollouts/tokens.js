@@ -155,7 +155,7 @@ export class TokenView {
 }
 
 /** The reason why a record has no tokens, for people. */
-export function whyNone(record) {
+function whyNone(record) {
   if (record.tokens_left_out) return `Without tokens: ${record.tokens_left_out}.`;
   if (!(record.turns ?? []).length) return "No turn was played, so there are no tokens.";
   return "This record has no tokens: they were left out to keep the file small, or an older version wrote it. The messages are all there is.";
