@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speaking import byte_tokenizer, qwen3
 
+from titan_rl.core.arrays import logprob_array, token_array
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.conversations.reply import Delta, Reply, ReplyForm, ReplyReader
 from titan_rl.serving.text import Text
@@ -38,7 +39,8 @@ def read(form: ReplyForm, token_ids: Sequence[int], sizes: Sequence[int] = (1,))
     end: int | None = None
     while at < len(token_ids) and end is None:
         piece = list(token_ids[at : at + sizes[number % len(sizes)]])
-        delta, end = reader.take(TokenChunk("r", piece, [-1.0] * len(piece), (VersionSpan(0, len(piece)),)))
+        chunk = TokenChunk("r", token_array(piece), logprob_array([-1.0] * len(piece)), (VersionSpan(0, len(piece)),))
+        delta, end = reader.take(chunk)
         deltas.append(delta)
         at, number = at + (len(piece) if end is None else end), number + 1
     kept = list(token_ids[:at])
@@ -66,7 +68,7 @@ def test_deltas_add_up_to_the_message(
     asked = form(renderer, tools=tools, one_call=one_call, stops=stops)
     deltas, reply = read(asked, [*tokens(said), *tokens("<|im_end|>")], sizes)
     assert joined(deltas) == (reply.reasoning, reply.content, reply.tool_calls)
-    assert [token for delta in deltas for token in delta.token_ids] == reply.completion.token_ids
+    assert [token for delta in deltas for token in delta.token_ids] == list(reply.completion.token_ids)
     assert len(reply.tool_calls) <= 1 or not one_call
 
 

@@ -13,12 +13,15 @@ from typing import Any, TypeVar, cast
 
 from titan_rl.rollout.renderer.tokenizer import Decode, Detokenizer
 
+THINK, THINK_END = "<think>", "</think>"
+"""Markup around the reasoning of a reply."""
+
 
 class Text:
     """Tokenizer of `transformers` or `tokenizers`. Belongs to one event loop."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
         added: dict[int, Any] = self._backend.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -31,7 +34,7 @@ class Text:
             add_special_tokens: Whether to add the special tokens that the tokenizer places around a text.
         """
         plain = {} if add_special_tokens else {"add_special_tokens": False}
-        encoded = self._tokenizer.encode(text, **plain)
+        encoded = self.tokenizer.encode(text, **plain)
         return list(getattr(encoded, "ids", encoded))
 
     def shown(self, token_ids: Sequence[int]) -> str:
@@ -110,7 +113,7 @@ class TextReader:
         if (end := find_stop(text, self._stops)) is not None:
             self.stop, self._held = next(stop for stop in self._stops if text.startswith(stop, end)), ""
             return text[:end]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -120,7 +123,7 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
     return min((found for stop in stops if (found := text.find(stop)) >= 0), default=None)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the end of a text that is a proper prefix of a stop string."""
     return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)
 

@@ -10,11 +10,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
-from titan_rl.serving.text import Text
+from titan_rl.serving.text import THINK, THINK_END, Text
 
 Format = dict[str, Any]
 """A format of xgrammar, such as `{"type": "const_string", "value": "a"}`."""
@@ -23,7 +24,6 @@ MOST_SPACES = 32
 """Maximum white space in a row between the parts of JSON. Without a limit a model may write it until its budget
 ends."""
 
-_THINK, _THINK_END = "<think>", "</think>"
 _NAME, _FIELD, _VALUE = "made_up_tool", "made_up_field", "made_up_value"
 _TOOL = {
     "type": "function",
@@ -74,7 +74,6 @@ class Constraining:
     def __init__(self, renderer: Renderer, text: Text) -> None:
         self._renderer = renderer
         self._text = text
-        self._form: CallForm | str | None = None  # or the reason why there is none; found on first use
 
     def tag(
         self, wanted: Constraint, offered: Sequence[Mapping[str, Any]] | None, prompt_token_ids: Sequence[int]
@@ -95,15 +94,13 @@ class Constraining:
             ways.append(self._calls(callable_tools, wanted))
         return json.dumps({"type": "structural_tag", "format": self._behind_reasoning(_one_of(ways), prompt_token_ids)})
 
-    @property
+    @cached_property
     def call_form(self) -> CallForm | str:
         """Form of the model's tool calls, or the reason why none was found."""
-        if self._form is None:
-            try:
-                self._form = self._found_form()
-            except Exception as error:  # a renderer may raise anything
-                self._form = f"its renderer cannot show one ({type(error).__name__})"
-        return self._form
+        try:
+            return self._found_form()
+        except Exception as error:  # a renderer may raise anything
+            return f"its renderer cannot show one ({type(error).__name__})"
 
     def _calls(self, tools: Sequence[Mapping[str, Any]], wanted: Constraint) -> Format:
         form = self.call_form
@@ -137,19 +134,19 @@ class Constraining:
     def _behind_reasoning(self, reply: Format, prompt_token_ids: Sequence[int]) -> Format:
         """Allow reasoning before a reply: if the prompt has begun it, it must end; otherwise a model that can reason
         may."""
-        parts = self._text.shown(prompt_token_ids[-64:]).rpartition(_THINK)
-        is_open = bool(parts[1]) and _THINK_END not in parts[2]
-        is_over = bool(parts[1]) and not is_open and not parts[2].partition(_THINK_END)[2].strip()
-        if is_over or _THINK not in self._text.markup():
+        parts = self._text.shown(prompt_token_ids[-64:]).rpartition(THINK)
+        is_open = bool(parts[1]) and THINK_END not in parts[2]
+        is_over = bool(parts[1]) and not is_open and not parts[2].partition(THINK_END)[2].strip()
+        if is_over or THINK not in self._text.markup():
             return reply
         rest = [
             {"type": "any_text", "excludes": self._text.markup()},
-            *self._pieces(_THINK_END),
+            *self._pieces(THINK_END),
             {"type": "regex", "pattern": r"\n{0,2}"},
         ]
         if is_open:
             return _sequence([*rest, reply])
-        return _sequence([{"type": "optional", "content": _sequence([*self._pieces(_THINK), *rest])}, reply])
+        return _sequence([{"type": "optional", "content": _sequence([*self._pieces(THINK), *rest])}, reply])
 
     def _pieces(self, text: str) -> list[Format]:
         """Convert a text to formats. The tokenizer's markup must be written as its own tokens, because renderers do not
@@ -197,7 +194,7 @@ class Constraining:
         arguments = _ARGUMENTS.search(rest)
         if not name or arguments is None:
             return "the arguments of a call are not a JSON object there"
-        begin = before.rpartition(_THINK_END)[2].lstrip("\n")  # reasoning is handled separately
+        begin = before.rpartition(THINK_END)[2].lstrip("\n")  # reasoning is handled separately
         return begin, rest[: arguments.start()], rest[arguments.end() :]
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from titan_rl.generation.request import tokens_between
 from titan_rl.rollout.renderer.chat_template import ParsedText
 from titan_rl.rollout.renderer.types import ParsedResponse, ParsedToolCall, Renderer
-from titan_rl.serving.text import Text, TextReader, find_stop
+from titan_rl.serving.text import THINK, THINK_END, Text, TextReader, find_stop, overlap
 from titan_rl.types import Completion, FinishReason, TokenChunk, TopLogprobs
 
 
-def has_call(parsed: ParsedResponse) -> bool:
+def _has_call(parsed: ParsedResponse) -> bool:
     return any(_function_of(call) is not None for call in parsed.tool_calls)
 
 
@@ -47,7 +49,7 @@ def reply_from(parsed: ParsedResponse, *, end: int | None = None) -> dict[str, A
     message: dict[str, Any] = {"refusal": None, "role": "assistant"}
     if reasoning := (parsed.reasoning_content or "").strip():
         message["reasoning_content"] = reasoning
-    content = parsed.content if end is None else parsed.content[:end]
+    content = parsed.content[:end]
     calls: list[dict[str, Any]] = []
     for call in parsed.tool_calls:
         if (function := _function_of(call)) is None:
@@ -60,8 +62,7 @@ def reply_from(parsed: ParsedResponse, *, end: int | None = None) -> dict[str, A
     return message
 
 
-_THINK, _THINK_END = "<think>", "</think>"
-_MAY_BEGIN_A_CALL = "<[{"
+_MAY_BEGIN_A_CALL = re.compile(r"[<\[{]")
 _MAY_END_A_CALL = frozenset(">]}")
 
 
@@ -111,22 +112,7 @@ class Reply:
         return FinishReason.TOOL_CALLS if self.tool_calls and reason is FinishReason.STOP else reason
 
 
-class _Mode(Enum):
-    UNKNOWN = "what comes next has no text yet"
-    THINKING = "reasoning is sent as it comes"
-    LIVE = "content is sent as it comes"
-    HELD = "the kind of the text is certain only when the reply is complete"
-
-
-@dataclass(slots=True)
-class _SentParts:
-    """Parts of a reply that the client has received."""
-
-    reasoning: str = ""
-    content: str = ""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReplyForm:
     """Rules for reading the replies to a prompt.
 
@@ -157,19 +143,32 @@ class ReplyForm:
             return self._unparsed(self.text.decode(token_ids).strip())
         if self.tools or not parsed.tool_calls:
             return parsed
-        content = self.text.decode(token_ids).rpartition(_THINK_END)[2].strip()
+        content = self.text.decode(token_ids).rpartition(THINK_END)[2].strip()
         return ParsedText(content, reasoning_content=parsed.reasoning_content)
 
-    @property
+    @cached_property
     def begins_thinking(self) -> bool:
         """Whether the prompt has begun the reasoning of the reply."""
-        return self.text.decode(list(self.prompt_token_ids[-8:])).rstrip().endswith(_THINK)
+        return self.text.decode(list(self.prompt_token_ids[-8:])).rstrip().endswith(THINK)
 
     def _unparsed(self, text: str) -> ParsedText:
-        if not (text.startswith(_THINK) or self.begins_thinking):
+        if not (text.startswith(THINK) or self.begins_thinking):
             return ParsedText(text)
-        reasoning, closed, content = text.removeprefix(_THINK).partition(_THINK_END)
+        reasoning, closed, content = text.removeprefix(THINK).partition(THINK_END)
         return ParsedText(content.strip(), reasoning_content=reasoning.strip(), reasoning_complete=bool(closed))
+
+
+class _Phase(Enum):
+    """Kind of the text that comes next in a stream.
+
+    UNDECIDED becomes REASONING, CONTENT or HELD at the next visible text, by how the renderer reads it. REASONING
+    becomes UNDECIDED again at `</think>`. CONTENT remains. If tools are offered, a special token makes any phase HELD.
+    """
+
+    UNDECIDED = "nothing is known of the next text"
+    REASONING = "reasoning is passed on as it comes"
+    CONTENT = "content is passed on as it comes"
+    HELD = "the rest is passed on when the reply is complete"
 
 
 class ReplyReader:
@@ -182,10 +181,11 @@ class ReplyReader:
         self._form = form
         self._reader = TextReader(form.text.decode, form.stops)
         self._token_ids: list[int] = []
+        self._phase = _Phase.UNDECIDED
         self._pending = ""  # text that has not been passed on yet
-        self._sent = _SentParts()
-        self._mode = _Mode.UNKNOWN
-        self._begins_thinking: bool | None = None  # determined on first use
+        self._reasoning = ""  # passed on so far
+        self._content = ""  # passed on so far
+        self._is_reasoning_closed = False
 
     def take(self, chunk: TokenChunk) -> tuple[Delta, int | None]:
         """Read the next tokens.
@@ -196,34 +196,42 @@ class ReplyReader:
         """
         piece, count = self._reader.add(chunk.token_ids)
         before = len(self._token_ids)
-        self._token_ids += chunk.token_ids[:count]
+        self._token_ids.extend(chunk.token_ids[:count])  # `+=` would make it an array
         end = count if self._reader.stop is not None else self._end_of_call(before)
-        if end is not None and end < count:
+        if end is not None:
             del self._token_ids[before + end :]
             count = end
         if self._form.tools and any(map(self._form.text.is_special, chunk.token_ids[:count])):
-            self._mode = _Mode.HELD
-        reasoning, content = self._certain_parts(piece)
+            self._phase = _Phase.HELD
+        self._pending += piece
+        reasoning = content = ""
+        if self._phase is _Phase.UNDECIDED:
+            self._phase = self._next_phase()
+        if self._phase is _Phase.REASONING:
+            reasoning = self._take_reasoning()
+        if self._phase is _Phase.CONTENT:
+            content = self._take_content()
         kept = tokens_between(chunk, 0, count)
         return Delta(reasoning, content, (), kept.token_ids, kept.logprobs, kept.top_logprobs), end
 
     def end(self, completion: Completion) -> tuple[Delta, Reply]:
-        """Return the rest of the reply, and the whole reply."""
+        """Return the rest of the reply, and the whole reply.
+
+        Text that was passed on cannot change and is part of the message that comes back, even if the renderer reads the
+        whole completion differently. Reasoning precedes content, so it is complete once content was passed on.
+        """
         complete = self.read(completion)
-        message, sent = dict(complete.message), self._sent
+        message = dict(complete.message)
         rest = self._pending + self._reader.end()
-        if sent.content or not complete.reasoning.startswith(sent.reasoning):
-            # The text that was passed on cannot change and is part of the message that comes back. Reasoning precedes
-            # content.
-            message["reasoning_content"] = sent.reasoning + (rest if self._mode is _Mode.THINKING else "")
+        if self._content or not complete.reasoning.startswith(self._reasoning):
+            message["reasoning_content"] = self._reasoning + (rest if self._phase is _Phase.REASONING else "")
             if not message["reasoning_content"]:
                 del message["reasoning_content"]
-        if not complete.content.startswith(sent.content):
-            message["content"] = sent.content + ("" if complete.tool_calls else rest)
-        reply = Reply(message, completion, complete.stop)
-        return Delta(
-            reply.reasoning[len(sent.reasoning) :], reply.content[len(sent.content) :], reply.tool_calls
-        ), reply
+        if not complete.content.startswith(self._content):
+            message["content"] = self._content + ("" if complete.tool_calls else rest)
+        reply = replace(complete, message=message)
+        new_reasoning, new_content = reply.reasoning[len(self._reasoning) :], reply.content[len(self._content) :]
+        return Delta(new_reasoning, new_content, reply.tool_calls), reply
 
     def read(self, completion: Completion) -> Reply:
         """Read a whole completion of which nothing was passed on before."""
@@ -238,76 +246,55 @@ class ReplyReader:
         """Number of tokens of the last chunk up to the end of the first tool call; None if there is no complete
         call."""
         form = self._form
-        if not (form.one_call and form.tools) or not self._may_end_a_call(self._token_ids[before:]):
+        if not (form.one_call and form.tools) or not any(map(self._may_end_a_call, self._token_ids[before:])):
             return None
-        if not has_call(form.parsed(self._token_ids)):
+        if not _has_call(form.parsed(self._token_ids)):
             return None
         ends = range(before + 1, len(self._token_ids) + 1)
-        return next(end for end in ends if has_call(form.parsed(self._token_ids[:end]))) - before
+        return next(end for end in ends if _has_call(form.parsed(self._token_ids[:end]))) - before
 
-    def _may_end_a_call(self, token_ids: Sequence[int]) -> bool:
+    def _may_end_a_call(self, token_id: int) -> bool:
         text = self._form.text
-        return any(
-            text.is_special(one) or any(mark in text.piece(one) for mark in _MAY_END_A_CALL) for one in token_ids
-        )
+        return text.is_special(token_id) or not _MAY_END_A_CALL.isdisjoint(text.piece(token_id))
 
-    def _certain_parts(self, piece: str) -> tuple[str, str]:
-        """Return the reasoning and content that are certain with this piece."""
-        self._pending += piece
-        reasoning = content = ""
-        if self._mode is _Mode.UNKNOWN:
-            self._find_mode()
-        if self._mode is _Mode.THINKING:
-            reasoning = self._take_reasoning()
-        if self._mode is _Mode.LIVE:
-            content = self._take_content()
-        return reasoning, content
-
-    def _find_mode(self) -> None:
+    def _next_phase(self) -> _Phase:
+        """Decide what the pending text is. Strips the white space before it, and its `<think>`."""
         shown = self._pending.strip()
-        if self._begins_thinking is None:
-            self._begins_thinking = self._form.begins_thinking
-        thinks = self._begins_thinking or shown.startswith(_THINK)
-        if not shown or (not self._begins_thinking and _THINK.startswith(shown)):
-            return
+        is_begun_by_prompt = self._form.begins_thinking and not self._is_reasoning_closed
+        if not shown or (not is_begun_by_prompt and THINK.startswith(shown)):
+            return _Phase.UNDECIDED
         parsed = self._form.parsed(self._token_ids)
         if parsed.tool_calls:
-            self._mode = _Mode.HELD
-        elif thinks and not self._sent.reasoning and parsed.reasoning_content and not parsed.content:
-            self._mode = _Mode.THINKING
-            self._pending = self._pending.lstrip().removeprefix(_THINK)
-        elif not thinks and parsed.content.strip().startswith(shown):
-            self._mode = _Mode.LIVE
-            if not parsed.content[:1].isspace():
-                self._pending = self._pending.lstrip()
-        elif not thinks or parsed.content or _THINK_END in self._pending:
-            self._mode = _Mode.HELD
+            return _Phase.HELD
+        if is_begun_by_prompt or shown.startswith(THINK):
+            if parsed.reasoning_content and not parsed.content and not self._reasoning:
+                self._pending = self._pending.lstrip().removeprefix(THINK)
+                return _Phase.REASONING
+            return _Phase.HELD if parsed.content or THINK_END in self._pending else _Phase.UNDECIDED
+        if not parsed.content.strip().startswith(shown):
+            return _Phase.HELD
+        if not parsed.content[:1].isspace():
+            self._pending = self._pending.lstrip()
+        return _Phase.CONTENT
 
     def _take_reasoning(self) -> str:
-        text, closed, rest = self._pending.partition(_THINK_END)
-        if closed:
-            self._mode, self._begins_thinking = _Mode.UNKNOWN, False
-            self._pending = rest
-            text = text.strip() if not self._sent.reasoning else text.rstrip()
-            self._sent.reasoning += text
-            if rest.strip():
-                self._find_mode()
-            return text
-        if not self._sent.reasoning:
+        """Take the certain part of the reasoning. If it closes, decide what follows."""
+        if not self._reasoning:
             self._pending = self._pending.lstrip()
-        mark = self._pending.find("<") if self._form.tools else self._pending.rfind("<")
-        may_close = mark >= 0 and (bool(self._form.tools) or _THINK_END.startswith(self._pending[mark:]))
-        text = (self._pending[:mark] if may_close else self._pending).rstrip()
-        self._pending = self._pending[len(text) :]
-        self._sent.reasoning += text
+        text, closed, rest = self._pending.partition(THINK_END)
+        if not closed:  # the end may be a part of `</think>`, and with tools, a call may begin
+            text = text.partition("<")[0] if self._form.tools else text[: len(text) - overlap(text, THINK_END)]
+        text = text.rstrip()
+        self._reasoning += text
+        self._pending = rest if closed else self._pending[len(text) :]
+        if closed:
+            self._is_reasoning_closed = True
+            self._phase = self._next_phase()
         return text
 
     def _take_content(self) -> str:
-        text = self._pending
-        if self._form.tools:
-            ends = [end for mark in _MAY_BEGIN_A_CALL if (end := text.find(mark)) >= 0]
-            text = text[: min(ends, default=None)]
+        text = _MAY_BEGIN_A_CALL.split(self._pending, 1)[0] if self._form.tools else self._pending
         text = text.rstrip()  # a renderer may strip trailing white space
+        self._content += text
         self._pending = self._pending[len(text) :]
-        self._sent.content += text
         return text
