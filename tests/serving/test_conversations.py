@@ -9,7 +9,7 @@ from talk import SYSTEM, Forgetful, chat_template_renderer, completion, reply, u
 
 from titan_rl.core.errors import RequestError
 from titan_rl.rollout.renderer import ChatTemplateRenderer
-from titan_rl.serving.conversations.tree import ConversationTree, Place, TurnNode
+from titan_rl.serving.conversations.tree import ConversationTree, MessageNode, TurnNode
 
 
 @pytest.fixture
@@ -198,14 +198,14 @@ def test_a_long_history_costs_one_look_at_each_message(tree: ConversationTree, m
         say(tree, messages, reply(f"a{n}"))
         messages.append(reply(f"a{n}"))
     looks = 0
-    goes_on_with = Place.goes_on_with
+    same = MessageNode.same
 
     def counted(*arguments: Any) -> Any:
         nonlocal looks
         looks += 1
-        return goes_on_with(*arguments)
+        return same(*arguments)
 
-    monkeypatch.setattr("titan_rl.serving.conversations.tree.Place.goes_on_with", counted)
+    monkeypatch.setattr("titan_rl.serving.conversations.tree.MessageNode.same", counted)
     assert tree.prompt([*messages, user("last")]).parent is tree.turns[-1]
     assert looks == len(messages) + 1
 

@@ -68,14 +68,13 @@ _TURN_BYTES = 256
 
 @dataclass(slots=True, eq=False)
 class TurnNode:
-    """Completion, and its place in the tree.
-
+    """Completion, with the turn that its prompt extends.
 
     Attributes:
         index: Number of turns that were added to the tree before it.
         parent: Turn with whose prompt and completion its prompt begins; None if the prompt was rendered whole.
         message: Message of the completion, as the client received it.
-        place: Place of that message in the conversation.
+        node: Node of that message.
     """
 
     index: int
@@ -83,7 +82,7 @@ class TurnNode:
     added_token_ids: Sequence[int]  # what its prompt adds to the parent's prompt and completion
     completion: Completion
     message: Message
-    place: Place = field(repr=False)
+    node: MessageNode = field(repr=False)
     children: list[TurnNode] = field(default_factory=list["TurnNode"], repr=False)
 
     @property
@@ -107,7 +106,7 @@ class TurnNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """Tokens to generate from, and the place where `ConversationTree.add` records the completion.
+    """Tokens to generate from, and the messages at whose end `ConversationTree.add` records the completion.
 
     Attributes:
         parent: Turn with whose prompt and completion `token_ids` begin exactly; None if the prompt was rendered whole.
@@ -117,8 +116,8 @@ class Prompt:
     parent: TurnNode | None
     added_token_ids: Sequence[int] = field(repr=False)  # tokens after the parent's, or all
     root: bytes = field(repr=False)  # identity of the offered tools, with which the prompt begins
-    after: Place | None = field(repr=False)  # last known place of the conversation; None if there is none
-    new_messages: Sequence[NewMessage] = field(repr=False)  # messages after that place
+    after: MessageNode | None = field(repr=False)  # reply of the last recorded turn; None if there is none
+    new_messages: Sequence[NewMessage] = field(repr=False)  # messages after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,39 +139,38 @@ class NewMessage:
         return cls(identity, kept, _bytes_of(kept))
 
 
-class Place:
-    """Message in a conversation, with the messages before it and those that follow it in one conversation or another.
+class MessageNode:
+    """Message in a tree of conversations, with the messages that follow it in one conversation or another.
 
     Attributes:
         message: Message; None in the root, before the first message.
         turns: Turns whose reply this message is. There are several if they say the same.
     """
 
-    __slots__ = ("before", "message", "next", "turns")
+    __slots__ = ("children", "message", "parent", "turns")
 
-    def __init__(self, message: Message | None = None, before: Place | None = None) -> None:
+    def __init__(self, message: Message | None = None, parent: MessageNode | None = None) -> None:
         self.message = message
-        self.before = before
+        self.parent = parent
         self.turns: list[TurnNode] = []
-        self.next: dict[bytes, dict[bytes | None, Place]] = {}  # by digest and reasoning of the next message
+        self.children: dict[bytes, dict[bytes | None, MessageNode]] = {}  # by digest and reasoning of the message
 
-    def goes_on_with(self, identity: Identity) -> Iterable[Place]:
-        """Return the places of the same message after this one. A message without reasoning equals those that differ
-        only in having reasoning."""
-        if (same := self.next.get(identity.digest)) is None:
+    def same(self, identity: Identity) -> Iterable[MessageNode]:
+        """Return the children that are the same message. A message without reasoning equals those that differ only in
+        having reasoning."""
+        if (same := self.children.get(identity.digest)) is None:
             return ()
         if identity.reasoning is None:
             return tuple(same.values())
         return (same[identity.reasoning],) if identity.reasoning in same else ()
 
-    def enter(self, new: NewMessage) -> tuple[Place, int]:
-        """Return the place of a message after this one, and the number of bytes that this adds. Creates it if
-        necessary."""
-        same = self.next.setdefault(new.identity.digest, {})
+    def child(self, new: NewMessage) -> tuple[MessageNode, int]:
+        """Return the child of a message, and the number of bytes that this adds. Creates it if necessary."""
+        same = self.children.setdefault(new.identity.digest, {})
         if new.identity.reasoning in same:
             return same[new.identity.reasoning], 0
-        place = same[new.identity.reasoning] = Place(new.message, self)
-        return place, new.num_bytes
+        node = same[new.identity.reasoning] = MessageNode(new.message, self)
+        return node, new.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +202,7 @@ class ConversationTree:
     continuations is chosen, and among these the latest.
 
     The tree belongs to one event loop. Only `prompt` may be called in another thread meanwhile, one call at a time.
-    Finding a place takes one look-up per message.
+    Finding a turn takes one look-up per message.
 
     Example:
 
@@ -228,7 +226,7 @@ class ConversationTree:
         self._renderer = renderer
         self._prefixes = Prefixes[TurnNode]()
         self._num_in_prefixes = 0  # number of turns, from the first, that are in it
-        self._roots: dict[bytes, Place] = {}  # by the offered tools, which are part of the beginning of a prompt
+        self._roots: dict[bytes, MessageNode] = {}  # by the offered tools, which are part of the beginning of a prompt
         self._turns: list[TurnNode] = []
 
     @property
@@ -250,7 +248,8 @@ class ConversationTree:
         identities = [identity_of(message) for message in messages]
         root = identity_of_tools(tools) + style.key
         renderer, prefill = style.renderer or self._renderer, list(style.prefill)
-        turn, after, known = self._find(self._roots.get(root), identities)
+        turn, known = self._find(root, identities)
+        after = None if turn is None else turn.node
         rest = list(map(NewMessage.of, identities[known:], messages[known:]))
         if turn is not None:
             so_far = turn.token_ids
@@ -276,7 +275,7 @@ class ConversationTree:
         new_messages = (
             [NewMessage.of(identity_of_tokens(added), {"role": "user", "content": show(added)})] if added else []
         )
-        after = self._roots.get(_IN_TOKENS) if parent is None else parent.place
+        after = None if parent is None else parent.node
         return Prompt(list(token_ids), parent, added, _IN_TOKENS, after, new_messages)
 
     def add(self, prompt: Prompt, completion: Completion, message: Message) -> TurnNode:
@@ -286,16 +285,16 @@ class ConversationTree:
             message: The completion as the client receives it, with everything that it may send back, such as ids of
                 tool calls.
         """
-        place = prompt.after or self._roots.setdefault(prompt.root, Place())
+        node = prompt.after or self._roots.setdefault(prompt.root, MessageNode())
         reply = NewMessage.of(identity_of(message), message)
         for new in (*prompt.new_messages, reply):
-            place, num_bytes = place.enter(new)
+            node, num_bytes = node.child(new)
             self.num_bytes += num_bytes
         self.num_bytes += _TURN_BYTES + _TOKEN_BYTES * (len(prompt.added_token_ids) + 2 * len(completion.token_ids))
         parent = prompt.parent
-        turn = TurnNode(len(self._turns), parent, prompt.added_token_ids, completion, reply.message, place)
+        turn = TurnNode(len(self._turns), parent, prompt.added_token_ids, completion, reply.message, node)
         self._turns.append(turn)
-        place.turns.append(turn)
+        node.turns.append(turn)
         if parent is not None:
             parent.children.append(turn)
         return turn
@@ -317,30 +316,30 @@ class ConversationTree:
     def transcript(self) -> list[Message]:
         """Return every message that led to a turn, and every reply, each once: one branch after another, each from
         where it differs. The last reply is last."""
-        visited: set[Place] = set()
+        visited: set[MessageNode] = set()
         messages: list[Message] = []
         for branch in self.branches():
             new: list[Message] = []
             for turn in reversed(branch):
-                place = turn.place
-                while place.message is not None and place.before is not None and place not in visited:
-                    visited.add(place)
-                    new.append(place.message)
-                    place = place.before
+                node = turn.node
+                while node.message is not None and node.parent is not None and node not in visited:
+                    visited.add(node)
+                    new.append(node.message)
+                    node = node.parent
             messages += reversed(new)
         return messages
 
-    def _find(self, root: Place | None, identities: Sequence[Identity]) -> tuple[TurnNode | None, Place | None, int]:
-        """Find the last turn of the longest recorded conversation that these messages continue, its place, and the
-        number of messages up to there."""
-        found: tuple[TurnNode | None, Place | None, int] = None, root, 0
-        places = [] if root is None else [root]
+    def _find(self, root: bytes, identities: Sequence[Identity]) -> tuple[TurnNode | None, int]:
+        """Find the last turn of the longest recorded conversation that these messages continue, and the number of
+        messages up to its reply."""
+        found: tuple[TurnNode | None, int] = None, 0
+        nodes = [self._roots[root]] if root in self._roots else []
         for number, identity in enumerate(identities, 1):
-            places = [after for place in places for after in place.goes_on_with(identity)]
-            if not places:
+            nodes = [child for node in nodes for child in node.same(identity)]
+            if turns := [turn for node in nodes for turn in node.turns]:
+                found = min(turns, key=_first_to_go_on_from), number
+            elif not nodes:
                 break
-            if turns := [(turn, place) for place in places for turn in place.turns]:
-                found = (*min(turns, key=lambda pair: _first_to_go_on_from(pair[0])), number)
         return found
 
 
