@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import httpx
 
@@ -26,9 +26,9 @@ NOT_UNDERSTOOD = (LookupError, TypeError, ValueError, AttributeError, Arithmetic
 """Exceptions raised when an answer of unexpected form is read. JSON that nests too deeply is a `RecursionError`."""
 
 
-class Asking:
-    """Requests to one endpoint. Connection errors are retried with backoff. If a server answers 429 with `Retry-After`,
-    the request is repeated after that time, unless `timeout_s` is over by then.
+class HttpEndpoint:
+    """Endpoint of a server, with its connections. Connection errors are retried with backoff. If a server answers 429
+    with `Retry-After`, the request is repeated after that time, unless `timeout_s` is over by then.
 
     Args:
         api_key: Sent as a bearer token.
@@ -64,6 +64,12 @@ class Asking:
             trust_env=False,
         )
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """Close the connections. Calls in flight fail."""
         self._is_closed = True
@@ -94,8 +100,8 @@ class Asking:
     ) -> httpx.Response:
         clock = asyncio.get_running_loop().time
         num_attempts = 1
-        response = await self._post(body, headers)
         while True:
+            response = await self._send(body, headers)
             pause_s = _full_for(response)
             if pause_s is not None and clock() + pause_s >= ends_at:
                 return response  # its message explains more than a time limit after a pause that is too long
@@ -105,9 +111,8 @@ class Asking:
                 pause_s = _growing_pause(num_attempts)
                 num_attempts += 1
             await asyncio.sleep(pause_s)
-            response = await self._post(body, headers)
 
-    async def _post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
+    async def _send(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
         for attempt in range(1, self._attempts + 1):
             if self._is_closed:  # httpx would raise a RuntimeError
                 raise GenerationError(f"the client of {self.endpoint} is closed")
@@ -151,7 +156,7 @@ _ROUNDING = 1e-3
 """Tolerance by which rounding may put a logprob above 0."""
 
 
-class HttpGenerateFn:
+class HttpGenerateFn(HttpEndpoint):
     """A `GenerateFn` over HTTP, for a server of titan_rl, of vLLM, or another that implements the protocol.
 
     Only connection errors are retried, so that a failing server is noticed. If a server answers 429 with `Retry-After`,
@@ -187,7 +192,7 @@ class HttpGenerateFn:
         max_connections: int = 1024,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._asking = Asking(
+        super().__init__(
             f"{url.rstrip('/').removesuffix('/v1')}/inference/v1/generate",
             api_key=api_key,
             timeout_s=timeout_s,
@@ -197,16 +202,6 @@ class HttpGenerateFn:
         )
         self._model = model
         self._version = version
-
-    async def __aenter__(self) -> HttpGenerateFn:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections. Calls in flight fail."""
-        await self._asking.close()
 
     async def __call__(
         self,
@@ -238,7 +233,7 @@ class HttpGenerateFn:
             "sampling_params": _wire_sampling(sampling),
         }
         headers = {} if session_id is None else {"x-session-id": session_id}
-        response = await self._asking.post(body, headers)
+        response = await self.post(body, headers)
         try:
             answer = response.json()
             completion = self._completion(request_id, answer, sampling.max_tokens)
@@ -247,7 +242,7 @@ class HttpGenerateFn:
             scores = prompt_scores_of(answer.get("prompt_logprobs"), prompt_token_ids, sampling.prompt_logprobs)
             return replace(completion, prompt_scores=scores)
         except NOT_UNDERSTOOD as error:
-            raise GenerationError(f"{self._asking.endpoint} answered with what is no completion: {error!r}") from error
+            raise GenerationError(f"{self.endpoint} answered with what is no completion: {error!r}") from error
 
     def _completion(self, request_id: str, answer: Any, max_tokens: int) -> Completion:
         (choice,) = answer["choices"]
@@ -355,7 +350,7 @@ _TOO_LONG = ("context_length_exceeded", "context length", "context window", "pro
 """Phrases by which servers report that a prompt is too long."""
 
 
-class HttpChatFn:
+class HttpChatFn(HttpEndpoint):
     """A `ChatFn` over `POST /v1/chat/completions`, as served by OpenAI, vLLM, titan_rl and others.
 
     Requests to a server that is temporarily busy or down are retried with backoff.
@@ -388,7 +383,7 @@ class HttpChatFn:
         max_connections: int = 1024,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._asking = Asking(
+        super().__init__(
             f"{url.rstrip('/').removesuffix('/v1')}/v1/chat/completions",
             api_key=api_key,
             timeout_s=timeout_s,
@@ -400,16 +395,6 @@ class HttpChatFn:
         self._model = model
         self._body = dict(body or {})
         self._max_tokens = "max_tokens"  # name of this field in requests to this server
-
-    async def __aenter__(self) -> HttpChatFn:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections. Calls in flight fail."""
-        await self._asking.close()
 
     async def __call__(
         self,
@@ -435,7 +420,7 @@ class HttpChatFn:
         except NOT_UNDERSTOOD as error:
             if isinstance(error, RequestError):
                 raise
-            raise GenerationError(f"{self._asking.endpoint} answered with what is no reply: {error!r}") from error
+            raise GenerationError(f"{self.endpoint} answered with what is no reply: {error!r}") from error
 
     async def _post(
         self,
@@ -445,7 +430,7 @@ class HttpChatFn:
         headers: Mapping[str, str],
     ) -> httpx.Response:
         try:
-            return await self._asking.post(self._request(messages, tools, sampling), headers)
+            return await self.post(self._request(messages, tools, sampling), headers)
         except RequestError as error:
             message = str(error)
             if self._max_tokens == "max_tokens" and "max_completion_tokens" in message:

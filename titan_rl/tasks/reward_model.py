@@ -20,7 +20,7 @@ from titan_rl.tasks.judging import JudgeCalls, JudgeMetrics, Verdict
 from titan_rl.types import float_or_none
 
 if TYPE_CHECKING:
-    from titan_rl.serving.client import Asking
+    from titan_rl.serving.client import HttpEndpoint
 
 ScoreFn = Callable[[Sequence[str]], Awaitable[Sequence[float]]]
 """Function from a batch of texts to their scores.  # [num_texts] -> [num_texts]"""
@@ -53,7 +53,7 @@ class ServedClassifier:
         self._endpoint = f"{url.rstrip('/').removesuffix('/v1')}/classify"
         self._model, self._label, self._timeout_s, self._transport = model, label, timeout_s, transport
         self._key = os.environ.get(api_key)
-        self._client: Asking | None = None
+        self._client: HttpEndpoint | None = None
 
     async def __call__(self, texts: Sequence[str]) -> Sequence[float]:
         """Score texts.
@@ -63,7 +63,7 @@ class ServedClassifier:
             GenerationError: the server cannot be reached, or its answer has no scores.
         """
         body = {"model": self._model, "input": list(texts), "use_activation": self._label is not None}
-        response = await self._asking().post(body, {})
+        response = await self._connected().post(body, {})
         try:
             data = sorted(response.json()["data"], key=lambda each: each["index"])
             scores = [float(each["probs"][_output_index(self._label, len(each["probs"]))]) for each in data]
@@ -81,10 +81,10 @@ class ServedClassifier:
         if client is not None:
             await client.close()
 
-    def _asking(self) -> Asking:
-        from titan_rl.serving.client import Asking
+    def _connected(self) -> HttpEndpoint:
+        from titan_rl.serving.client import HttpEndpoint
 
-        self._client = self._client or Asking(
+        self._client = self._client or HttpEndpoint(
             self._endpoint,
             api_key=self._key,
             timeout_s=self._timeout_s,
