@@ -209,26 +209,26 @@ async def test_a_store_has_room_for_so_many() -> None:
 
 async def test_an_agent_says_when_a_completion_ends_and_training_how_it_is_sampled() -> None:
     asked = SamplingParams(max_tokens=10, temperature=0.0, top_p=0.5, seed=42, stop_token_ids=(3,))
-    assert store().open("e").sampling_for(asked, [1]) is asked
+    assert store().open("e").sampling.of(asked, [1]) is asked
 
     own = SamplingParams(max_tokens=8, min_tokens=1, seed=7)
     one, other = (store().open(name, sampling=own) for name in ("one", "other"))
-    given = [one.sampling_for(asked, [1]), one.sampling_for(asked, [1]), one.sampling_for(asked, [2])]
-    given.append(other.sampling_for(asked, [1]))
+    given = [one.sampling.of(asked, [1]), one.sampling.of(asked, [1]), one.sampling.of(asked, [2])]
+    given.append(other.sampling.of(asked, [1]))
     assert len({sampling.seed for sampling in given}) == 4
     assert [replace(sampling, seed=None) for sampling in given] == [
         SamplingParams(max_tokens=8, min_tokens=1, stop_token_ids=(3,))
     ] * 4
     unseeded = store().open("e", sampling=SamplingParams(max_tokens=16))
-    assert unseeded.sampling_for(asked, [1]).seed is None
+    assert unseeded.sampling.of(asked, [1]).seed is None
 
 
 async def test_what_is_asked_at_once_draws_the_same_in_any_order() -> None:
     own = SamplingParams(max_tokens=8, seed=7)
     one, again = (store().open("e", sampling=own) for _ in range(2))
     prompts = [[1], [2], [1]]
-    seeds = [one.sampling_for(SAMPLING, prompt).seed for prompt in prompts]
-    assert [again.sampling_for(SAMPLING, prompt).seed for prompt in ([2], [1], [1])] == [seeds[1], seeds[0], seeds[2]]
+    seeds = [one.sampling.of(SAMPLING, prompt).seed for prompt in prompts]
+    assert [again.sampling.of(SAMPLING, prompt).seed for prompt in ([2], [1], [1])] == [seeds[1], seeds[0], seeds[2]]
 
 
 async def test_a_request_that_is_refused_draws_no_seed() -> None:
@@ -237,8 +237,8 @@ async def test_a_request_that_is_refused_draws_no_seed() -> None:
     undisturbed, busy = (store(requests=1).open("e", sampling=own) for _ in range(2))
 
     def ask(episode: Episode) -> int | None:
-        talk = episode.talk([user("a")], None, None)
-        return talk.ask(SAMPLING, 1, "r").sampling.seed
+        prompt = episode.prompt([user("a")], None, None)
+        return prompt.request(SAMPLING, 1, "r").sampling.seed
 
     async with busy.request():
         with pytest.raises(BusyError, match="1 requests in flight"):

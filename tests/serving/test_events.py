@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from titan_rl.serving.http.exchange import LIFE, Events
+from titan_rl.serving.http.exchange import KEEP_ALIVE, Events
 
 
 @pytest.mark.looptime
@@ -26,9 +26,9 @@ async def test_events_of_one_turn_go_together_and_silence_is_broken_by_signs_of_
     await asyncio.sleep(4)
     events.add(b"c")
     await asyncio.sleep(21)
-    events.rouse()
+    events.wake()
     await asyncio.sleep(0.1)
     events.close()
     await asyncio.sleep(60)
     taking.cancel()
-    assert told == [(0, b"ab"), (4, b"c"), (14, LIFE), (24, LIFE), (25, b"")]
+    assert told == [(0, b"ab"), (4, b"c"), (14, KEEP_ALIVE), (24, KEEP_ALIVE), (25, b"")]

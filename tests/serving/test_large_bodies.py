@@ -15,7 +15,7 @@ from served import client_of
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.http.exchange import ServerLimits
-from titan_rl.serving.protocols.anthropic.blocks import MessagesBody
+from titan_rl.serving.protocols.anthropic import MessagesBody
 from titan_rl.serving.protocols.openai.bodies import ChatBody, CompletionBody, ResponsesBody
 from titan_rl.serving.protocols.tokens import GenerateBody
 

@@ -19,15 +19,15 @@ def conversations(**limits: Any) -> Conversations:
 
 def say(client: Client, messages: list[Message], text: str, session_id: str | None = None) -> list[Message]:
     """The conversation with a reply to it."""
-    talk = client.talk(messages, None, session_id)
-    talk.ask(SamplingParams(max_tokens=4), 1, "r")
-    talk.record(0, completion(), reply(text))
+    prompt = client.prompt(messages, None, session_id)
+    prompt.request(SamplingParams(max_tokens=4), 1, "r")
+    prompt.record(0, completion(), reply(text))
     return [*messages, reply(text), user("more")]
 
 
 def goes_on(client: Client, messages: list[Message], session_id: str | None = None) -> bool:
     """Whether the prompt begins with tokens that were sampled, and not with those of their text."""
-    ids = list(client.talk(messages, None, session_id).prompt_token_ids)
+    ids = list(client.prompt(messages, None, session_id).prompt_token_ids)
     return any(ids[at : at + 3] == [5, 6, 7] for at in range(len(ids)))
 
 
@@ -45,7 +45,7 @@ def test_what_fails_leaves_nothing_behind() -> None:
     known = conversations()
     client = Client(b"one", known)
     for number in range(20):
-        client.talk([user(f"never answered {number}")], None, None)
+        client.prompt([user(f"never answered {number}")], None, None)
     assert len(known) == 0
     tree = known.of(b"one", None, [user("a")], None).tree
     for number in range(20):
@@ -56,9 +56,9 @@ def test_what_fails_leaves_nothing_behind() -> None:
 def test_several_that_begin_at_once_are_one_conversation() -> None:
     known = conversations()
     client = Client(b"one", known)
-    talks = [client.talk([user("b a")], None, None) for _ in range(3)]
-    for number, talk in enumerate(talks):
-        talk.record(0, completion(request_id=f"r{number}"), reply(f"a b {number}"))
+    prompts = [client.prompt([user("b a")], None, None) for _ in range(3)]
+    for number, prompt in enumerate(prompts):
+        prompt.record(0, completion(request_id=f"r{number}"), reply(f"a b {number}"))
     assert all(goes_on(client, [user("b a"), reply(f"a b {number}"), user("more")]) for number in range(3))
 
 

@@ -99,7 +99,7 @@ class Admission:
         if (episode := self._episode(key)) is not None and path.removeprefix("/").partition("/")[0] in _PROTOCOLS:
             return path, episode
         if episode is not None or not self._keys.allow(path, key):
-            raise _wrong_key()
+            raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")
         return path, self._client(key)
 
     def _of_episode(self, path: str, key: bytes | None) -> tuple[str, Caller]:
@@ -126,7 +126,3 @@ class Admission:
         """Make the client of a key. Clients of a server without keys are distinguished by the keys that they happen to
         send."""
         return Client(blake2b(key or b"", digest_size=16).digest(), self._conversations)
-
-
-def _wrong_key() -> ApiError:
-    return ApiError(401, "the key is missing or wrong", code="invalid_api_key")

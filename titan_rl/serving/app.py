@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -21,32 +23,33 @@ from titan_rl.serving.http.exchange import Exchanges, ServerLimits, ServerMetric
 from titan_rl.serving.http.request import BodyReading, RequestMiddleware
 from titan_rl.serving.policy import ServedPolicy, Versions, unbroken
 from titan_rl.serving.protocols.about import Control, about_routes, admin_routes, openapi
-from titan_rl.serving.protocols.anthropic.messages import ANTHROPIC, CountTokensEndpoint, MessagesEndpoint, Threads
-from titan_rl.serving.protocols.openai.chat import ChatEndpoint
-from titan_rl.serving.protocols.openai.completions import CompletionEndpoint
-from titan_rl.serving.protocols.openai.responses import ResponsesEndpoint, StoredResponses
-from titan_rl.serving.protocols.tokens import DetokenizeEndpoint, TokenEndpoint, TokenizeEndpoint
+from titan_rl.serving.protocols.anthropic import ANTHROPIC, Threads, answer_count_tokens, answer_messages
+from titan_rl.serving.protocols.openai.chat import answer_chat
+from titan_rl.serving.protocols.openai.completions import answer_completions
+from titan_rl.serving.protocols.openai.responses import StoredResponses, answer_responses
+from titan_rl.serving.protocols.tokens import answer_detokenize, answer_generate, answer_tokenize
+from titan_rl.serving.protocols.wire import Backend
 from titan_rl.serving.text import Text, Tokenizing
 
 Endpoint = Callable[[Request], ASGIApp]
 """Function that reads a request and returns the ASGI application that answers it."""
 
 
+@dataclass(frozen=True, slots=True)
 class PolicyApp:
     """ASGI application of a served policy, with the state that a server needs for an orderly shutdown.
 
-    Attributes:
+    Args:
         keys: Keys of clients and of the admin.
         exchanges: Requests in flight.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, exchanges: Exchanges) -> None:
-        self._app = app
-        self.keys = keys
-        self.exchanges = exchanges
+    app: ASGIApp
+    keys: Keys
+    exchanges: Exchanges
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 def make_app(
@@ -91,16 +94,23 @@ def make_app(
         episodes: Store of episodes. The key of each admits only to its episode. Episodes opened later use `renderer`.
         open_episode: Opens an episode for `POST /episodes`. Without it harnesses cannot open episodes.
     """
-    limits = limits or ServerLimits()
-    keys = keys or Keys()
+    limits, keys = limits or ServerLimits(), keys or Keys()
     exchanges = Exchanges(limits, ServerMetrics())
     unbroken_stream = unbroken(stream, wait_until_resumed=wait_until_resumed)
     policy = ServedPolicy(
         model, unbroken_stream, max_context, exchanges.metrics, any_model=any_model, versions=versions
     )
-    parts = _Parts(policy, exchanges, tokenizer, renderer, stop_token_ids)
-    if episodes is not None and parts.renderer is not None:
-        episodes.renderer = parts.renderer
+    tokenizing = Tokenizing()
+    text = None if tokenizer is None else Text(tokenizing.own(tokenizer))
+    if renderer is not None:
+        renderer = tokenizing.own(renderer)
+        stop_token_ids = renderer.get_stop_token_ids() if stop_token_ids is None else stop_token_ids
+        if episodes is not None:
+            episodes.renderer = renderer
+    conversations = turns = None
+    if text is not None and renderer is not None:
+        conversations, turns = Conversations(renderer, limits), Turns(text, renderer, tokenizing)
+    backend = Backend(policy, exchanges, tokenizing, text, turns, tuple(stop_token_ids or ()))
     stored = StoredResponses(limits.response_bytes)
     others = [
         *about_routes(policy, exchanges.metrics, trouble, version),
@@ -108,60 +118,28 @@ def make_app(
         *(admin_routes(control) if control is not None else ()),
         *(episode_routes(open_episode or _none_to_open) if episodes is not None else ()),
     ]
-    endpoints = _Endpoints(parts.generating(stored), others, with_keys=keys.required)
-    admission = Admission(keys, parts.conversations, episodes)
-    dialects = {path: ANTHROPIC for path in endpoints.paths if path.startswith("/v1/messages")}
+    endpoints = _Endpoints(_generating(backend, stored), others, with_keys=keys.required)
+    admission = Admission(keys, conversations, episodes)
+    dialects = {"/v1/messages": ANTHROPIC}
     middleware = RequestMiddleware(
         endpoints, admission, limits, exchanges.metrics, endpoints.paths, dialects, keyed=keys.required
     )
     return PolicyApp(middleware, keys, exchanges)
 
 
-class _Parts:
-    """Objects that the endpoints of one application share.
-
-    Attributes:
-        conversations: Conversations remembered for clients. None without a tokenizer and a renderer; so is `turns`.
-    """
-
-    def __init__(
-        self,
-        policy: ServedPolicy,
-        exchanges: Exchanges,
-        tokenizer: Any,
-        renderer: Renderer | None,
-        stop_token_ids: Sequence[int] | None,
-    ) -> None:
-        self.policy = policy
-        self.exchanges = exchanges
-        self.tokenizing = Tokenizing()
-        self.text = None if tokenizer is None else Text(self.tokenizing.own(tokenizer))
-        self.renderer = None if renderer is None else self.tokenizing.own(renderer)
-        self.conversations: Conversations | None = None
-        self.turns: Turns | None = None
-        if self.text is not None and self.renderer is not None:
-            self.conversations = Conversations(self.renderer, exchanges.limits)
-            self.turns = Turns(policy, self.text, self.renderer, self.tokenizing)
-        if stop_token_ids is None:
-            stop_token_ids = () if self.renderer is None else self.renderer.get_stop_token_ids()
-        self.stops = tuple(stop_token_ids)
-
-    def generating(self, stored: StoredResponses) -> dict[str, Endpoint]:
-        """Endpoints that generate or tokenize, by path. The method of all is POST."""
-        policy, exchanges, text, turns, stops = self.policy, self.exchanges, self.text, self.turns, self.stops
-        threads = Threads(exchanges.limits.response_bytes)
-        return {
-            "/inference/v1/generate": TokenEndpoint(
-                policy, exchanges, _counted if text is None else text.decode, stops
-            ),
-            "/v1/completions": CompletionEndpoint(policy, exchanges, text, self.tokenizing, stops),
-            "/v1/chat/completions": ChatEndpoint(turns, exchanges, stops),
-            "/v1/responses": ResponsesEndpoint(turns, exchanges, stored, stops),
-            "/v1/messages": MessagesEndpoint(turns, exchanges, threads, stops),
-            "/v1/messages/count_tokens": CountTokensEndpoint(turns, exchanges),
-            "/tokenize": TokenizeEndpoint(policy, exchanges, text, turns, self.tokenizing),
-            "/detokenize": DetokenizeEndpoint(policy, exchanges, text),
-        }
+def _generating(backend: Backend, stored: StoredResponses) -> dict[str, Endpoint]:
+    """Endpoints that generate or tokenize, by path. The method of all is POST."""
+    threads = Threads(backend.exchanges.limits.response_bytes)
+    return {
+        "/inference/v1/generate": partial(answer_generate, backend),
+        "/v1/completions": partial(answer_completions, backend),
+        "/v1/chat/completions": partial(answer_chat, backend),
+        "/v1/responses": partial(answer_responses, backend, stored),
+        "/v1/messages": partial(answer_messages, backend, threads),
+        "/v1/messages/count_tokens": partial(answer_count_tokens, backend),
+        "/tokenize": partial(answer_tokenize, backend),
+        "/detokenize": partial(answer_detokenize, backend),
+    }
 
 
 class _Endpoints:
@@ -195,10 +173,6 @@ class _Endpoints:
 
 async def _none_to_open(wait_s: float) -> Opened:
     raise ApiError(404, "this server's episodes are not opened by harnesses")
-
-
-def _counted(token_ids: Sequence[int]) -> str:
-    return f"{len(token_ids)} tokens"
 
 
 def _post(path: str, endpoint: Endpoint) -> Route:

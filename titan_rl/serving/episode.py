@@ -9,7 +9,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 
@@ -20,15 +20,16 @@ from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.group.turns import turn_seed
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
-from titan_rl.serving.conversations.caller import Show, Talk
+from titan_rl.serving.conversations.caller import CallerPrompt, Show
 from titan_rl.serving.conversations.tree import ConversationTree, Prompt, Style, TurnNode
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
-from titan_rl.serving.policy import Ask
+from titan_rl.serving.http.exchange import PositiveLimits
+from titan_rl.serving.policy import CompletionRequest
 from titan_rl.types import EXTRA_SAMPLING, Completion, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeLimits:
+class EpisodeLimits(PositiveLimits):
     """Limits of episodes.
 
     Args:
@@ -39,9 +40,6 @@ class EpisodeLimits:
         episodes: Maximum number of open episodes. Opening another raises a `BusyError`.
         keep_s: Time for which the key of an ended episode stays known, in seconds, so that late requests learn how it
             ended.
-
-    Raises:
-        ValueError: A limit is not positive. The message names it.
     """
 
     time_s: float = 3600.0
@@ -50,12 +48,6 @@ class EpisodeLimits:
     memory_bytes: int = 256 << 20
     episodes: int = 4096
     keep_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            if not getattr(self, each.name) > 0:
-                value = getattr(self, each.name)
-                raise ValueError(f"EpisodeLimits.{each.name} is {value!r}; it must be greater than 0")
 
 
 Answer = tuple[str, int]
@@ -182,10 +174,10 @@ class Episode:
 
     Example of one request:
 
-        talk = episode.talk(messages, tools, None)
-        ask = talk.ask(sampling, num_choices=1, request_id="chatcmpl-17")
-        (completion,) = await policy.complete(ask)
-        talk.record(0, completion, message)
+        prompt = episode.prompt(messages, tools, None)
+        completion_request = prompt.request(sampling, num_choices=1, request_id="chatcmpl-17")
+        (completion,) = await policy.complete(completion_request)
+        prompt.record(0, completion, message)
 
     Example of the end:
 
@@ -204,6 +196,7 @@ class Episode:
     Attributes:
         key: Secret that identifies requests of the episode. It appears in no message and no `repr`.
         name: Name that is unique among episodes and clients.
+        sampling: Determines the sampling parameters of each request.
         num_prompt_tokens: Number of prompt tokens of the latest request, answered or not.
         status: Status at its end; None while the episode is open.
         error: Error that ended it; None if there was none.
@@ -236,14 +229,15 @@ class Episode:
         self.error: str | None = None
         self._failure: Failure | None = None
         self._limits = limits or EpisodeLimits()
-        self._sampling = EpisodeSampling(sampling, self.session_id)
+        self.sampling = EpisodeSampling(sampling, self.session_id)
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._sampled: list[SamplingParams] = []  # by index of the turn
         self._rewards = EpisodeRewards()
         self._in_flight: dict[asyncio.Timeout, int] = {}  # number of completions that each request asks for
-        self._timer = self._loop.call_later(self._limits.time_s, self._own_time_is_up)
+        late = f"its own time is up: it has {self._limits.time_s:g} s"
+        self._timer = self._loop.call_later(self._limits.time_s, self.time_is_up, late)
 
     def __repr__(self) -> str:
         return f"Episode({self.id!r}, {self.status or 'open'}, {len(self._sampled)} turns)"
@@ -256,9 +250,9 @@ class Episode:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def talk(
+    def prompt(
         self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style | None = None
-    ) -> Talk:
+    ) -> CallerPrompt:
         """Begin a turn of a conversation with these messages.
 
         Raises:
@@ -266,11 +260,11 @@ class Episode:
             RequestError: The messages cannot be rendered.
         """
         self._require_open()
-        return _EpisodeTalk(self, self.tree.prompt(messages, tools, style or Style()))
+        return _EpisodePrompt(self, self.tree.prompt(messages, tools, style or Style()))
 
-    def talk_in_tokens(self, token_ids: Sequence[int], show: Show, session_id: str | None) -> Talk:
+    def prompt_of_tokens(self, token_ids: Sequence[int], show: Show, session_id: str | None) -> CallerPrompt:
         self._require_open()
-        return _EpisodeTalk(self, self.tree.prompt_of_tokens(token_ids, show))
+        return _EpisodePrompt(self, self.tree.prompt_of_tokens(token_ids, show))
 
     @asynccontextmanager
     async def request(self, num_choices: int = 1) -> AsyncGenerator[None]:
@@ -318,10 +312,6 @@ class Episode:
             raise BusyError(f"the episode has {len(self._in_flight)} requests in flight, which is its limit")
         if num_choices > left - sum(self._in_flight.values()):
             raise BusyError(f"the episode's requests in flight may take up the {left} turns that it has left")
-
-    def sampling_for(self, requested: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
-        """Return the sampling parameters of a completion, from those of its request; see `EpisodeSampling`."""
-        return self._sampling.of(requested, prompt_token_ids)
 
     def record(
         self,
@@ -417,29 +407,30 @@ class Episode:
     def _is_over(self) -> EpisodeEndedError:
         return EpisodeEndedError(f"the episode is over: {self.status}")
 
-    def _own_time_is_up(self) -> None:
-        self.time_is_up(f"its own time is up: it has {self._limits.time_s:g} s")
 
-
-class _EpisodeTalk:
+class _EpisodePrompt:
     def __init__(self, episode: Episode, prompt: Prompt) -> None:
         self.prompt_token_ids = prompt.token_ids
         episode.num_prompt_tokens = len(prompt.token_ids)
         self._episode = episode
         self._prompt = prompt
-        self._ask: Ask | None = None
+        self._request: CompletionRequest | None = None
         self._first_index = 0
 
-    def ask(self, sampling: SamplingParams, num_choices: int, request_id: str, first_index: int = 0) -> Ask:
+    def request(
+        self, sampling: SamplingParams, num_choices: int, request_id: str, first_index: int = 0
+    ) -> CompletionRequest:
         episode = self._episode
         episode.check_room(num_choices)  # first, so that a refused request draws no seed
-        own = episode.sampling_for(sampling, self.prompt_token_ids)
+        own = episode.sampling.of(sampling, self.prompt_token_ids)
         self._first_index = first_index
         scope = partial(episode.request, num_choices)
-        self._ask = Ask(self.prompt_token_ids, own, num_choices, episode.session_id, request_id, episode.stream, scope)
-        return self._ask
+        self._request = CompletionRequest(
+            self.prompt_token_ids, own, num_choices, episode.session_id, request_id, episode.stream, scope
+        )
+        return self._request
 
     def record(self, index: int, completion: Completion, message: Message) -> None:
-        assert self._ask is not None
-        answer = self._ask.request_id, self._first_index + index
-        self._episode.record(self._prompt, completion, message, self._ask.sampling_of(index), answer)
+        assert self._request is not None
+        answer = self._request.request_id, self._first_index + index
+        self._episode.record(self._prompt, completion, message, self._request.sampling_of(index), answer)

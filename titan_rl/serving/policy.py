@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from titan_rl.generation.request import EngineRequest, OnChunk, Partial, tokens_between
@@ -51,7 +51,7 @@ within these tokens, returns how many of them belong to it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionRequest:
     """Request for completions of one prompt.
 
     Args:
@@ -74,6 +74,7 @@ class Ask:
         return sampling if sampling.seed is None or not index else replace(sampling, seed=sampling.seed + index)
 
 
+@dataclass(frozen=True, slots=True)
 class ServedPolicy:
     """Policy of a server under one name, with the metrics of its completions.
 
@@ -83,25 +84,16 @@ class ServedPolicy:
         max_context: Maximum number of tokens of prompt and completion together.
         any_model: Whether it also answers under all unknown names.
         versions: Other policies, which answer under their own names.
+        created: Time of creation, in seconds since 1970.
     """
 
-    def __init__(
-        self,
-        model: str,
-        stream: RequestFn,
-        max_context: int,
-        metrics: ServerMetrics,
-        *,
-        any_model: bool = False,
-        versions: Versions | None = None,
-    ) -> None:
-        self.model = model
-        self.max_context = max_context
-        self.created = int(time.time())
-        self.versions = versions
-        self._any_model = any_model
-        self._stream = stream
-        self._metrics = metrics
+    model: str
+    stream: RequestFn
+    max_context: int
+    metrics: ServerMetrics
+    any_model: bool = False
+    versions: Versions | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def named(self, name: str | None) -> ServedPolicy:
         """Return the policy of this name: this one, or another of the server. None is this one.
@@ -112,8 +104,8 @@ class ServedPolicy:
         if name is None or name == self.model:
             return self
         if self.versions is not None and (stream := self.versions.stream_of(name)) is not None:
-            return ServedPolicy(name, unbroken(stream), self.max_context, self._metrics)
-        if self._any_model:
+            return ServedPolicy(name, unbroken(stream), self.max_context, self.metrics)
+        if self.any_model:
             return self
         names = [self.model, *(() if self.versions is None else self.versions.names())]
         message = f"there is no model of this name; this server has {', '.join(map(repr, names))}"
@@ -141,7 +133,7 @@ class ServedPolicy:
             message = str(error).removeprefix("SamplingParams.")
             raise ApiError(400, message, param=message.partition(" ")[0]) from None
 
-    async def complete(self, ask: Ask, on_tokens: OnTokens | None = None) -> list[Completion]:
+    async def complete(self, request: CompletionRequest, on_tokens: OnTokens | None = None) -> list[Completion]:
         """Generate all completions of a request at once. If one fails, the others are cancelled.
 
         Returns:
@@ -151,21 +143,21 @@ class ServedPolicy:
             ApiError: With status 503 if an interruption outlasted its limits.
             TitanRLError: Generation failed.
         """
-        self._metrics.prompt_tokens.inc(len(ask.prompt_token_ids))
-        unique = f"{ask.request_id}-{uuid.uuid4().hex[:12]}"
-        requests = [
-            EngineRequest(f"{unique}-{index}", ask.prompt_token_ids, ask.sampling_of(index), ask.session_id)
-            for index in range(ask.num_choices)
+        self.metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+        unique = f"{request.request_id}-{uuid.uuid4().hex[:12]}"
+        choices = [
+            EngineRequest(f"{unique}-{index}", request.prompt_token_ids, request.sampling_of(index), request.session_id)
+            for index in range(request.num_choices)
         ]
-        stream = ask.stream or self._stream
-        async with ask.scope():
-            if len(requests) == 1:
-                return [await self._complete_one(0, requests[0], stream, on_tokens)]
+        stream = request.stream or self.stream
+        async with request.scope():
+            if len(choices) == 1:
+                return [await self._complete_one(0, choices[0], stream, on_tokens)]
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [
-                        group.create_task(self._complete_one(index, request, stream, on_tokens))
-                        for index, request in enumerate(requests)
+                        group.create_task(self._complete_one(index, choice, stream, on_tokens))
+                        for index, choice in enumerate(choices)
                     ]
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
@@ -175,17 +167,17 @@ class ServedPolicy:
         self, index: int, request: EngineRequest, stream: RequestFn, on_tokens: OnTokens | None
     ) -> Completion:
         began = time.monotonic()
+        observe = self._observe_first_token(began)
         if on_tokens is None:
-            return self._done(began, await stream(request, self._observe_first_token(began)), request.sampling)
-        partial, num_tokens, is_cut = Partial(request), 0, False
+            return self._done(began, await stream(request, observe), request.sampling)
+        partial, is_cut = Partial(request), False
         failure: Exception | None = None
 
         def on_chunk(chunk: TokenChunk) -> None:
-            nonlocal num_tokens, is_cut, failure
+            nonlocal is_cut, failure
             if is_cut:
                 return
-            if not num_tokens:
-                self._metrics.first_token_s.observe(time.monotonic() - began)
+            observe(chunk)
             try:
                 _check_requested_outputs(request.sampling, chunk)
                 end = on_tokens(index, chunk)
@@ -194,7 +186,6 @@ class ServedPolicy:
             if end is not None:
                 is_cut, chunk = True, tokens_between(chunk, 0, end)
                 task.cancel()
-            num_tokens += len(chunk.token_ids)
             keep(chunk)
 
         with partial.attempt() as keep:
@@ -218,7 +209,7 @@ class ServedPolicy:
             nonlocal is_first
             if is_first:
                 is_first = False
-                self._metrics.first_token_s.observe(time.monotonic() - began)
+                self.metrics.first_token_s.observe(time.monotonic() - began)
 
         return on_chunk
 
@@ -226,8 +217,8 @@ class ServedPolicy:
         if completion.finish_reason is FinishReason.ABORT:
             raise ApiError(503, "generation was interrupted for too long; try again", headers={"retry-after": "1"})
         _check_requested_outputs(sampling, completion)
-        self._metrics.completion_tokens.inc(len(completion.token_ids))
-        self._metrics.completion_s.observe(time.monotonic() - began)
+        self.metrics.completion_tokens.inc(len(completion.token_ids))
+        self.metrics.completion_s.observe(time.monotonic() - began)
         return completion
 
 

@@ -175,17 +175,17 @@ class Connection(HttpToolsProtocol):
         super().__init__(**uvicorns)
         self._limits = limits
         self._head_bytes: int | None = None  # bytes of the arriving head after its first packet
-        self._kept_bytes = 0  # of a request's path, headers and trailers
+        self._counted_bytes = 0  # of a request's path, headers and trailers
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._written = HeadWithBody(transport, self.loop)
         super().connection_made(self._written)  # pyright: ignore[reportArgumentType]
-        self._end_after("head", self._limits.head_s)
+        self._start_timer("head", self._limits.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for what in list(self._timers):
-            self._go_on(what)
+            self._stop_timer(what)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -197,26 +197,26 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = self._kept_bytes = 0
-        self._end_after("head", self._limits.head_s)
+        self._head_bytes = self._counted_bytes = 0
+        self._start_timer("head", self._limits.head_s)
 
     def on_url(self, url: bytes) -> None:
-        self._keep(len(url))
+        self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._keep(len(name) + len(value) + _AROUND_A_HEADER)
+        self._count_head(len(name) + len(value) + _AROUND_A_HEADER)
         super().on_header(name, value)
 
-    def _keep(self, num_bytes: int) -> None:
+    def _count_head(self, num_bytes: int) -> None:
         """Count bytes of the head.
 
         Raises:
             ValueError: There are too many. It stops the parser, so that nobody answers a request that has not arrived
                 completely.
         """
-        self._kept_bytes += num_bytes
-        if self._kept_bytes > self._limits.head_bytes:
+        self._counted_bytes += num_bytes
+        if self._counted_bytes > self._limits.head_bytes:
             self.transport.abort()
             raise ValueError(f"the head of a request has more than {self._limits.head_bytes} bytes")
 
@@ -226,7 +226,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_bytes = None
-        self._go_on("head")
+        self._stop_timer("head")
         self._written.begin_response()
         super().on_headers_complete()
 
@@ -234,25 +234,25 @@ class Connection(HttpToolsProtocol):
         is_pipelined = bool(self.pipeline)  # if so, the body that is arriving belongs to the next request
         super().on_response_complete()
         if self.cycle.more_body and not is_pipelined:  # it was answered before its body had arrived
-            self._end_after("body", min(LINGER_S, self._limits.body_s))
+            self._start_timer("body", min(LINGER_S, self._limits.body_s))
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._go_on("body")
+        self._stop_timer("body")
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._end_after("read", self._limits.read_s)
+        self._start_timer("read", self._limits.read_s)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._go_on("read")
+        self._stop_timer("read")
 
-    def _end_after(self, what: str, seconds: float) -> None:
-        """Abort the connection after a timeout, unless `_go_on` is called first."""
+    def _start_timer(self, what: str, seconds: float) -> None:
+        """Abort the connection after a timeout, unless `_stop_timer` is called first."""
         if what not in self._timers:
             self._timers[what] = self.loop.call_later(seconds, self.transport.abort)
 
-    def _go_on(self, what: str) -> None:
+    def _stop_timer(self, what: str) -> None:
         if (timer := self._timers.pop(what, None)) is not None:
             timer.cancel()

@@ -17,7 +17,7 @@ from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.identity import identity_of, identity_of_tools
 from titan_rl.serving.conversations.tree import ConversationTree, Prompt, Style, TurnNode
 from titan_rl.serving.http.exchange import ServerLimits
-from titan_rl.serving.policy import Ask
+from titan_rl.serving.policy import CompletionRequest
 from titan_rl.types import Completion, SamplingParams
 
 
@@ -122,21 +122,23 @@ Show = Callable[[Sequence[int]], str]
 """Function that returns the text of tokens for people."""
 
 
-class Talk(Protocol):
+class CallerPrompt(Protocol):
     """Prompt of a caller, and the recording of its completions.
 
     Example:
 
-        talk = caller_of(request).talk(messages, tools, session_id)
-        ask = talk.ask(sampling, num_choices=1, request_id="chatcmpl-17")
-        (completion,) = await policy.complete(ask)
-        talk.record(0, completion, {"role": "assistant", "content": "a b"})
+        prompt = caller_of(request).prompt(messages, tools, session_id)
+        completion_request = prompt.request(sampling, num_choices=1, request_id="chatcmpl-17")
+        (completion,) = await policy.complete(completion_request)
+        prompt.record(0, completion, {"role": "assistant", "content": "a b"})
     """
 
     @property
     def prompt_token_ids(self) -> Sequence[int]: ...
 
-    def ask(self, sampling: SamplingParams, num_choices: int, request_id: str, first_index: int = 0) -> Ask:
+    def request(
+        self, sampling: SamplingParams, num_choices: int, request_id: str, first_index: int = 0
+    ) -> CompletionRequest:
         """Make the request to send to the policy. Called once.
 
         Args:
@@ -168,9 +170,9 @@ class Caller(Protocol):
 
     name: bytes
 
-    def talk(
+    def prompt(
         self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style | None = None
-    ) -> Talk:
+    ) -> CallerPrompt:
         """Make the prompt of a conversation.
 
         Raises:
@@ -178,7 +180,7 @@ class Caller(Protocol):
         """
         ...
 
-    def talk_in_tokens(self, token_ids: Sequence[int], show: Show, session_id: str | None) -> Talk: ...
+    def prompt_of_tokens(self, token_ids: Sequence[int], show: Show, session_id: str | None) -> CallerPrompt: ...
 
 
 def caller_of(request: Request) -> Caller:
@@ -197,44 +199,43 @@ class Client:
         self.name = name
         self._conversations = conversations
 
-    def talk(
+    def prompt(
         self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style | None = None
-    ) -> Talk:
+    ) -> CallerPrompt:
         if self._conversations is None:
             raise RequestError(NO_RENDERER)
         conversation = self._conversations.of(self.name, session_id, messages, tools)
-        return _RememberedTalk(
+        return _RememberedPrompt(
             self._conversations, conversation, conversation.tree.prompt(messages, tools, style or Style())
         )
 
-    def talk_in_tokens(self, token_ids: Sequence[int], show: Show, session_id: str | None) -> Talk:
-        return _ForgottenTalk(token_ids, session_id)
+    def prompt_of_tokens(self, token_ids: Sequence[int], show: Show, session_id: str | None) -> CallerPrompt:
+        return _ClientPrompt(token_ids, session_id)
 
 
-class _RememberedTalk:
-    def __init__(self, conversations: Conversations, conversation: Conversation, prompt: Prompt) -> None:
-        self.prompt_token_ids = prompt.token_ids
-        self._conversations = conversations
-        self._conversation = conversation
-        self._prompt = prompt
-        self._session_id = conversation.session_of(prompt)
-
-    def ask(self, sampling: SamplingParams, num_choices: int, request_id: str, first_index: int = 0) -> Ask:
-        return Ask(self.prompt_token_ids, sampling, num_choices, self._session_id, request_id)
-
-    def record(self, index: int, completion: Completion, message: Message) -> None:
-        self._conversations.add(self._conversation, self._prompt, completion, message, self._session_id)
-
-
-class _ForgottenTalk:
+class _ClientPrompt:
     """Prompt of a client that keeps the tokens itself. Nothing is remembered."""
 
     def __init__(self, token_ids: Sequence[int], session_id: str | None) -> None:
         self.prompt_token_ids = token_ids
         self._session_id = session_id
 
-    def ask(self, sampling: SamplingParams, num_choices: int, request_id: str, first_index: int = 0) -> Ask:
-        return Ask(self.prompt_token_ids, sampling, num_choices, self._session_id, request_id)
+    def request(
+        self, sampling: SamplingParams, num_choices: int, request_id: str, first_index: int = 0
+    ) -> CompletionRequest:
+        return CompletionRequest(self.prompt_token_ids, sampling, num_choices, self._session_id, request_id)
 
     def record(self, index: int, completion: Completion, message: Message) -> None:
         pass
+
+
+class _RememberedPrompt(_ClientPrompt):
+    def __init__(self, conversations: Conversations, conversation: Conversation, prompt: Prompt) -> None:
+        self._conversations = conversations
+        self._conversation = conversation
+        self._prompt = prompt
+        self._session = conversation.session_of(prompt)
+        super().__init__(prompt.token_ids, self._session)
+
+    def record(self, index: int, completion: Completion, message: Message) -> None:
+        self._conversations.add(self._conversation, self._prompt, completion, message, self._session)

@@ -17,7 +17,22 @@ from titan_rl.serving.http.errors import OPENAI, ApiError, Dialect, api_error_of
 
 
 @dataclass(frozen=True, slots=True)
-class ServerLimits:
+class PositiveLimits:
+    """Base of limits that all must be positive.
+
+    Raises:
+        ValueError: A limit is not positive. The message names it.
+    """
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) > 0:
+                name, value = f"{type(self).__name__}.{field.name}", getattr(self, field.name)
+                raise ValueError(f"{name} is {value!r}; it must be greater than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits(PositiveLimits):
     """Limits of a server.
 
     Args:
@@ -40,9 +55,6 @@ class ServerLimits:
         conversation_bytes: Approximate memory for all of them.
         response_bytes: Memory for stored responses with their conversations, which clients can continue or retrieve,
             and the same amount for the conversations of message threads.
-
-    Raises:
-        ValueError: A limit is not positive. The message names it.
     """
 
     head_bytes: int = 64 << 10
@@ -58,12 +70,6 @@ class ServerLimits:
     conversation_turns: int = 1024
     conversation_bytes: int = 1 << 30
     response_bytes: int = 256 << 20
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if not getattr(self, field.name) > 0:
-                value = getattr(self, field.name)
-                raise ValueError(f"ServerLimits.{field.name} is {value!r}; it must be greater than 0")
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
@@ -105,7 +111,7 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
 
-LIFE = b": waiting\n\n"
+KEEP_ALIVE = b": waiting\n\n"
 """Keep-alive comment in a stream, which clients skip."""
 
 
@@ -121,35 +127,35 @@ class Events:
         self._loop = asyncio.get_running_loop()
         self._keep_alive_s = keep_alive_s
         self._events: list[bytes] = []
-        self._wake: asyncio.Future[None] = self._loop.create_future()
+        self._woken: asyncio.Future[None] = self._loop.create_future()
         self._taken_at = self._loop.time()
-        self._life = self._loop.call_later(keep_alive_s, self._show_life)
+        self._timer = self._loop.call_later(keep_alive_s, self._keep_alive)
 
     def add(self, event: bytes) -> None:
         self._events.append(event)
-        self.rouse()
+        self.wake()
 
-    def rouse(self, _: object = None) -> None:
+    def wake(self, _: object = None) -> None:
         """Make `next` return, even without events."""
-        if not self._wake.done():
-            self._wake.set_result(None)
+        if not self._woken.done():
+            self._woken.set_result(None)
 
     async def next(self) -> bytes:
         """Wait for events, and return all that came since the previous call."""
-        await self._wake
-        self._wake, self._taken_at = self._loop.create_future(), self._loop.time()
+        await self._woken
+        self._woken, self._taken_at = self._loop.create_future(), self._loop.time()
         events, self._events = self._events, []
         return b"".join(events)
 
     def close(self) -> None:
-        self._life.cancel()
+        self._timer.cancel()
 
-    def _show_life(self) -> None:
+    def _keep_alive(self) -> None:
         """Add a keep-alive comment if no event came meanwhile. There is one timer for the whole stream."""
         due_s = self._taken_at + self._keep_alive_s - self._loop.time()
         if due_s <= 0 and not self._events:
-            self.add(LIFE)
-        self._life = self._loop.call_later(due_s if due_s > 0 else self._keep_alive_s, self._show_life)
+            self.add(KEEP_ALIVE)
+        self._timer = self._loop.call_later(due_s if due_s > 0 else self._keep_alive_s, self._keep_alive)
 
 
 Emit = Callable[[Any], None]
@@ -202,22 +208,21 @@ class Exchanges:
                 headers={"retry-after": "1"},
             )
         scope = asyncio.timeout(self.limits.request_s)
-        watcher: asyncio.Task[None] | None = None
+        self._open[scope] = None
         self._take(num_completions)
+        watcher = asyncio.create_task(self._watch(receive, scope))
         try:
             async with scope:
-                self._open[scope] = None
-                watcher = asyncio.create_task(self._watch(receive, scope))
                 yield
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise self._open[scope] or _late(self.limits.request_s) from error
+            late = f"the request was not answered within {self.limits.request_s:g} s"
+            raise self._open[scope] or ApiError(504, late, code="timeout") from error
         finally:
+            watcher.cancel()
             self._take(-num_completions)
-            self._open.pop(scope, None)
-            if watcher is not None:
-                watcher.cancel()
+            del self._open[scope]
 
     async def _watch(self, receive: Receive, scope: asyncio.Timeout) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -248,8 +253,8 @@ class Answer:
         exchanges: Exchanges,
         work: Callable[[Emit | None], Awaitable[Any]],
         *,
-        num_completions: int,
-        stream: bool,
+        num_completions: int = 1,
+        stream: bool = False,
         dialect: Dialect = OPENAI,
     ) -> None:
         self._exchanges = exchanges
@@ -290,7 +295,7 @@ class Answer:
             await self._work(emit)
 
         task = asyncio.create_task(work())
-        task.add_done_callback(events.rouse)
+        task.add_done_callback(events.wake)
         try:
             while True:
                 chunk, is_over = await events.next(), task.done()
@@ -354,7 +359,3 @@ async def send_error(send: Send, error: ApiError, dialect: Dialect = OPENAI) -> 
 
 def _closing() -> ApiError:
     return ApiError(503, "the server is closing", headers={"retry-after": "1"})
-
-
-def _late(seconds: float) -> ApiError:
-    return ApiError(504, f"the request was not answered within {seconds:g} s", code="timeout")

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -84,6 +85,7 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 Admit = Callable[[str, bytes | None], tuple[str, object]]
 
 
+@dataclass(frozen=True, slots=True)
 class RequestMiddleware:
     """Outermost ASGI application. It reads the whole body of a request into its scope, and converts all exceptions to
     answers.
@@ -95,24 +97,13 @@ class RequestMiddleware:
         keyed: Whether clients need a key. Pages of other hosts have no key.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        admit: Admit,
-        limits: ServerLimits,
-        metrics: ServerMetrics,
-        paths: Container[str],
-        dialects: Mapping[str, Dialect],
-        *,
-        keyed: bool,
-    ) -> None:
-        self._app = app
-        self._admit = admit
-        self._limits = limits
-        self._metrics = metrics
-        self._paths = paths
-        self._dialects = dialects
-        self._keyed = keyed
+    app: ASGIApp
+    admit: Admit
+    limits: ServerLimits
+    metrics: ServerMetrics
+    paths: Container[str]
+    dialects: Mapping[str, Dialect]
+    keyed: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -125,13 +116,13 @@ class RequestMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                self._metrics.responses.labels(path if path in self._paths else "other", str(message["status"])).inc()
+                self.metrics.responses.labels(path if path in self.paths else "other", str(message["status"])).inc()
                 own = [(name, request_id) for name in self._dialect(path).request_id_headers]
                 message = {**message, "headers": [*message.get("headers", ()), *own]}
             await send(message)
 
         try:
-            path, caller = self._admit(scope["path"], _key(headers))
+            path, caller = self.admit(scope["path"], _key(headers))
             body = await self._body(headers, receive)
             if scope["method"] == "POST" and not _is_json(headers):
                 # Otherwise a page in a user's browser could post to a server on loopback without a preflight request.
@@ -141,9 +132,9 @@ class RequestMiddleware:
             self._check_page(headers.get(b"origin"), _host(headers, scope["http_version"]), scope.get("server"))
             # With "app" in its scope, the router raises an exception if it finds no route.
             own = {"app": self, "path": path, "caller": caller, "body": body, "request_id": request_id.decode()}
-            await self._app({**scope, **own}, receive, noted)
+            await self.app({**scope, **own}, receive, noted)
         except ClientDisconnect:
-            self._metrics.gone.inc()
+            self.metrics.gone.inc()
         except Exception as error:
             if started:
                 logger.error("request %s failed after its answer had begun", request_id.decode(), exc_info=error)
@@ -155,7 +146,7 @@ class RequestMiddleware:
         the page's own. They always send the host, so a request without a host is not from a browser."""
         if origin is not None and not names_this_machine(host_of(origin.decode(errors="replace"))):
             raise ApiError(403, "pages of other hosts are not answered")
-        if self._keyed or host is None or server is None or not names_this_machine(server[0]):
+        if self.keyed or host is None or server is None or not names_this_machine(server[0]):
             return
         if not names_this_machine(host_of(host.decode(errors="replace"))):
             raise ApiError(
@@ -166,17 +157,17 @@ class RequestMiddleware:
 
     def _dialect(self, path: str) -> Dialect:
         """Return the form of errors for a path, also below an episode's path and for paths that do not exist."""
-        return next((dialect for part, dialect in self._dialects.items() if part in path), OPENAI)
+        return next((dialect for part, dialect in self.dialects.items() if part in path), OPENAI)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        most = self._limits.body_bytes
+        most = self.limits.body_bytes
         too_long = ApiError(413, f"the body is longer than {most} bytes", code="request_too_large")
         announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > most:
             raise too_long
         body = bytearray()
         try:
-            async with asyncio.timeout(self._limits.body_s):
+            async with asyncio.timeout(self.limits.body_s):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -187,7 +178,7 @@ class RequestMiddleware:
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {self._limits.body_s:g} s") from None
+            raise ApiError(408, f"the body did not arrive within {self.limits.body_s:g} s") from None
 
 
 def _key(headers: dict[bytes, bytes]) -> bytes | None:

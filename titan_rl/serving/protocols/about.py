@@ -22,9 +22,10 @@ from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import ServerMetrics
 from titan_rl.serving.http.request import Body, read
 from titan_rl.serving.policy import ServedPolicy
-from titan_rl.serving.protocols.anthropic.blocks import ConversationBody, MessagesBody
+from titan_rl.serving.protocols.anthropic import ConversationBody, MessagesBody
 from titan_rl.serving.protocols.openai.bodies import ChatBody, CompletionBody, ResponsesBody
 from titan_rl.serving.protocols.tokens import DetokenizeBody, GenerateBody, TokenizeBody
+from titan_rl.serving.protocols.wire import STRING, object_schema, tagged_schema
 
 
 def about_routes(
@@ -204,35 +205,15 @@ _OPERATIONS = {
     "/admin/pull": EndpointDescription("Pull a policy version.", PullBody, ()),
     "/admin/abort": EndpointDescription("Abort what is under way.", Nothing, ()),
 }
-_ERRORS: dict[str, Any] = {
-    "OpenAIError": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["message", "type", "param", "code"],
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": {"type": ["string", "null"]},
-                    "code": {"type": ["string", "null"]},
-                },
-            }
-        },
-    },
-    "AnthropicError": {
-        "type": "object",
-        "required": ["type", "error"],
-        "properties": {
-            "type": {"const": "error"},
-            "error": {
-                "type": "object",
-                "required": ["type", "message"],
-                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-            },
-        },
-    },
+_OPTIONAL = {"type": ["string", "null"]}
+_OPENAI_ERROR = object_schema(
+    ["message", "type", "param", "code"], message=STRING, type=STRING, param=_OPTIONAL, code=_OPTIONAL
+)
+_ERRORS = {
+    "OpenAIError": object_schema(["error"], error=_OPENAI_ERROR),
+    "AnthropicError": tagged_schema(
+        "error", ["error"], error=object_schema(["type", "message"], type=STRING, message=STRING)
+    ),
 }
 _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},

@@ -11,27 +11,26 @@ from pydantic import Field
 from starlette.requests import Request
 
 from titan_rl.serving import LEAST_LOGPROB
-from titan_rl.serving.conversations.caller import Show, Talk, caller_of
-from titan_rl.serving.conversations.turn import TurnAsk, Turns
+from titan_rl.serving.conversations.caller import CallerPrompt, caller_of
+from titan_rl.serving.conversations.turn import TurnRequest
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
-from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
+from titan_rl.serving.http.exchange import Answer, Emit, encoded
 from titan_rl.serving.http.request import Body, Many, read
-from titan_rl.serving.policy import Ask, ServedPolicy
+from titan_rl.serving.policy import CompletionRequest, ServedPolicy
 from titan_rl.serving.protocols.openai.bodies import Chat, Tool, messages_from, take_prefill, tools_from
 from titan_rl.serving.protocols.wire import (
+    Backend,
     Count,
     SamplingBody,
     StreamOptions,
     TemplateKwargs,
     TokenId,
     TopCount,
-    check_choices,
     session_id_of,
-    turns_of,
     usage,
     weight_versions,
 )
-from titan_rl.serving.text import Text, Tokenizing
+from titan_rl.serving.text import Text
 from titan_rl.types import Completion, PromptScores, TokenChunk
 
 
@@ -71,103 +70,82 @@ class GenerateBody(Body):
     priority: Literal[0] = 0
 
 
-class TokenEndpoint:
-    """Endpoint of `POST /inference/v1/generate`.
+def answer_generate(backend: Backend, request: Request) -> Answer:
+    """Answer `POST /inference/v1/generate`."""
+    body = read(request, GenerateBody)
+    params = body.sampling_params
+    caller = caller_of(request)
+    policy = backend.policy.named(body.model)
+    num_choices = params.n or 1
+    if params.prompt_logprobs is not None and (num_choices > 1 or body.stream):
+        message = "prompt_logprobs come with one whole answer; leave n and stream out"
+        raise ApiError(400, message, param="prompt_logprobs", code=UNSUPPORTED_VALUE)
+    backend.check_choices(num_choices, "sampling_params.n")
+    given = params.sampling(backend.stop_token_ids)
+    sampling = policy.sampling(len(body.token_ids), params.max_tokens, "token_ids", **given)
+    request_id, session_id = body.request_id or uuid.uuid4().hex, session_id_of(request)
 
-    Args:
-        show: Returns the text of tokens, for transcripts.
-    """
+    async def work(emit: Emit | None) -> Any:
+        prompt = caller.prompt_of_tokens(body.token_ids, backend.show, session_id)
+        completion_request = prompt.request(sampling, num_choices, request_id)
+        if emit is not None:
+            return await _stream(backend, policy, body, prompt, completion_request, emit)
+        completions = await policy.complete(completion_request)
+        response = encoded(_response(policy, body, request_id, completions))
+        backend.record(prompt, completions)
+        return response
 
-    def __init__(self, policy: ServedPolicy, exchanges: Exchanges, show: Show, stop_token_ids: Sequence[int]) -> None:
-        self._policy = policy
-        self._show = show
-        self._exchanges = exchanges
-        self._stop_token_ids = tuple(stop_token_ids)
+    return Answer(backend.exchanges, work, num_completions=num_choices, stream=bool(body.stream))
 
-    def __call__(self, request: Request) -> Answer:
-        body = read(request, GenerateBody)
-        params = body.sampling_params
-        caller = caller_of(request)
-        policy = self._policy.named(body.model)
-        num_choices = params.n or 1
-        if params.prompt_logprobs is not None and (num_choices > 1 or body.stream):
-            message = "prompt_logprobs come with one whole answer; leave n and stream out"
-            raise ApiError(400, message, param="prompt_logprobs", code=UNSUPPORTED_VALUE)
-        check_choices(num_choices, self._exchanges.limits.num_choices, "sampling_params.n")
-        sampling = policy.sampling(
-            len(body.token_ids),
-            params.max_tokens,
-            "token_ids",
-            **params.sampling(self._stop_token_ids),
-        )
-        request_id, session_id = body.request_id or uuid.uuid4().hex, session_id_of(request)
-        with_logprobs = params.logprobs is not None
 
-        async def work(emit: Emit | None) -> Any:
-            talk = caller.talk_in_tokens(body.token_ids, self._show, session_id)
-            ask = talk.ask(sampling, num_choices, request_id)
-            if emit is not None:
-                return await self._stream(policy, body, talk, ask, emit, with_logprobs)
-            completions = await policy.complete(ask)
-            response = encoded(self._response(policy, body, request_id, completions, with_logprobs))
-            self._keep(talk, completions)
-            return response
+def _response(
+    policy: ServedPolicy, body: GenerateBody, request_id: str, completions: list[Completion]
+) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "output_mode": "tokens",
+        "model": policy.model,
+        "created": policy.created,
+        "choices": [
+            {
+                **_choice(body, index, completion),
+                "finish_reason": str(completion.finish_reason),
+                "weight_versions": weight_versions(completion),
+            }
+            for index, completion in enumerate(completions)
+        ],
+        "usage": usage(len(body.token_ids), completions),
+        "prompt_token_ids": body.token_ids if body.return_token_ids else None,
+        "prompt_logprobs": _prompt_logprobs(body.token_ids, completions[0].prompt_scores),
+    }
 
-        return Answer(self._exchanges, work, num_completions=num_choices, stream=bool(body.stream))
 
-    def _keep(self, talk: Talk, completions: Sequence[Completion]) -> None:
-        """Record completions. Called once the answer is encoded, because completions that cannot be sent must not be
-        kept."""
-        for index, completion in enumerate(completions):
-            talk.record(index, completion, {"role": "assistant", "content": self._show(completion.token_ids)})
+async def _stream(
+    backend: Backend,
+    policy: ServedPolicy,
+    body: GenerateBody,
+    prompt: CallerPrompt,
+    completion_request: CompletionRequest,
+    emit: Emit,
+) -> None:
+    prompt_token_ids = body.token_ids if body.return_token_ids else None
 
-    def _response(
-        self,
-        policy: ServedPolicy,
-        body: GenerateBody,
-        request_id: str,
-        completions: list[Completion],
-        with_logprobs: bool,
-    ) -> dict[str, Any]:
-        return {
-            "request_id": request_id,
-            "output_mode": "tokens",
-            "model": policy.model,
-            "created": policy.created,
-            "choices": [
-                {
-                    **_choice(index, completion, with_logprobs),
-                    "finish_reason": str(completion.finish_reason),
-                    "weight_versions": weight_versions(completion),
-                }
-                for index, completion in enumerate(completions)
-            ],
-            "usage": usage(len(body.token_ids), completions),
-            "prompt_token_ids": body.token_ids if body.return_token_ids else None,
-            "prompt_logprobs": _prompt_logprobs(body.token_ids, completions[0].prompt_scores),
-        }
+    def envelope(**fields: Any) -> dict[str, Any]:
+        return {"request_id": completion_request.request_id, "output_mode": "tokens", "usage": None, **fields}
 
-    async def _stream(
-        self, policy: ServedPolicy, body: GenerateBody, talk: Talk, ask: Ask, emit: Emit, with_logprobs: bool
-    ) -> None:
-        prompt = body.token_ids if body.return_token_ids else None
+    def on_tokens(index: int, chunk: TokenChunk) -> None:
+        nonlocal prompt_token_ids
+        choice = {**_choice(body, index, chunk), "finish_reason": None}
+        emit(envelope(choices=[choice], prompt_token_ids=prompt_token_ids))
+        prompt_token_ids = None
 
-        def envelope(**fields: Any) -> dict[str, Any]:
-            return {"request_id": ask.request_id, "output_mode": "tokens", "usage": None, **fields}
-
-        def on_tokens(index: int, chunk: TokenChunk) -> None:
-            nonlocal prompt
-            choice = {**_choice(index, chunk, with_logprobs), "finish_reason": None}
-            emit(envelope(choices=[choice], prompt_token_ids=prompt))
-            prompt = None
-
-        completions = await policy.complete(ask, on_tokens)
-        self._keep(talk, completions)
-        for index, completion in enumerate(completions):
-            end = {"index": index, "token_ids": [], "logprobs": None, "finish_reason": str(completion.finish_reason)}
-            emit(envelope(choices=[{**end, "weight_versions": weight_versions(completion)}]))
-        if body.stream_options is not None and body.stream_options.include_usage:
-            emit(envelope(choices=[], usage=usage(len(body.token_ids), completions)))
+    completions = await policy.complete(completion_request, on_tokens)
+    backend.record(prompt, completions)
+    for index, completion in enumerate(completions):
+        end = {"index": index, "token_ids": [], "logprobs": None, "finish_reason": str(completion.finish_reason)}
+        emit(envelope(choices=[{**end, "weight_versions": weight_versions(completion)}]))
+    if body.stream_options is not None and body.stream_options.include_usage:
+        emit(envelope(choices=[], usage=usage(len(body.token_ids), completions)))
 
 
 def _prompt_logprobs(
@@ -185,9 +163,9 @@ def _prompt_logprobs(
     return shown
 
 
-def _choice(index: int, tokens: Completion | TokenChunk, with_logprobs: bool) -> dict[str, Any]:
+def _choice(body: GenerateBody, index: int, tokens: Completion | TokenChunk) -> dict[str, Any]:
     logprobs = None
-    if with_logprobs:
+    if body.sampling_params.logprobs is not None:
         top = tokens.top_logprobs or repeat((), len(tokens.token_ids))
         rows = zip(tokens.token_ids, tokens.logprobs, top, strict=True)
         logprobs = {
@@ -196,12 +174,7 @@ def _choice(index: int, tokens: Completion | TokenChunk, with_logprobs: bool) ->
                 for token_id, logprob, likeliest in rows
             ]
         }
-    return {
-        "index": index,
-        "token_ids": list(tokens.token_ids),
-        "logprobs": logprobs,
-        "stop_reason": None,
-    }
+    return {"index": index, "token_ids": list(tokens.token_ids), "logprobs": logprobs, "stop_reason": None}
 
 
 def _logprob(token_id: int, logprob: float) -> dict[str, Any]:
@@ -230,63 +203,50 @@ class DetokenizeBody(Body):
     model: str | None = None
 
 
-class TokenizeEndpoint:
-    def __init__(
-        self, policy: ServedPolicy, exchanges: Exchanges, text: Text | None, turns: Turns | None, tokenizing: Tokenizing
-    ) -> None:
-        self._policy = policy
-        self._exchanges = exchanges
-        self._text = text
-        self._turns = turns
-        self._tokenizing = tokenizing
+def answer_tokenize(backend: Backend, request: Request) -> Answer:
+    """Answer `POST /tokenize`."""
+    text = _require_text(backend)
+    body = read(request, TokenizeBody)
+    policy = backend.policy.named(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "there has to be a prompt or messages, and not both", param="prompt")
+    turn_request = None if body.messages is None else _turn_request(policy, body, request)
+    turns = None if turn_request is None else backend.require_turns()
 
-    def __call__(self, request: Request) -> Answer:
-        text = _text_of(self._text)
-        body = read(request, TokenizeBody)
-        self._policy.named(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "there has to be a prompt or messages, and not both", param="prompt")
-        turn_ask = None if body.messages is None else _turn_ask(body, request)
-        turns = None if turn_ask is None else turns_of(self._turns)
+    async def work(_: Emit | None) -> dict[str, Any]:
+        if turns is not None and turn_request is not None:
+            tokens = list((await turns.prompt(turn_request)).prompt_token_ids)
+        else:
+            prompt, special = body.prompt or "", body.add_special_tokens is not False
+            tokens = await backend.tokenizing(lambda: text.encode(prompt, add_special_tokens=special), len(prompt))
+        return {
+            "count": len(tokens),
+            "max_model_len": policy.max_context,
+            "tokens": tokens,
+            "token_strs": [text.piece(token) for token in tokens] if body.return_token_strs else None,
+        }
 
-        async def work(_: Emit | None) -> dict[str, Any]:
-            if turns is not None and turn_ask is not None:
-                tokens = list((await turns.talk(turn_ask)).prompt_token_ids)
-            else:
-                prompt, special = body.prompt or "", body.add_special_tokens is not False
-                tokens = await self._tokenizing(lambda: text.encode(prompt, add_special_tokens=special), len(prompt))
-            return {
-                "count": len(tokens),
-                "max_model_len": self._policy.max_context,
-                "tokens": tokens,
-                "token_strs": [text.piece(token) for token in tokens] if body.return_token_strs else None,
-            }
-
-        return Answer(self._exchanges, work, num_completions=1, stream=False)
+    return Answer(backend.exchanges, work)
 
 
-class DetokenizeEndpoint:
-    def __init__(self, policy: ServedPolicy, exchanges: Exchanges, text: Text | None) -> None:
-        self._policy = policy
-        self._exchanges = exchanges
-        self._text = text
+def answer_detokenize(backend: Backend, request: Request) -> Answer:
+    """Answer `POST /detokenize`."""
+    text = _require_text(backend)
+    body = read(request, DetokenizeBody)
+    backend.policy.named(body.model)
 
-    def __call__(self, request: Request) -> Answer:
-        text = _text_of(self._text)
-        body = read(request, DetokenizeBody)
-        self._policy.named(body.model)
+    async def work(_: Emit | None) -> dict[str, Any]:
+        return {"prompt": text.shown(body.tokens)}
 
-        async def work(_: Emit | None) -> dict[str, Any]:
-            return {"prompt": text.shown(body.tokens)}
-
-        return Answer(self._exchanges, work, num_completions=1, stream=False)
+    return Answer(backend.exchanges, work)
 
 
-def _turn_ask(body: TokenizeBody, request: Request) -> TurnAsk:
+def _turn_request(policy: ServedPolicy, body: TokenizeBody, request: Request) -> TurnRequest:
     messages = messages_from(body.messages or ())
     prefill = take_prefill(messages, body.continue_final_message, body.add_generation_prompt)
-    return TurnAsk(
+    return TurnRequest(
         caller_of(request),
+        policy,
         messages,
         tools_from(body.tools),
         session_id=session_id_of(request),
@@ -295,7 +255,7 @@ def _turn_ask(body: TokenizeBody, request: Request) -> TurnAsk:
     )
 
 
-def _text_of(text: Text | None) -> Text:
-    if text is None:
+def _require_text(backend: Backend) -> Text:
+    if backend.text is None:
         raise ApiError(400, "this server has no tokenizer")
-    return text
+    return backend.text

@@ -1,22 +1,104 @@
-"""Shared parts of the protocols: sampling fields, tool choices, content parts, usage, logprobs."""
+"""Shared parts of the protocols: their backend, sampling fields, tool choices, content parts, usage, logprobs."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, cast
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
 
+from cachetools import LRUCache
 from pydantic import Field
 from starlette.requests import Request
 
 from titan_rl.serving import LEAST_LOGPROB
-from titan_rl.serving.conversations.caller import NO_RENDERER
+from titan_rl.serving.conversations.caller import NO_RENDERER, Caller, CallerPrompt
 from titan_rl.serving.conversations.constraint import Constraint
 from titan_rl.serving.conversations.reply import Delta
 from titan_rl.serving.conversations.turn import Turns
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
+from titan_rl.serving.http.exchange import Exchanges
 from titan_rl.serving.http.request import Body, Many
-from titan_rl.serving.text import Text
+from titan_rl.serving.policy import ServedPolicy
+from titan_rl.serving.text import Text, Tokenizing
 from titan_rl.types import MOST_TOP_LOGPROBS, Completion, TokenChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Objects behind the endpoints that generate or tokenize.
+
+    Args:
+        text: None without a tokenizer.
+        turns: None without a tokenizer or a renderer.
+        stop_token_ids: Stop tokens of the model, which end a completion unless a client asks for `ignore_eos`.
+    """
+
+    policy: ServedPolicy
+    exchanges: Exchanges
+    tokenizing: Tokenizing
+    text: Text | None
+    turns: Turns | None
+    stop_token_ids: tuple[int, ...]
+
+    def require_turns(self) -> Turns:
+        """Return the turns of a server that has a renderer.
+
+        Raises:
+            ApiError: With status 400 if the server has no renderer.
+        """
+        if self.turns is None:
+            raise ApiError(400, f"{NO_RENDERER}; ask /v1/completions or /inference/v1/generate")
+        return self.turns
+
+    def check_choices(self, count: int, param: str) -> None:
+        """Check the number of completions of a request.
+
+        Raises:
+            ApiError: With status 400 if the request asks for more completions than allowed.
+        """
+        most = self.exchanges.limits.num_choices
+        if count > most:
+            raise ApiError(400, f"{param} asks for {count} completions; one request may have {most}", param=param)
+
+    def show(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, for transcripts."""
+        return f"{len(token_ids)} tokens" if self.text is None else self.text.decode(token_ids)
+
+    def record(self, prompt: CallerPrompt, completions: Sequence[Completion]) -> None:
+        """Record completions of a prompt that was given as tokens or text. Called once the answer is encoded, because
+        completions that cannot be sent must not be kept."""
+        for index, completion in enumerate(completions):
+            prompt.record(index, completion, {"role": "assistant", "content": self.show(completion.token_ids)})
+
+
+class CallerCache:
+    """Encoded values by caller and id, with LRU eviction. Callers do not find what belongs to others. Thread-safe,
+    because long requests are read in a thread.
+
+    Args:
+        most_bytes: Memory for all values. Larger values are not stored.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._values: LRUCache[tuple[bytes, str], tuple[bytes, ...]] = LRUCache(
+            most_bytes, getsizeof=lambda value: sum(map(len, value))
+        )
+        self._lock = threading.Lock()
+
+    def add(self, caller: Caller, value_id: str, *value: bytes) -> None:
+        with suppress(ValueError), self._lock:  # it may be larger than the limit of all together
+            self._values[caller.name, value_id] = value
+
+    def find(self, caller: Caller, value_id: str) -> tuple[bytes, ...] | None:
+        with self._lock:
+            return self._values.get((caller.name, value_id))
+
+    def remove(self, caller: Caller, value_id: str) -> tuple[bytes, ...] | None:
+        with self._lock:
+            return self._values.pop((caller.name, value_id), None)
+
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -32,6 +114,15 @@ Biases = Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Fiel
 
 def object_schema(required: Sequence[str], **properties: Any) -> dict[str, Any]:
     return {"type": "object", "required": list(required), "properties": properties}
+
+
+def tagged_schema(tag: str, required: Sequence[str] = (), **properties: Any) -> dict[str, Any]:
+    """Make the schema of an object whose field `type` has this value."""
+    return object_schema(["type", *required], type={"const": tag}, **properties)
+
+
+def array_schema(items: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items}
 
 
 def union_schema(*schemas: Any) -> dict[str, Any]:
@@ -87,7 +178,7 @@ class SamplingBody(Body):
         }
 
 
-Forced = str | bool | None
+Forced = str | Literal[True] | None
 """Name of the tool that must be called. True stands for any offered tool, None for no forced call."""
 
 
@@ -133,7 +224,7 @@ def constraint_of(
     Raises:
         ApiError: With status 400 if the forced tool is not offered.
     """
-    if forced is None or forced is False:
+    if forced is None:
         return None if schema is None else Constraint(params[1], schema=schema, one_call=one_call)
     if not tools:
         raise ApiError(400, f"{params[0]} forces a call of a tool, and no tools are offered", param=params[0])
@@ -200,33 +291,19 @@ def text_in(content: Any, where: str, types: Sequence[str]) -> str:
         return content or ""
     if not isinstance(content, list):
         raise wrong(where, "must be a string or a list of parts")
-    text = ""
-    for index, part in enumerate(objects_in(content, where)):
-        if part.get("type") not in types:
-            raise wrong(f"{where}[{index}].type", f"is not supported; only {' and '.join(map(repr, types))} is")
-        text += string_in(part, "text", f"{where}[{index}]")
-    return text
+    parts = objects_in(content, where)
+    return "".join(part_text(part, f"{where}[{index}]", types) for index, part in enumerate(parts))
 
 
-def turns_of(turns: Turns | None) -> Turns:
-    """Return the turns of a server that has a renderer.
+def part_text(part: Mapping[str, Any], where: str, types: Sequence[str]) -> str:
+    """Return the text of a part of content.
 
     Raises:
-        ApiError: With status 400 if the server has no renderer.
+        ApiError: With status 400 if the part is of another type, or has no text.
     """
-    if turns is None:
-        raise ApiError(400, f"{NO_RENDERER}; ask /v1/completions or /inference/v1/generate")
-    return turns
-
-
-def check_choices(count: int, most: int, param: str) -> None:
-    """Check the number of completions of a request.
-
-    Raises:
-        ApiError: With status 400 if the request asks for more completions than allowed.
-    """
-    if count > most:
-        raise ApiError(400, f"{param} asks for {count} completions; one request may have {most}", param=param)
+    if part.get("type") not in types:
+        raise wrong(f"{where}.type", f"is not supported; only {' and '.join(map(repr, types))} is")
+    return string_in(part, "text", where)
 
 
 def weight_versions(completion: Completion) -> list[dict[str, Any]]:

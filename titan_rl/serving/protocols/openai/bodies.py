@@ -16,72 +16,52 @@ from titan_rl.serving.protocols.wire import (
     TemplateKwargs,
     TokenId,
     TopCount,
+    array_schema,
     object_schema,
+    tagged_schema,
     text_in,
     union_schema,
     wrong,
 )
 
-_TEXT_PART = object_schema(["type", "text"], type={"const": "text"}, text=STRING)
-_CONTENT = union_schema(STRING, {"type": "null"}, {"type": "array", "items": _TEXT_PART})
+_TEXT_PART = tagged_schema("text", ["text"], text=STRING)
+_CONTENT = union_schema(STRING, {"type": "null"}, array_schema(_TEXT_PART))
 _FUNCTION = object_schema(["name"], name=STRING, description=STRING, parameters={"type": "object"})
-_CALL = object_schema(
-    ["function"], id=STRING, type={"const": "function"}, function=object_schema(["name"], name=STRING, arguments=STRING)
-)
+_CALLED = object_schema(["name"], name=STRING, arguments=STRING)
+_CALL = object_schema(["function"], id=STRING, type={"const": "function"}, function=_CALLED)
 _MESSAGE = object_schema(
     ["role"],
     role={"enum": ["system", "developer", "user", "assistant", "tool"]},
     content=_CONTENT,
-    tool_calls={"type": "array", "items": _CALL},
+    tool_calls=array_schema(_CALL),
     tool_call_id=STRING,
     reasoning_content=STRING,
 )
 _INPUT_PART = object_schema(["type", "text"], type={"enum": ["input_text", "output_text"]}, text=STRING)
-_INPUT_CONTENT = union_schema(STRING, {"type": "array", "items": _INPUT_PART})
-_ITEM = union_schema(
-    object_schema(
-        ["role", "content"],
-        type={"const": "message"},
-        role={"enum": ["system", "developer", "user", "assistant"]},
-        content=_INPUT_CONTENT,
-    ),
-    object_schema(
-        ["type", "call_id", "name", "arguments"],
-        type={"const": "function_call"},
-        call_id=STRING,
-        name=STRING,
-        arguments=STRING,
-    ),
-    object_schema(
-        ["type", "call_id", "output"], type={"const": "function_call_output"}, call_id=STRING, output=_INPUT_CONTENT
-    ),
-    object_schema(
-        ["type"],
-        type={"const": "reasoning"},
-        content={
-            "type": "array",
-            "items": object_schema(["type", "text"], type={"const": "reasoning_text"}, text=STRING),
-        },
-    ),
+_INPUT_CONTENT = union_schema(STRING, array_schema(_INPUT_PART))
+_INPUT_MESSAGE = object_schema(
+    ["role", "content"],
+    type={"const": "message"},
+    role={"enum": ["system", "developer", "user", "assistant"]},
+    content=_INPUT_CONTENT,
 )
+_REASONING_PART = tagged_schema("reasoning_text", ["text"], text=STRING)
+_ITEM = union_schema(
+    _INPUT_MESSAGE,
+    tagged_schema("function_call", ["call_id", "name", "arguments"], call_id=STRING, name=STRING, arguments=STRING),
+    tagged_schema("function_call_output", ["call_id", "output"], call_id=STRING, output=_INPUT_CONTENT),
+    tagged_schema("reasoning", content=array_schema(_REASONING_PART)),
+)
+_TOOL = tagged_schema("function", ["function"], function=_FUNCTION)
+_RESPONSES_TOOL = tagged_schema("function", ["name"], name=STRING, description=STRING, parameters={"type": "object"})
+_MODES = {"enum": ["auto", "none", "required"]}
+_NAMED = tagged_schema("function", ["function"], function=object_schema(["name"], name=STRING))
+_RESPONSES_NAMED = tagged_schema("function", ["name"], name=STRING)
 
 Chat = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
-Tool = Annotated[
-    dict[str, Any],
-    WithJsonSchema(object_schema(["type", "function"], type={"const": "function"}, function=_FUNCTION)),
-]
+Tool = Annotated[dict[str, Any], WithJsonSchema(_TOOL)]
 Item = Annotated[dict[str, Any], WithJsonSchema(_ITEM)]
-ResponsesTool = Annotated[
-    dict[str, Any],
-    WithJsonSchema(
-        object_schema(
-            ["type", "name"], type={"const": "function"}, name=STRING, description=STRING, parameters={"type": "object"}
-        )
-    ),
-]
-_MODES = {"enum": ["auto", "none", "required"]}
-_NAMED = object_schema(["type", "function"], type={"const": "function"}, function=object_schema(["name"], name=STRING))
-_RESPONSES_NAMED = object_schema(["type", "name"], type={"const": "function"}, name=STRING)
+ResponsesTool = Annotated[dict[str, Any], WithJsonSchema(_RESPONSES_TOOL)]
 ToolChoice = Annotated[str | dict[str, Any], WithJsonSchema(union_schema(_MODES, _NAMED))]
 ResponsesToolChoice = Annotated[str | dict[str, Any], WithJsonSchema(union_schema(_MODES, _RESPONSES_NAMED))]
 T = TypeVar("T")
@@ -203,7 +183,7 @@ class ResponsesBody(SamplingBody):
         return (self.top_logprobs or 0) if self.with_logprobs else 0
 
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -225,10 +205,7 @@ def tools_from(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     for index, tool in enumerate(given or ()):
         if tool.get("type") != "function":
             raise wrong(f"tools[{index}].type", "must be 'function'")
-        function = tool.get("function")
-        if not isinstance(function, Mapping) or not isinstance(cast("Any", function).get("name"), str):
-            raise wrong(f"tools[{index}].function", "must be an object with a name")
-        if not isinstance(cast("Any", function).get("parameters", {}), Mapping):
+        if not isinstance(_function_in(tool, f"tools[{index}]").get("parameters", {}), Mapping):
             raise wrong(f"tools[{index}].function.parameters", "must be an object")
     return [dict(tool) for tool in given] if given else None
 
@@ -257,25 +234,27 @@ def take_prefill(
 
 def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = given.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
+    if role not in _ROLES:
         raise wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
     message = {name: value for name, value in given.items() if value is not None and name != "content"}
-    message["role"] = _ROLES[role]
+    message["role"] = "system" if role == "developer" else role
     message["content"] = text_in(given.get("content"), f"{where}.content", TEXT_PARTS)
     if (calls := message.get("tool_calls")) is not None:
         if not isinstance(calls, list):
             raise wrong(f"{where}.tool_calls", "must be a list")
         for index, call in enumerate(cast("list[Any]", calls)):
-            _check_call(call, f"{where}.tool_calls[{index}]")
+            at = f"{where}.tool_calls[{index}]"
+            if not isinstance(_function_in(call, at).get("arguments", ""), str | Mapping):
+                raise wrong(f"{at}.function.arguments", "must be a string")
     for name in ("reasoning_content", "reasoning", "name", "tool_call_id"):
         if not isinstance(message.get(name, ""), str):
             raise wrong(f"{where}.{name}", "must be a string")
     return message
 
 
-def _check_call(call: Any, where: str) -> None:
-    function: Any = cast("Mapping[str, Any]", call).get("function") if isinstance(call, Mapping) else None
+def _function_in(given: Any, where: str) -> Mapping[str, Any]:
+    """Return the function of a tool or of a call."""
+    function: Any = given.get("function") if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(cast("Any", function).get("name"), str):
         raise wrong(f"{where}.function", "must be an object with a name")
-    if not isinstance(cast("Any", function).get("arguments", ""), str | Mapping):
-        raise wrong(f"{where}.function.arguments", "must be a string")
+    return cast("Mapping[str, Any]", function)

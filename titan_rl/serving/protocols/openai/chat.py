@@ -11,64 +11,53 @@ from starlette.requests import Request
 from titan_rl.serving.conversations.caller import caller_of
 from titan_rl.serving.conversations.constraint import Constraint
 from titan_rl.serving.conversations.reply import Delta, Reply
-from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
+from titan_rl.serving.conversations.turn import ServedTurn, TurnRequest
 from titan_rl.serving.http.errors import ApiError
-from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
+from titan_rl.serving.http.exchange import Answer, Emit, encoded
 from titan_rl.serving.http.request import read
 from titan_rl.serving.protocols.openai.bodies import ChatBody, messages_from, take_prefill, tools_from
 from titan_rl.serving.protocols.wire import (
+    Backend,
     Tokens,
-    check_choices,
     constraint_of,
     forced_in,
     schema_in,
     session_id_of,
     token_logprobs,
-    turns_of,
     usage,
     weight_versions,
 )
-from titan_rl.serving.text import Text
 
 
-class ChatEndpoint:
-    def __init__(self, turns: Turns | None, exchanges: Exchanges, stop_token_ids: Sequence[int]) -> None:
-        self._turns = turns
-        self._exchanges = exchanges
-        self._stop_token_ids = stop_token_ids
-
-    def __call__(self, request: Request) -> Answer:
-        turns = turns_of(self._turns)
-        body = read(request, ChatBody)
-        caller = caller_of(request)
-        policy = turns.policy.named(body.model)
-        num_choices = body.n or 1
-        check_choices(num_choices, self._exchanges.limits.num_choices, "n")
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError(400, "top_logprobs are told with logprobs; set logprobs to true", param="top_logprobs")
-        messages, tools = messages_from(body.messages), tools_from(body.tools)
-        prefill = take_prefill(messages, body.continue_final_message, body.add_generation_prompt)
-        turn = turns.begin(
-            TurnAsk(
-                caller,
-                messages,
-                tools,
-                body.max_completion_tokens or body.max_tokens,
-                body.sampling(self._stop_token_ids),
-                num_choices,
-                body.stops,
-                one_call=body.parallel_tool_calls is False,
-                may_call=body.tool_choice != "none",
-                session_id=session_id_of(request),
-                constraint=_constraint(body, tools),
-                template_kwargs=body.chat_template_kwargs,
-                prefill=prefill,
-                policy=policy,
-            ),
-            "chatcmpl-",
-        )
-        work = _Work(turn, body, policy.model, turns.text)
-        return Answer(self._exchanges, work, num_completions=num_choices, stream=bool(body.stream))
+def answer_chat(backend: Backend, request: Request) -> Answer:
+    """Answer `POST /v1/chat/completions`."""
+    turns = backend.require_turns()
+    body = read(request, ChatBody)
+    policy = backend.policy.named(body.model)
+    num_choices = body.n or 1
+    backend.check_choices(num_choices, "n")
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs are told with logprobs; set logprobs to true", param="top_logprobs")
+    messages, tools = messages_from(body.messages), tools_from(body.tools)
+    prefill = take_prefill(messages, body.continue_final_message, body.add_generation_prompt)
+    turn_request = TurnRequest(
+        caller_of(request),
+        policy,
+        messages,
+        tools,
+        body.max_completion_tokens or body.max_tokens,
+        body.sampling(backend.stop_token_ids),
+        num_choices,
+        body.stops,
+        one_call=body.parallel_tool_calls is False,
+        may_call=body.tool_choice != "none",
+        session_id=session_id_of(request),
+        constraint=_constraint(body, tools),
+        template_kwargs=body.chat_template_kwargs,
+        prefill=prefill,
+    )
+    work = _Work(ServedTurn(turns, turn_request, "chatcmpl-"), body)
+    return Answer(backend.exchanges, work, num_completions=num_choices, stream=bool(body.stream))
 
 
 def _constraint(body: ChatBody, tools: list[dict[str, Any]] | None) -> Constraint | None:
@@ -88,11 +77,9 @@ def _constraint(body: ChatBody, tools: list[dict[str, Any]] | None) -> Constrain
 class _Work:
     """Answer of one turn, at once or as events."""
 
-    def __init__(self, turn: ServedTurn, body: ChatBody, model: str, text: Text) -> None:
+    def __init__(self, turn: ServedTurn, body: ChatBody) -> None:
         self._turn = turn
         self._body = body
-        self._model = model
-        self._text = text
         self._created = int(time.time())
 
     async def __call__(self, emit: Emit | None) -> Any:
@@ -152,13 +139,14 @@ class _Work:
     def _tokens(self, tokens: Tokens) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if self._body.logprobs:
-            fields["logprobs"] = {"content": token_logprobs(self._text, tokens), "refusal": None}
+            fields["logprobs"] = {"content": token_logprobs(self._turn.text, tokens), "refusal": None}
         if self._body.return_token_ids:
             fields["token_ids"] = list(tokens.token_ids)
         return fields
 
     def _envelope(self, kind: str) -> dict[str, Any]:
-        return {"id": self._turn.id, "object": kind, "created": self._created, "model": self._model}
+        model = self._turn.request.policy.model
+        return {"id": self._turn.id, "object": kind, "created": self._created, "model": model}
 
 
 def _delta_fields(delta: Delta) -> dict[str, Any]:

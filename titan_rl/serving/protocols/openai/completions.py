@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 
 from titan_rl.generation.request import tokens_between
 from titan_rl.serving import LEAST_LOGPROB
-from titan_rl.serving.conversations.caller import Talk, caller_of
+from titan_rl.serving.conversations.caller import CallerPrompt, caller_of
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
-from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
+from titan_rl.serving.http.exchange import Answer, Emit, encoded
 from titan_rl.serving.http.request import read
-from titan_rl.serving.policy import Ask, ServedPolicy
+from titan_rl.serving.policy import CompletionRequest, ServedPolicy
 from titan_rl.serving.protocols.openai.bodies import CompletionBody
-from titan_rl.serving.protocols.wire import check_choices, session_id_of, top_by_text, usage, weight_versions
-from titan_rl.serving.text import Text, TextReader, Tokenizing
+from titan_rl.serving.protocols.wire import Backend, session_id_of, top_by_text, usage, weight_versions
+from titan_rl.serving.text import Text, TextReader
 from titan_rl.types import Completion, FinishReason, TokenChunk
 
 MAX_TOKENS = 16
@@ -27,128 +28,97 @@ _CONTEXT = 8
 """Number of tokens of the prompt that may influence the text of the completion."""
 
 
-class CompletionEndpoint:
-    def __init__(
-        self,
-        policy: ServedPolicy,
-        exchanges: Exchanges,
-        text: Text | None,
-        tokenizing: Tokenizing,
-        stop_token_ids: tuple[int, ...],
-    ) -> None:
-        self._policy = policy
-        self._exchanges = exchanges
-        self._text = text
-        self._tokenizing = tokenizing
-        self._stop_token_ids = stop_token_ids
+def answer_completions(backend: Backend, request: Request) -> Answer:
+    """Answer `POST /v1/completions`."""
+    text = backend.text
+    if text is None:
+        raise ApiError(400, "this server has no tokenizer; ask /inference/v1/generate")
+    body = read(request, CompletionBody)
+    caller = caller_of(request)
+    policy = backend.policy.named(body.model)
+    if body.echo and body.logprobs is not None:
+        message = "echo tells the prompt's text and none of its logprobs; leave logprobs out"
+        raise ApiError(400, message, param="echo", code=UNSUPPORTED_VALUE)
+    given, num_choices = _given(body), body.n or 1
+    num_completions = num_choices * len(given)
+    backend.check_choices(num_completions, "n")
+    request_id, session_id = f"cmpl-{uuid.uuid4().hex}", session_id_of(request)
 
-    def __call__(self, request: Request) -> Answer:
-        text = self._text
-        if text is None:
-            raise ApiError(400, "this server has no tokenizer; ask /inference/v1/generate")
-        body = read(request, CompletionBody)
-        caller = caller_of(request)
-        policy = self._policy.named(body.model)
-        if body.echo and body.logprobs is not None:
-            message = "echo tells the prompt's text and none of its logprobs; leave logprobs out"
-            raise ApiError(400, message, param="echo", code=UNSUPPORTED_VALUE)
-        given, num_choices = _given(body), body.n or 1
-        num_completions = num_choices * len(given)
-        check_choices(num_completions, self._exchanges.limits.num_choices, "n")
-        request_id, session_id = f"cmpl-{uuid.uuid4().hex}", session_id_of(request)
+    async def work(emit: Emit | None) -> Any:
+        num_characters = sum(len(prompt) for prompt in given if isinstance(prompt, str))
+        tokenized = await backend.tokenizing(lambda: [_token_ids(prompt, text) for prompt in given], num_characters)
+        fields, max_tokens = body.sampling(backend.stop_token_ids), body.max_tokens or MAX_TOKENS
+        sampled = [policy.sampling(len(token_ids), max_tokens, "prompt", **fields) for token_ids in tokenized]
+        prompts: list[CallerPrompt] = []
+        requests: list[CompletionRequest] = []
+        for token_ids, sampling in zip(tokenized, sampled, strict=True):
+            prompt = caller.prompt_of_tokens(token_ids, backend.show, session_id)
+            first_index = num_choices * len(requests)
+            requests.append(prompt.request(sampling, num_choices, request_id, first_index))
+            prompts.append(prompt)
+        return await _Work(backend, policy, text, body, prompts, requests)(emit)
 
-        async def work(emit: Emit | None) -> Any:
-            num_characters = sum(len(prompt) for prompt in given if isinstance(prompt, str))
-            prompts = await self._tokenizing(lambda: [_token_ids(prompt, text) for prompt in given], num_characters)
-            sampled = [
-                policy.sampling(
-                    len(prompt), body.max_tokens or MAX_TOKENS, "prompt", **body.sampling(self._stop_token_ids)
-                )
-                for prompt in prompts
-            ]
-            requests: list[tuple[Talk, Ask]] = []
-            for at, (prompt, sampling) in enumerate(zip(prompts, sampled, strict=True)):
-                talk = caller.talk_in_tokens(prompt, text.decode, session_id)
-                requests.append((talk, talk.ask(sampling, num_choices, request_id, first_index=at * num_choices)))
-            return await _Work(policy, text, body, requests, request_id)(emit)
-
-        return Answer(self._exchanges, work, num_completions=num_completions, stream=bool(body.stream))
+    return Answer(backend.exchanges, work, num_completions=num_completions, stream=bool(body.stream))
 
 
 class _Work:
     def __init__(
         self,
+        backend: Backend,
         policy: ServedPolicy,
         text: Text,
         body: CompletionBody,
-        requests: list[tuple[Talk, Ask]],
-        request_id: str,
+        prompts: Sequence[CallerPrompt],
+        requests: Sequence[CompletionRequest],
     ) -> None:
-        self._policy = policy
-        self._text = text
-        self._body = body
-        self._requests = requests
-        self._envelope = {
-            "id": request_id,
+        self.text = text
+        self.body = body
+        self.envelope = {
+            "id": requests[0].request_id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": policy.model,
         }
+        self._backend = backend
+        self._policy = policy
+        self._prompts = prompts
+        self._requests = requests
 
     async def __call__(self, emit: Emit | None) -> Any:
-        choices = [
-            _Choice(self, index, ask.prompt_token_ids, emit)
-            for index, ask in enumerate(ask for _, ask in self._requests for _ in range(ask.num_choices))
-        ]
+        prompts_of_choices = [one.prompt_token_ids for one in self._requests for _ in range(one.num_choices)]
+        choices = [_Choice(self, index, prompt, emit) for index, prompt in enumerate(prompts_of_choices)]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._complete(ask, choices[at * ask.num_choices :]))
-                    for at, (_, ask) in enumerate(self._requests)
+                    group.create_task(self._complete(one, choices[at * one.num_choices :]))
+                    for at, one in enumerate(self._requests)
                 ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         by_prompt = [task.result() for task in tasks]
-        completions = [completion for one in by_prompt for completion in one]
-        use = usage(sum(len(ask.prompt_token_ids) for _, ask in self._requests), completions)
+        completions = [completion for several in by_prompt for completion in several]
+        use = usage(sum(len(one.prompt_token_ids) for one in self._requests), completions)
         if emit is None:
             choice_bodies = [
                 choice.complete(completion) for choice, completion in zip(choices, completions, strict=True)
             ]
-            body = encoded({**self._envelope, "choices": choice_bodies, "usage": use})
-            self._keep(by_prompt)
+            body = encoded({**self.envelope, "choices": choice_bodies, "usage": use})
+            self._record(by_prompt)
             return body
         ends = [encoded(choice.end(completion)) for choice, completion in zip(choices, completions, strict=True)]
-        self._keep(by_prompt)
+        self._record(by_prompt)
         for end in ends:
             emit(end)
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            emit({**self._envelope, "choices": [], "usage": use})
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            emit({**self.envelope, "choices": [], "usage": use})
         return None
 
-    async def _complete(self, ask: Ask, choices: list[_Choice]) -> list[Completion]:
-        return await self._policy.complete(ask, lambda index, chunk: choices[index].take(chunk))
+    async def _complete(self, request: CompletionRequest, choices: list[_Choice]) -> list[Completion]:
+        return await self._policy.complete(request, lambda index, chunk: choices[index].take(chunk))
 
-    def _keep(self, by_prompt: list[list[Completion]]) -> None:
-        """Record completions. Called once the answer is encoded, because completions that cannot be sent must not be
-        kept."""
-        for (talk, _), completions in zip(self._requests, by_prompt, strict=True):
-            for index, completion in enumerate(completions):
-                talk.record(
-                    index, completion, {"role": "assistant", "content": self._text.decode(completion.token_ids)}
-                )
-
-    @property
-    def body(self) -> CompletionBody:
-        return self._body
-
-    @property
-    def text(self) -> Text:
-        return self._text
-
-    @property
-    def envelope(self) -> dict[str, Any]:
-        return self._envelope
+    def _record(self, by_prompt: list[list[Completion]]) -> None:
+        for prompt, completions in zip(self._prompts, by_prompt, strict=True):
+            self._backend.record(prompt, completions)
 
 
 class _Choice:

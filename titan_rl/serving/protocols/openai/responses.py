@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
-from cachetools import LRUCache
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,12 +16,14 @@ from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.caller import Caller, caller_of
 from titan_rl.serving.conversations.constraint import Constraint
 from titan_rl.serving.conversations.reply import Delta, Reply
-from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
+from titan_rl.serving.conversations.turn import ServedTurn, TurnRequest
 from titan_rl.serving.http.errors import OPENAI, UNSUPPORTED_VALUE, ApiError, named_event
-from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
+from titan_rl.serving.http.exchange import Answer, Emit, encoded
 from titan_rl.serving.http.request import read
-from titan_rl.serving.protocols.openai.bodies import TEXT_PARTS, ResponsesBody, messages_from, tools_from
+from titan_rl.serving.protocols.openai.bodies import TEXT_PARTS, ResponsesBody
 from titan_rl.serving.protocols.wire import (
+    Backend,
+    CallerCache,
     constraint_of,
     forced_in,
     schema_in,
@@ -32,30 +31,20 @@ from titan_rl.serving.protocols.wire import (
     string_in,
     text_in,
     token_logprobs,
-    turns_of,
     weight_versions,
     wrong,
 )
 from titan_rl.types import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    response: bytes  # as it was sent
-    messages: bytes  # the conversation with its reply, as JSON
-
-
 class StoredResponses:
-    """Stored responses by id, with LRU eviction. Each belongs to its caller, and other callers do not find it."""
+    """Stored responses, each as it was sent, and its conversation as JSON."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._stored: LRUCache[tuple[bytes, str], _Stored] = LRUCache(most_bytes, getsizeof=_num_bytes)
-        self._lock = threading.Lock()  # long requests are read in a thread
+        self._stored = CallerCache(most_bytes)
 
     def add(self, caller: Caller, response_id: str, response: msgspec.Raw, messages: Sequence[Message]) -> None:
-        stored = _Stored(bytes(response), msgspec.json.encode(messages))
-        with suppress(ValueError), self._lock:  # it may be larger than the limit of all together
-            self._stored[caller.name, response_id] = stored
+        self._stored.add(caller, response_id, bytes(response), msgspec.json.encode(messages))
 
     def messages(self, caller: Caller, response_id: str | None) -> Sequence[Message]:
         """Return the conversation that a request continues; an empty one if it names no response.
@@ -65,34 +54,27 @@ class StoredResponses:
         """
         if response_id is None:
             return ()
-        with self._lock:
-            found = self._stored.get((caller.name, response_id))
-        if found is None:
+        if (found := self._stored.find(caller, response_id)) is None:
             message = "previous_response_id is of no response that is stored here; send the whole input"
             raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
-        return msgspec.json.decode(found.messages)
+        return msgspec.json.decode(found[1])
 
     def route(self) -> Route:
         """Make the route of `GET` and `DELETE /v1/responses/{id}`."""
 
         async def one(request: Request) -> Response:
-            key = caller_of(request).name, request.path_params["id"]
+            caller, response_id = caller_of(request), request.path_params["id"]
             for name in request.query_params:
                 raise ApiError(400, f"{name} is not supported", param=name, code=UNSUPPORTED_VALUE)
-            is_over = request.method == "DELETE"
-            with self._lock:
-                found = self._stored.pop(key, None) if is_over else self._stored.get(key)
+            is_deleted = request.method == "DELETE"
+            found = (self._stored.remove if is_deleted else self._stored.find)(caller, response_id)
             if found is None:
                 raise ApiError(404, "no response of this id is stored here", param="id", code="response_not_found")
-            if is_over:
-                return JSONResponse({"id": key[1], "object": "response", "deleted": True})
-            return Response(found.response, media_type="application/json")
+            if is_deleted:
+                return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+            return Response(found[0], media_type="application/json")
 
         return Route("/v1/responses/{id}", one, methods=["GET", "DELETE"])
-
-
-def _num_bytes(stored: _Stored) -> int:
-    return len(stored.response) + len(stored.messages)
 
 
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
@@ -142,11 +124,11 @@ def tools_from_responses(given: Sequence[Mapping[str, Any]] | None) -> list[dict
         if tool.get("type") != "function":
             raise wrong(f"{where}.type", "must be 'function'")
         string_in(tool, "name", where)
-        if not isinstance(tool.get("parameters") or {}, Mapping):
+        if not isinstance(tool.get("parameters"), Mapping | None):
             raise wrong(f"{where}.parameters", "must be an object")
         function = {name: tool[name] for name in _TOOL_FIELDS if tool.get(name) is not None}
         tools.append({"type": "function", "function": function})
-    return tools_from(tools)
+    return tools or None
 
 
 class OutputItems:
@@ -177,8 +159,7 @@ class OutputItems:
             self._add_text("response.reasoning_text.delta", delta.reasoning)
         if delta.content:
             self._open_message()
-            more = {"logprobs": self._logprobs_now()}
-            self._add_text("response.output_text.delta", delta.content, **more)
+            self._add_text("response.output_text.delta", delta.content, logprobs=self._logprobs_now())
         for call in delta.tool_calls:
             self._call(call)
 
@@ -203,7 +184,7 @@ class OutputItems:
     def _open(self, prefix: str, item: dict[str, Any], part: str, **more: Any) -> None:
         self._begin(prefix, item)
         self._part = {"type": part, "text": "", **more}
-        self._emit_event("response.content_part.added", {**self._at(), "content_index": 0, "part": dict(self._part)})
+        self._emit_of_part("response.content_part.added", part=dict(self._part))
 
     def _begin(self, prefix: str, item: dict[str, Any]) -> None:
         self._close("completed")
@@ -214,7 +195,7 @@ class OutputItems:
     def _add_text(self, kind: str, text: str, **more: Any) -> None:
         assert self._part is not None
         self._part["text"] += text
-        self._emit_event(kind, {**self._at(), "content_index": 0, "delta": text, **more})
+        self._emit_of_part(kind, delta=text, **more)
 
     def _logprobs_now(self) -> list[dict[str, Any]]:
         if not self._with_logprobs:
@@ -230,29 +211,32 @@ class OutputItems:
         item, part = self.items[-1], self._part
         if item["type"] == "message":
             self._logprobs_now()
-            more = {"logprobs": part.get("logprobs", [])}
-            self._emit_event(
-                "response.output_text.done", {**self._at(), "content_index": 0, "text": part["text"], **more}
-            )
+            self._emit_of_part("response.output_text.done", text=part["text"], logprobs=part.get("logprobs", []))
         else:
-            self._emit_event("response.reasoning_text.done", {**self._at(), "content_index": 0, "text": part["text"]})
-        self._emit_event("response.content_part.done", {**self._at(), "content_index": 0, "part": part})
-        item["content"], item["status"], self._part = [part], status, None
-        self._emit_event("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})
+            self._emit_of_part("response.reasoning_text.done", text=part["text"])
+        self._emit_of_part("response.content_part.done", part=part)
+        self._part = None
+        self._complete(content=[part], status=status)
 
     def _call(self, call: Mapping[str, Any]) -> None:
         function = call["function"]
-        self._begin("fc", {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""})
-        arguments = function["arguments"]
-        self._emit_event("response.function_call_arguments.delta", {**self._at(), "delta": arguments})
-        done = {**self._at(), "name": function["name"], "arguments": arguments}
-        self._emit_event("response.function_call_arguments.done", done)
+        name, arguments = function["name"], function["arguments"]
+        self._begin("fc", {"type": "function_call", "call_id": call["id"], "name": name, "arguments": ""})
+        self._emit_of_item("response.function_call_arguments.delta", delta=arguments)
+        self._emit_of_item("response.function_call_arguments.done", name=name, arguments=arguments)
+        self._complete(arguments=arguments, status="completed")
+
+    def _complete(self, **fields: Any) -> None:
         item = self.items[-1]
-        item["arguments"], item["status"] = arguments, "completed"
+        item.update(fields)
         self._emit_event("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})
 
-    def _at(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+    def _emit_of_item(self, kind: str, **fields: Any) -> None:
+        at = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        self._emit_event(kind, {**at, **fields})
+
+    def _emit_of_part(self, kind: str, **fields: Any) -> None:
+        self._emit_of_item(kind, content_index=0, **fields)
 
 
 def _add_message(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
@@ -263,7 +247,7 @@ def _add_message(messages: list[Message], item: Mapping[str, Any], where: str) -
     role = string_in(item, "role", where)
     if role not in ("user", "system", "developer"):
         raise wrong(f"{where}.role", "must be one of user, assistant, system, developer")
-    messages += messages_from([{"role": role, "content": content}])
+    messages.append({"role": "system" if role == "developer" else role, "content": content})
 
 
 def _reply(messages: list[Message], *taken: str) -> dict[str, Any]:
@@ -286,43 +270,32 @@ def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"id": string_in(item, "call_id", where), "type": "function", "function": function}
 
 
-class ResponsesEndpoint:
-    def __init__(
-        self, turns: Turns | None, exchanges: Exchanges, stored: StoredResponses, stop_token_ids: Sequence[int]
-    ) -> None:
-        self._turns = turns
-        self._exchanges = exchanges
-        self._stored = stored
-        self._stop_token_ids = stop_token_ids
-
-    def __call__(self, request: Request) -> Answer:
-        turns = turns_of(self._turns)
-        body = read(request, ResponsesBody)
-        policy = turns.policy.named(body.model)
-        caller = caller_of(request)
-        messages = [*self._stored.messages(caller, body.previous_response_id), *messages_from_input(body.input)]
-        instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-        tools = tools_from_responses(body.tools)
-        turn = turns.begin(
-            TurnAsk(
-                caller,
-                [*instructions, *messages],
-                tools,
-                body.max_output_tokens,
-                body.sampling(self._stop_token_ids),
-                one_call=body.parallel_tool_calls is False,
-                may_call=body.tool_choice != "none",
-                session_id=session_id_of(request),
-                param="input",
-                constraint=_constraint(body, tools),
-                template_kwargs=body.chat_template_kwargs,
-                policy=policy,
-            ),
-            "resp_",
-        )
-        work = _Work(turns, policy.model, turn, body, messages, caller, None if body.store is False else self._stored)
-        dialect = replace(OPENAI, event=named_event, stream_error=work.error_event, last=b"")
-        return Answer(self._exchanges, work, num_completions=1, stream=bool(body.stream), dialect=dialect)
+def answer_responses(backend: Backend, stored: StoredResponses, request: Request) -> Answer:
+    """Answer `POST /v1/responses`."""
+    turns = backend.require_turns()
+    body = read(request, ResponsesBody)
+    policy = backend.policy.named(body.model)
+    caller = caller_of(request)
+    messages = [*stored.messages(caller, body.previous_response_id), *messages_from_input(body.input)]
+    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    tools = tools_from_responses(body.tools)
+    turn_request = TurnRequest(
+        caller,
+        policy,
+        [*instructions, *messages],
+        tools,
+        body.max_output_tokens,
+        body.sampling(backend.stop_token_ids),
+        one_call=body.parallel_tool_calls is False,
+        may_call=body.tool_choice != "none",
+        session_id=session_id_of(request),
+        param="input",
+        constraint=_constraint(body, tools),
+        template_kwargs=body.chat_template_kwargs,
+    )
+    work = _Work(ServedTurn(turns, turn_request, "resp_"), body, messages, None if body.store is False else stored)
+    dialect = replace(OPENAI, event=named_event, stream_error=work.error_event, last=b"")
+    return Answer(backend.exchanges, work, stream=bool(body.stream), dialect=dialect)
 
 
 def _constraint(body: ResponsesBody, tools: list[dict[str, Any]] | None) -> Constraint | None:
@@ -340,30 +313,19 @@ class _Work:
     """Answer of one turn, at once or as events."""
 
     def __init__(
-        self,
-        turns: Turns,
-        model: str,
-        turn: ServedTurn,
-        body: ResponsesBody,
-        messages: Sequence[Message],
-        caller: Caller,
-        stored: StoredResponses | None,
+        self, turn: ServedTurn, body: ResponsesBody, messages: Sequence[Message], stored: StoredResponses | None
     ) -> None:
-        self._turns = turns
-        self._model = model
         self._turn = turn
         self._body = body
         self._messages = messages
-        self._caller = caller
         self._stored = stored
         self._created = int(time.time())
         self._num_events = 0
         self._emit: Emit | None = None
-        self._with_logprobs = body.with_logprobs
 
     async def __call__(self, emit: Emit | None) -> Any:
         self._emit = emit
-        output = OutputItems(self._turn.id, self._emit_event, with_logprobs=self._with_logprobs)
+        output = OutputItems(self._turn.id, self._emit_event, with_logprobs=self._body.with_logprobs)
 
         def on_delta(_: int, delta: Delta) -> None:
             self._begin()
@@ -381,7 +343,8 @@ class _Work:
         response = encoded({**self._response(status, output.items), **self._ending(reply)})
         self._turn.keep([reply])
         if self._stored is not None:
-            self._stored.add(self._caller, self._turn.id, response, [*self._messages, reply.message])
+            caller = self._turn.request.caller
+            self._stored.add(caller, self._turn.id, response, [*self._messages, reply.message])
         self._emit_event(f"response.{status}", {"response": response})
         return response
 
@@ -404,17 +367,17 @@ class _Work:
         self._num_events += 1
 
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
-        if not self._with_logprobs:
+        if not self._body.with_logprobs:
             return []
         return [
             {**_with_bytes(each), "top_logprobs": list(map(_with_bytes, each["top_logprobs"]))}
-            for each in token_logprobs(self._turns.text, delta)
+            for each in token_logprobs(self._turn.text, delta)
         ]
 
     def _ending(self, reply: Reply) -> dict[str, Any]:
         num_prompt, num_completion = len(self._turn.prompt_token_ids), len(reply.completion.token_ids)
         cached = int(reply.completion.metrics.get("cached_prompt_tokens", 0))
-        thought = len(self._turns.text.encode(reply.reasoning)) if reply.reasoning else 0
+        thought = len(self._turn.text.encode(reply.reasoning)) if reply.reasoning else 0
         more: dict[str, Any] = {}
         if self._body.return_token_ids:
             token_ids = list(reply.completion.token_ids)
@@ -438,7 +401,7 @@ class _Work:
             "id": self._turn.id,
             "object": "response",
             "created_at": self._created,
-            "model": self._model,
+            "model": self._turn.request.policy.model,
             "status": status,
             "output": output,
             "error": None,
