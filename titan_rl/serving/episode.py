@@ -21,7 +21,7 @@ from titan_rl.rollout.group.turns import turn_seed
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
 from titan_rl.serving.conversations.caller import CallerPrompt, Show
-from titan_rl.serving.conversations.tree import ConversationTree, Prompt, Style, TurnNode
+from titan_rl.serving.conversations.tree import USUAL, ConversationTree, Prompt, Style, TurnNode
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.exchange import PositiveLimits
 from titan_rl.serving.policy import CompletionRequest
@@ -251,7 +251,7 @@ class Episode:
         return len(self._in_flight)
 
     def prompt(
-        self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style | None = None
+        self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style = USUAL
     ) -> CallerPrompt:
         """Begin a turn of a conversation with these messages.
 
@@ -260,7 +260,7 @@ class Episode:
             RequestError: The messages cannot be rendered.
         """
         self._require_open()
-        return _EpisodePrompt(self, self.tree.prompt(messages, tools, style or Style()))
+        return _EpisodePrompt(self, self.tree.prompt(messages, tools, style))
 
     def prompt_of_tokens(self, token_ids: Sequence[int], show: Show, session_id: str | None) -> CallerPrompt:
         self._require_open()

@@ -15,7 +15,7 @@ from titan_rl.core.errors import RequestError
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.identity import identity_of, identity_of_tools
-from titan_rl.serving.conversations.tree import ConversationTree, Prompt, Style, TurnNode
+from titan_rl.serving.conversations.tree import USUAL, ConversationTree, Prompt, Style, TurnNode
 from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.policy import CompletionRequest
 from titan_rl.types import Completion, SamplingParams
@@ -171,7 +171,7 @@ class Caller(Protocol):
     name: bytes
 
     def prompt(
-        self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style | None = None
+        self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style = USUAL
     ) -> CallerPrompt:
         """Make the prompt of a conversation.
 
@@ -200,14 +200,12 @@ class Client:
         self._conversations = conversations
 
     def prompt(
-        self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style | None = None
+        self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style = USUAL
     ) -> CallerPrompt:
         if self._conversations is None:
             raise RequestError(NO_RENDERER)
         conversation = self._conversations.of(self.name, session_id, messages, tools)
-        return _RememberedPrompt(
-            self._conversations, conversation, conversation.tree.prompt(messages, tools, style or Style())
-        )
+        return _RememberedPrompt(self._conversations, conversation, conversation.tree.prompt(messages, tools, style))
 
     def prompt_of_tokens(self, token_ids: Sequence[int], show: Show, session_id: str | None) -> CallerPrompt:
         return _ClientPrompt(token_ids, session_id)

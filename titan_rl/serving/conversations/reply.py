@@ -107,6 +107,13 @@ class Reply:
         return self.message.get("tool_calls") or []
 
     @property
+    def delta(self) -> Delta:
+        """Whole reply as one delta."""
+        completion = self.completion
+        tokens = completion.token_ids, completion.logprobs, completion.top_logprobs
+        return Delta(self.reasoning, self.content, self.tool_calls, *tokens)
+
+    @property
     def finish_reason(self) -> FinishReason:
         reason = self.completion.finish_reason if self.stop is None else FinishReason.STOP
         return FinishReason.TOOL_CALLS if self.tool_calls and reason is FinishReason.STOP else reason

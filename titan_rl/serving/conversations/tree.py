@@ -188,7 +188,7 @@ class Style:
     prefill: Sequence[int] = ()
 
 
-_USUAL = Style()
+USUAL = Style()
 
 
 class ConversationTree:
@@ -234,7 +234,7 @@ class ConversationTree:
         """Turns in the order in which they were added."""
         return self._turns
 
-    def prompt(self, messages: Sequence[Message], tools: Tools | None = None, style: Style = _USUAL) -> Prompt:
+    def prompt(self, messages: Sequence[Message], tools: Tools | None = None, style: Style = USUAL) -> Prompt:
         """Make the prompt for the next message. Does not change the tree, so prompts may remain unused.
 
         Args:

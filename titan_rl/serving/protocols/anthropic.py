@@ -450,9 +450,13 @@ class _Work:
 
         (reply,) = await self._turn.replies(None if emit is None else on_delta)
         self._start()
-        more = {"usage": self._usage(len(reply.completion.token_ids)), **self._extension(reply)}
+        more: dict[str, Any] = {"usage": self._usage(len(reply.completion.token_ids))}
+        more["weight_versions"] = weight_versions(reply.completion)
+        if self._body.return_token_ids:
+            more["prompt_token_ids"] = list(self._turn.prompt_token_ids)
+            more["token_ids"] = list(reply.completion.token_ids)
         if emit is None:
-            blocks.take(Delta(reply.reasoning, reply.content, reply.tool_calls))
+            blocks.take(reply.delta)
             body = encoded({**self._message(blocks.blocks), **_ending(reply), **more})
             self._keep(reply)
             return body
@@ -497,13 +501,6 @@ class _Work:
             "cache_creation_input_tokens": None,
             "output_tokens": num_completion_tokens,
         }
-
-    def _extension(self, reply: Reply) -> dict[str, Any]:
-        fields: dict[str, Any] = {"weight_versions": weight_versions(reply.completion)}
-        if self._body.return_token_ids:
-            fields["prompt_token_ids"] = list(self._turn.prompt_token_ids)
-            fields["token_ids"] = list(reply.completion.token_ids)
-        return fields
 
 
 def _ending(reply: Reply) -> dict[str, Any]:

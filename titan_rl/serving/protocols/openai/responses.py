@@ -334,10 +334,7 @@ class _Work:
         (reply,) = await self._turn.replies(None if emit is None else on_delta)
         self._begin()
         if emit is None:
-            kept = reply.completion
-            tokens = kept.token_ids, kept.logprobs, kept.top_logprobs
-            delta = Delta(reply.reasoning, reply.content, reply.tool_calls, *tokens)
-            output.take(delta, self._logprobs(delta))
+            output.take(reply.delta, self._logprobs(reply.delta))
         status = "incomplete" if reply.finish_reason is FinishReason.LENGTH else "completed"
         output.end(status)
         response = encoded({**self._response(status, output.items), **self._ending(reply)})
