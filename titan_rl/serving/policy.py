@@ -11,8 +11,10 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from titan_rl.core.calls.cancellation import cancel_requested
 from titan_rl.generation.request import EngineRequest, OnChunk, Partial, tokens_between
 from titan_rl.generation.resume import RequestFn, Resume
+from titan_rl.rollout.rewards.reward import together
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.exchange import ServerMetrics
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
@@ -151,17 +153,9 @@ class ServedPolicy:
         ]
         stream = request.stream or self.stream
         async with request.scope():
-            if len(choices) == 1:
-                return [await self._complete_one(0, choices[0], stream, on_tokens)]
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._complete_one(index, choice, stream, on_tokens))
-                        for index, choice in enumerate(choices)
-                    ]
-            except ExceptionGroup as errors:
-                raise errors.exceptions[0] from None
-            return [task.result() for task in tasks]
+            return await together(
+                [self._complete_one(index, choice, stream, on_tokens) for index, choice in enumerate(choices)]
+            )
 
     async def _complete_one(
         self, index: int, request: EngineRequest, stream: RequestFn, on_tokens: OnTokens | None
@@ -193,7 +187,7 @@ class ServedPolicy:
             try:
                 completion = await task
             except asyncio.CancelledError:
-                if not is_cut or _is_cancelled():
+                if not is_cut or cancel_requested():
                     raise
                 completion = None
         if failure is not None:
@@ -236,8 +230,3 @@ def _check_requested_outputs(sampling: SamplingParams, given: Completion | Token
     if sampling.constraint is not None and given.token_ids and given.allowed_logprobs is None:
         message = "what generates here cannot hold an answer to a JSON schema or to calls of tools; leave that out"
         raise ApiError(400, message, code=UNSUPPORTED_VALUE)
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from starlette.requests import Request
 
 from titan_rl.generation.request import tokens_between
+from titan_rl.rollout.rewards.reward import together
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.conversations.caller import CallerPrompt, caller_of
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
@@ -61,43 +63,30 @@ def answer_completions(backend: Backend, request: Request) -> Answer:
     return Answer(backend.exchanges, work, num_completions=num_completions, stream=bool(body.stream))
 
 
+@dataclass(frozen=True)
 class _Work:
-    def __init__(
-        self,
-        backend: Backend,
-        policy: ServedPolicy,
-        text: Text,
-        body: CompletionBody,
-        prompts: Sequence[CallerPrompt],
-        requests: Sequence[CompletionRequest],
-    ) -> None:
-        self.text = text
-        self.body = body
-        self.envelope = {
-            "id": requests[0].request_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": policy.model,
-        }
-        self._backend = backend
-        self._policy = policy
-        self._prompts = prompts
-        self._requests = requests
+    """Answer to one request, at once or as events."""
+
+    backend: Backend
+    policy: ServedPolicy
+    text: Text
+    body: CompletionBody
+    prompts: Sequence[CallerPrompt]
+    requests: Sequence[CompletionRequest]
+
+    @cached_property
+    def envelope(self) -> dict[str, Any]:
+        request_id, created = self.requests[0].request_id, int(time.time())
+        return {"id": request_id, "object": "text_completion", "created": created, "model": self.policy.model}
 
     async def __call__(self, emit: Emit | None) -> Any:
-        prompts_of_choices = [one.prompt_token_ids for one in self._requests for _ in range(one.num_choices)]
+        prompts_of_choices = [one.prompt_token_ids for one in self.requests for _ in range(one.num_choices)]
         choices = [_Choice(self, index, prompt, emit) for index, prompt in enumerate(prompts_of_choices)]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._complete(one, choices[at * one.num_choices :]))
-                    for at, one in enumerate(self._requests)
-                ]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        by_prompt = [task.result() for task in tasks]
+        by_prompt = await together(
+            [self._complete(one, choices[at * one.num_choices :]) for at, one in enumerate(self.requests)]
+        )
         completions = [completion for several in by_prompt for completion in several]
-        use = usage(sum(len(one.prompt_token_ids) for one in self._requests), completions)
+        use = usage(sum(len(one.prompt_token_ids) for one in self.requests), completions)
         if emit is None:
             choice_bodies = [
                 choice.complete(completion) for choice, completion in zip(choices, completions, strict=True)
@@ -114,11 +103,11 @@ class _Work:
         return None
 
     async def _complete(self, request: CompletionRequest, choices: list[_Choice]) -> list[Completion]:
-        return await self._policy.complete(request, lambda index, chunk: choices[index].take(chunk))
+        return await self.policy.complete(request, lambda index, chunk: choices[index].take(chunk))
 
     def _record(self, by_prompt: list[list[Completion]]) -> None:
-        for prompt, completions in zip(self._prompts, by_prompt, strict=True):
-            self._backend.record(prompt, completions)
+        for prompt, completions in zip(self.prompts, by_prompt, strict=True):
+            self.backend.record(prompt, completions)
 
 
 class _Choice:
