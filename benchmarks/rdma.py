@@ -26,7 +26,6 @@ from titan_rl.cluster.processes.process import enter_actor_process
 from titan_rl.cluster.processes.remote_process import call
 from titan_rl.cluster.supervision import Supervisor
 from titan_rl.weights.transports.rdma import RDMATransport
-from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
@@ -39,7 +38,7 @@ TENSOR_BYTES = 16 << 20
 class Writer(Actor):
     def __init__(self, log_path: str, run_id: str) -> None:
         enter_actor_process(log_path)
-        self._transport = RDMATransport(SharedMemoryTransport(run_id), host="here")
+        self._transport = RDMATransport(run_id, host="here")
 
     @concurrent_endpoint
     async def publish(self, num_bytes: int) -> Manifest:
@@ -55,7 +54,7 @@ class Writer(Actor):
 class Reader(Actor):
     def __init__(self, log_path: str, run_id: str) -> None:
         enter_actor_process(log_path)
-        self._transport = RDMATransport(SharedMemoryTransport(run_id), host="elsewhere")
+        self._transport = RDMATransport(run_id, host="elsewhere")
 
     @concurrent_endpoint
     async def bare(self, manifest: Manifest) -> float:

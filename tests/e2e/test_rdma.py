@@ -19,7 +19,6 @@ from titan_rl.cluster.supervision import Supervisor
 from titan_rl.core.errors import StateDictError
 from titan_rl.weights.manifest import join
 from titan_rl.weights.transports.rdma import RDMATransport
-from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest, SlicePosition, TensorSlice
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
@@ -36,7 +35,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 class Writer(Actor):
     def __init__(self, log_path: str, run_id: str, host: str) -> None:
         enter_actor_process(log_path)
-        self._transport = RDMATransport(SharedMemoryTransport(run_id), host=host)
+        self._transport = RDMATransport(run_id, host=host)
 
     @concurrent_endpoint
     async def publish(self, version: int) -> Manifest:
@@ -64,7 +63,7 @@ class Writer(Actor):
 class Reader(Actor):
     def __init__(self, log_path: str, run_id: str, host: str) -> None:
         enter_actor_process(log_path)
-        self._transport = RDMATransport(SharedMemoryTransport(run_id), host=host)
+        self._transport = RDMATransport(run_id, host=host)
 
     @concurrent_endpoint
     async def pull(self, manifest: Manifest) -> dict[str, torch.Tensor]:

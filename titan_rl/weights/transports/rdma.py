@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,12 @@ from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 from titan_rl.core.errors import StateDictError
 from titan_rl.weights.shard_files import checksum
 from titan_rl.weights.shards import Buffer, assemble
-from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport, is_on_host
 from titan_rl.weights.types import Manifest, Shard
 
 
-class RDMATransport:
-    """`StateDictTransport` over a `SharedMemoryTransport`, whose shards other hosts can also read.
+class RDMATransport(SharedMemoryTransport):
+    """`SharedMemoryTransport` whose shards other hosts can also read.
 
     Nothing is copied to expose a shard. A remote reader copies the whole shard and verifies its checksum. If the
     version was overwritten in the meantime, the pull fails, and the reader must pull the newest version. A reader maps
@@ -30,13 +29,13 @@ class RDMATransport:
     the speed of memory or less. Works only inside Monarch actors.
 
     Args:
-        local: Transport on this host.
+        run_id: See `SharedMemoryTransport`.
         host: Name of this host. Readers with the same name share memory with the writer.
         timeout_s: Longest wait for the bytes of one shard.
     """
 
-    def __init__(self, local: SharedMemoryTransport, *, host: str | None = None, timeout_s: float = 120.0) -> None:
-        self._local = local
+    def __init__(self, run_id: str, *, host: str = "", timeout_s: float = 120.0) -> None:
+        super().__init__(run_id)
         self._host = host or platform.node()
         self._timeout_s = timeout_s
         self._buffers: dict[int, RDMABuffer] = {}
@@ -48,18 +47,18 @@ class RDMATransport:
         Raises:
             StateDictError: see `SharedMemoryTransport.publish`; also if the memory cannot be exposed.
         """
-        manifest = self._local.publish(version, named_tensors)
+        manifest = super().publish(version, named_tensors)
         self._drop_withdrawn()
         (shard,) = manifest.shards
         if not shard.num_bytes:
             return replace(manifest, shards=(replace(shard, host=self._host),))
-        data = torch.from_numpy(self._local.bytes_of(version))
+        data = torch.from_numpy(self.bytes_of(version))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RDMATcpFallbackWarning)
                 buffer = RDMABuffer(data)
         except Exception as error:
-            self._local.release(version)
+            super().release(version)
             raise StateDictError(f"version {version} cannot be exposed to other hosts: {error}") from error
         with self._lock:
             self._buffers[version] = buffer
@@ -76,8 +75,8 @@ class RDMATransport:
     def _open(self, shard: Shard, version: int) -> Buffer:
         if not shard.num_bytes:
             return np.empty(0, np.uint8)
-        if shard.remote is None or (shard.host == self._host and Path(shard.location).exists()):
-            return self._local.open_shard(shard)
+        if is_on_host(shard, self._host):
+            return self.open_shard(shard)
         data = np.empty(shard.num_bytes, np.uint8)
         try:
             shard.remote.read_into(torch.from_numpy(data), timeout=int(self._timeout_s)).get()
@@ -90,22 +89,18 @@ class RDMATransport:
             )
         return data
 
-    def hold(self, version: int | None) -> None:
-        """Keep a version beside the newest ones; see `ShardStore.hold`."""
-        self._local.hold(version)
-
     def release(self, version: int) -> None:
-        self._local.release(version)
+        super().release(version)
         self._drop_withdrawn()
 
     def close(self) -> None:
-        self._local.close()
+        super().close()
         self._drop_withdrawn()
 
     def _drop_withdrawn(self) -> None:
         """Stop exposing versions that are not published."""
         with self._lock:
-            gone = self._buffers.keys() - self._local.versions
+            gone = self._buffers.keys() - self.versions
             buffers = [self._buffers.pop(version) for version in gone]
         for buffer in buffers:
             buffer.drop().get(self._timeout_s)

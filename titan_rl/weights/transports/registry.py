@@ -49,9 +49,8 @@ def _shared_memory(spec: TransportSpec) -> StateDictTransport:
 
 def _rdma(spec: TransportSpec) -> StateDictTransport:
     from titan_rl.weights.transports.rdma import RDMATransport
-    from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
-    return RDMATransport(SharedMemoryTransport(spec.run_id), host=spec.host, timeout_s=spec.timeout_s)
+    return RDMATransport(spec.run_id, host=spec.host, timeout_s=spec.timeout_s)
 
 
 def _tcp(spec: TransportSpec) -> StateDictTransport:

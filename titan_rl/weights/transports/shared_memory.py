@@ -101,3 +101,8 @@ class SharedMemoryTransport:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def is_on_host(shard: Shard, host: str) -> bool:
+    """Whether processes of a host can map a shard."""
+    return shard.remote is None or (shard.host == host and Path(shard.location).exists())

@@ -20,15 +20,15 @@ from titan_rl.weights.relay.host_reader import HostReader, Leader, ReadShard, Re
 from titan_rl.weights.relay.origin import ShardOrigin
 from titan_rl.weights.relay.server import ConnectionLostError, ask
 from titan_rl.weights.shards import Buffer, assemble
-from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport, is_on_host
 from titan_rl.weights.types import Manifest, Shard, TensorEntry
 
 RETRY_S = 0.02  # pause between two attempts to find the process that reads for this host
 MAX_SILENCES = 2  # number of unanswered requests after which this process reads for itself
 
 
-class TCPTransport:
-    """`StateDictTransport` over a `SharedMemoryTransport`, whose shards hosts can also read from each other.
+class TCPTransport(SharedMemoryTransport):
+    """`SharedMemoryTransport` whose shards hosts can also read from each other.
 
     Readers on the host of a trainer rank map the file that it wrote. On another host the first process that pulls
     becomes the reader of its host: it downloads each version once into shared memory, where the others map it, and
@@ -65,7 +65,7 @@ class TCPTransport:
         fanout: int = 1,
         anchor_interval: int = 16,
     ) -> None:
-        self._local = SharedMemoryTransport(run_id, root=root)
+        super().__init__(run_id, root=root)
         self._run_id = run_id
         self._root = root
         self._host = host or platform.node()
@@ -74,7 +74,7 @@ class TCPTransport:
         self._make_origin = lambda: ShardOrigin(interface, fanout=fanout, anchor_interval=anchor_interval)
         self._origin: ShardOrigin | None = None
         self._rendezvous = Rendezvous(run_id, root)
-        self._reader: HostReader | None = None  # set if this process reads for its host, or had to read for itself
+        self._host_reader: HostReader | None = None  # set if this process reads for its host, or had to for itself
         self._lock = threading.Lock()
         self._figures: Mapping[str, float] = {}
 
@@ -86,15 +86,15 @@ class TCPTransport:
         """
         if self._origin is not None:
             self._origin.settle()
-        manifest = self._local.publish(version, named_tensors)
+        manifest = super().publish(version, named_tensors)
         (shard,) = manifest.shards
         try:
             if self._origin is None:
                 self._origin = self._make_origin()
-            self._origin.keep(self._local.versions)
-            found = self._origin.offer(version, self._local.bytes_of(version), _word(shard.entries))
+            self._origin.keep(self.versions)
+            found = self._origin.offer(version, self.bytes_of(version), _word(shard.entries))
         except BaseException:
-            self._local.release(version)
+            super().release(version)
             raise
         return replace(manifest, shards=(replace(shard, host=self._host, remote=found),))
 
@@ -104,7 +104,7 @@ class TCPTransport:
         Raises:
             StateDictError: see `SharedMemoryTransport.pull`; also if the bytes did not arrive in time.
         """
-        remote = [shard for shard in manifest.shards if not self._is_here(shard)]
+        remote = [shard for shard in manifest.shards if shard.num_bytes and not is_on_host(shard, self._host)]
         read: dict[str, ReadShard] = {}
         keys = tuple(shard.remote.key for shard in manifest.shards if shard.remote is not None)
         if remote:
@@ -117,7 +117,7 @@ class TCPTransport:
             if not shard.num_bytes:
                 return np.empty(0, np.uint8)
             here = read.get(shard.location)
-            return self._local.open_shard(shard if here is None else replace(shard, location=str(here.path)))
+            return self.open_shard(shard if here is None else replace(shard, location=str(here.path)))
 
         return assemble(manifest, open_shard)
 
@@ -131,29 +131,21 @@ class TCPTransport:
         """Bytes of published versions that this end has sent to other hosts."""
         return 0 if self._origin is None else self._origin.sent_bytes
 
-    def hold(self, version: int | None) -> None:
-        """Keep a version beside the newest ones; see `ShardStore.hold`."""
-        self._local.hold(version)
-
     def release(self, version: int) -> None:
         """Withdraw a version. Its memory is not written to before the next `publish`, because a delta may need it."""
-        self._local.release(version)
+        super().release(version)
         if self._origin is not None:
-            self._origin.keep(self._local.versions)
+            self._origin.keep(self.versions)
 
     def close(self) -> None:
         if self._origin is not None:
             self._origin.close()
-        self._local.close()
+        super().close()
         with self._lock:
-            if self._reader is not None:
-                self._reader.close()
-                self._reader = None
+            if self._host_reader is not None:
+                self._host_reader.close()
+                self._host_reader = None
             self._rendezvous.leave()
-
-    def _is_here(self, shard: Shard) -> bool:
-        is_mapped = shard.remote is None or (shard.host == self._host and Path(shard.location).exists())
-        return is_mapped or not shard.num_bytes
 
     def _note(self, remote: Sequence[Shard], read: Mapping[str, ReadShard]) -> None:
         received, total = sum(one.received_bytes for one in read.values()), sum(shard.num_bytes for shard in remote)
@@ -180,19 +172,19 @@ class TCPTransport:
 
     def _own_reader(self, alone: bool) -> HostReader | None:
         with self._lock:
-            if self._reader is None:
+            if self._host_reader is None:
                 try:
                     leads = self._rendezvous.lead()
                 except OSError as error:
                     raise StateDictError(f"weights cannot be read into shared memory: {error}") from error
                 if leads or alone:
                     name = self._host if leads else f"{self._host}, process {getpid()}"
-                    self._reader = HostReader(
+                    self._host_reader = HostReader(
                         self._run_id, self._root, name=name, interface=self._interface, timeout_s=self._timeout_s
                     )
                     if leads:
-                        self._rendezvous.announce(Leader(self._reader.address, self._reader.token))
-            return self._reader
+                        self._rendezvous.announce(Leader(self._host_reader.address, self._host_reader.token))
+            return self._host_reader
 
 
 def _ask(leader: Leader, wanted: WantedShard) -> ReadShard:
