@@ -18,10 +18,11 @@ import time
 import zlib
 from collections.abc import Collection
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -267,11 +268,6 @@ class Download:
             raise ConnectionLostError(str(error)) from error
 
 
-def is_right(copy: ShardCopy, expected_checksum: int) -> bool:
-    """Whether the bytes of a copy have the published checksum."""
-    return checksum(copy.data) == expected_checksum
-
-
 @dataclass(frozen=True, slots=True)
 class Leader:
     """Address of the process that reads for its host, and the token that requests to it need."""
@@ -342,15 +338,6 @@ class WantedShard:
     checksum: int
     remote: RemoteShard
     keys: tuple[str, ...]  # keys of all shards of the version
-
-    def as_message(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of_message(cls, message: dict[str, Any]) -> WantedShard:
-        given = message["remote"]
-        remote = RemoteShard(str(given["address"]), str(given["key"]), int(given["version"]), str(given["token"]))
-        return cls(int(message["num_bytes"]), int(message["checksum"]), remote, tuple(map(str, message["keys"])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +410,7 @@ class HostReader:
             store.close()
 
     def _fetch_for_another(self, message: dict[str, Any]) -> dict[str, Any]:
-        read = self.fetch(WantedShard.of_message(message["shard"]))
+        read = self.fetch(msgspec.convert(message["shard"], WantedShard))
         return {"path": str(read.path), "received_bytes": read.received_bytes}
 
     def _fetch(self, wanted: WantedShard) -> ReadShard:
@@ -457,13 +444,13 @@ class HostReader:
         copy = ShardCopy(version, data)
         self._server.offer(key, copy)
         download.run(copy)
-        if is_right(copy, wanted.checksum):
+        if checksum(data) == wanted.checksum:
             return
         logger.warning("version %d arrived damaged; reading it whole from the trainer", version)
         self._server.withdraw(key, version, f"version {version} arrived damaged at {self._name}")
         copy = ShardCopy(version, data)
         download.run(copy, from_trainer=True)
-        if not is_right(copy, wanted.checksum):
+        if checksum(data) != wanted.checksum:
             raise StateDictError(
                 f"version {version} from {wanted.remote.address} has another checksum than its manifest says: it was "
                 "overwritten while it was read"
@@ -484,10 +471,8 @@ class HostReader:
         for version in self._server.copies(key).keys() - kept - {fetched}:
             self._server.withdraw(key, version)
         with self._lock:
-            gone = [
-                key_version
-                for key_version in self._found
-                if key_version[0] == key and key_version[1] not in kept | {fetched}
-            ]
-            for key_version in gone:
-                del self._found[key_version]
+            self._found = {
+                (of, version): found
+                for (of, version), found in self._found.items()
+                if of != key or version in kept | {fetched}
+            }

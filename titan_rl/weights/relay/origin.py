@@ -6,10 +6,9 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections import deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,10 +37,12 @@ class _Host:
     children: int = 0
     is_bad: bool = False  # dead, silent, or slow
 
-
-@dataclass(slots=True)
-class _Version:
-    hosts: dict[str, _Host] = field(default_factory=dict[str, _Host])  # in the order of their requests
+    def path(self) -> Iterator[_Host]:
+        """This host, the one from which it reads, and so on up to the one that reads from the trainer."""
+        host: _Host | None = self
+        while host is not None:
+            yield host
+            host = host.parent
 
 
 class Chain:
@@ -61,8 +62,7 @@ class Chain:
 
     def __init__(self, fanout: int = 1) -> None:
         self._fanout = fanout
-        self._versions: dict[int, _Version] = {}
-        self._order: deque[int] = deque(maxlen=KEPT)
+        self._versions: dict[int, dict[str, _Host]] = {}  # hosts of each version, in the order of their requests
         self._blamed: dict[str, int] = {}  # version at which each host was reported last
         self._lock = threading.Lock()
 
@@ -88,7 +88,7 @@ class Chain:
             host.parent = parent
             hosts[name] = host  # last, so that readers are assigned to it last
             self._count(host, 1)
-            return None if parent is None else Sender(parent.name, parent.address, _hops(parent))
+            return None if parent is None else Sender(parent.name, parent.address, len([*parent.path()]))
 
     def _parent(self, hosts: dict[str, _Host], host: _Host, avoid: Collection[str]) -> _Host | None:
         of_trainer = sum(other.parent is None and not other.is_bad for other in hosts.values())
@@ -96,7 +96,7 @@ class Chain:
             return None
         for other in hosts.values():
             fits = not other.is_bad and other.name not in avoid and other.children < self._fanout
-            if fits and not _is_behind(other, host):
+            if fits and host not in other.path():
                 return other
         return None
 
@@ -111,26 +111,10 @@ class Chain:
 
     def _hosts_of(self, version: int) -> dict[str, _Host]:
         if version not in self._versions:
-            if len(self._order) == KEPT:
-                del self._versions[self._order[0]]
-            self._order.append(version)
-            self._versions[version] = _Version()
-        return self._versions[version].hosts
-
-
-def _hops(host: _Host | None) -> int:
-    hops = 0
-    while host is not None:
-        hops, host = hops + 1, host.parent
-    return hops
-
-
-def _is_behind(host: _Host | None, other: _Host) -> bool:
-    while host is not None:
-        if host is other:
-            return True
-        host = host.parent
-    return False
+            if len(self._versions) == KEPT:
+                del self._versions[next(iter(self._versions))]
+            self._versions[version] = {}
+        return self._versions[version]
 
 
 SAMPLED = 8  # number of chunks that decide whether a version is sent as deltas
@@ -230,17 +214,11 @@ class ShardOrigin:
 
         try:
             sample = range(0, copy.num_chunks, -(-copy.num_chunks // SAMPLED))
-            if sum(encoded(index) is None for index in sample) <= len(sample) / 2:
-                for one in _in_order(encoded, copy.num_chunks, self._stop):
+            if sum(encoded(index) is None for index in sample) > len(sample) / 2:
+                return
+            workers = max(1, min(4, (os.cpu_count() or 1) // 2))
+            with ThreadPoolExecutor(workers, thread_name_prefix="encode weights") as threads:
+                for one in threads.map(encoded, range(copy.num_chunks)):
                     copy.add(() if one is None else (ChunkDelta.of(base.version, one),), base)
         finally:
             copy.complete()
-
-
-def _in_order(encoded: Any, count: int, stop: threading.Event) -> Iterator[bytes | None]:
-    workers = max(1, min(4, (os.cpu_count() or 1) // 2))
-    with ThreadPoolExecutor(workers, thread_name_prefix="encode weights") as threads:
-        for start in range(0, count, 4 * workers):
-            if stop.is_set():
-                return
-            yield from threads.map(encoded, range(start, min(start + 4 * workers, count)))

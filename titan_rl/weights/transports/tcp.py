@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from os import getpid
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,7 @@ class TCPTransport(SharedMemoryTransport):
 
 
 def _ask(leader: Leader, wanted: WantedShard) -> ReadShard:
-    answer = ask(leader.address, {"ask": "fetch", "token": leader.token, "shard": wanted.as_message()})
+    answer = ask(leader.address, {"ask": "fetch", "token": leader.token, "shard": asdict(wanted)})
     return ReadShard(Path(str(answer["path"])), int(answer["received_bytes"]))
 
 
