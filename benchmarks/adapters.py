@@ -240,7 +240,7 @@ def wrong_in_a_run(engine: Any, trainer: Any, tries: int, chance: random.Random)
             if check is None:
                 compare(sums, [read_back(engine, sums)], manifest.version)
             else:
-                check.verify(manifest.probes, engine.score, manifest.tolerance, version=manifest.version)
+                check.verify(manifest, engine.score)
         except VerificationError as error:
             return str(error)
         return None

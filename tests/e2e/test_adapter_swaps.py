@@ -43,7 +43,7 @@ from titan_rl.training.trainer import TrainerCore
 from titan_rl.types import Completion, SamplingParams
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest
-from titan_rl.weights.verification import SwapCheck, published_checksums, verify
+from titan_rl.weights.verification import SwapCheck, published_checksums
 
 NUM_VERSIONS, IN_FLIGHT, LENGTH = 8, 24, 48
 
@@ -105,7 +105,7 @@ async def test_each_token_is_that_of_its_adapter(
             models[trainer.version] = peft_model(base, trainer, tmp_path / str(trainer.version))
 
             def check(engine: LoadedPolicy) -> None:
-                verify(manifest.probes, engine.score, manifest.tolerance)
+                SwapCheck().verify(manifest, engine.score)
 
             if trainer.version:
                 running.add(await ask_and_wait())
@@ -199,9 +199,9 @@ async def test_a_faulty_swap_is_caught_by_the_probes_and_by_reading_back(fault: 
         engine.load_state_dict(tensors.items(), manifest.version)
         return engine
 
-    verify(manifest.probes, load(new).score, manifest.tolerance)
+    SwapCheck().verify(manifest, load(new).score)
     with pytest.raises(VerificationError, match="probe logprobs that differ"):
-        verify(manifest.probes, load(fault(new, old)).score, manifest.tolerance)
+        SwapCheck().verify(manifest, load(fault(new, old)).score)
     sums = published_checksums(manifest)
     with pytest.raises(VerificationError, match="its tensors differ from what was published"):
         compare(sums, [read_back(engine, sums)], manifest.version)
@@ -240,7 +240,7 @@ def swap_and_verify(base: Path, dtype: DType) -> list[float]:
             trainer.step(samples)
             manifest = publisher.publish()
             engine.load_state_dict(transport.pull(manifest), manifest.version)
-            check.verify(manifest.probes, engine.score, manifest.tolerance)
+            check.verify(manifest, engine.score)
             sums = published_checksums(manifest)
             unread.append(compare(sums, [read_back(engine, sums)], manifest.version).unread_share)
     engine.close()

@@ -27,7 +27,7 @@ from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.types import Completion, SamplingParams
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
-from titan_rl.weights.verification import verify
+from titan_rl.weights.verification import SwapCheck
 
 NUM_VERSIONS, IN_FLIGHT, LENGTH = 6, 8, 90
 
@@ -57,7 +57,7 @@ async def test_each_token_is_that_of_its_version(tmp_path: Path) -> None:
             models[trainer.version] = model_of(folder, dict(trainer.named_tensors()))
 
             def check(engine: Engine) -> None:
-                verify(manifest.probes, engine.score, manifest.tolerance)
+                SwapCheck().verify(manifest, engine.score)
 
             await loop.pull(manifest.version, lambda: transport.pull(manifest), check)
 

@@ -45,7 +45,7 @@ class Run:
 
     def verify(self) -> ProbeFigures:
         manifest = self.manifest
-        return self.swaps.verify(manifest.probes, self.engine.score, manifest.tolerance, version=manifest.version)
+        return self.swaps.verify(manifest, self.engine.score)
 
 
 @pytest.fixture(scope="module")

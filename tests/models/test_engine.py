@@ -157,7 +157,7 @@ def pull_two_versions(
     for version in range(2):
         manifest = publisher.publish()
         engine.load_state_dict(list(transport.pull(manifest)), version)
-        swaps.verify(manifest.probes, engine.score, manifest.tolerance, version=version)
+        swaps.verify(manifest, engine.score)
         trainer.step(on_policy_samples(trainer, 40, 33))
 
 

@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from titan_rl.core.errors import StateDictError, VerificationError
-from titan_rl.weights.types import Probe
-from titan_rl.weights.verification import SwapCheck, make_probes, verify
+from titan_rl.weights.types import Manifest, Probe
+from titan_rl.weights.verification import Score, SwapCheck, make_probes
 
 
 def score(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -25,6 +25,10 @@ def shifted(by: float):
         return scored
 
     return score_shifted
+
+
+def verify(probes: Sequence[Probe], score: Score, tolerance: float, version: int = 0) -> float:
+    return SwapCheck().verify(Manifest(version, (), tuple(probes), tolerance), score).diff
 
 
 SEQUENCES = [[3, 44, 8, 12], [6, 1, 49, 20]]
@@ -100,7 +104,7 @@ class Policy:
 
 
 def check(swaps: SwapCheck, policy: Policy, version: int, scored: list[list[float]]) -> tuple[float, float]:
-    figures = swaps.verify(policy.probes(version), lambda _: scored, 0.1, version=version)
+    figures = swaps.verify(Manifest(version, (), policy.probes(version), 0.1), lambda _: scored)
     return figures.margin, figures.missed
 
 
@@ -120,8 +124,8 @@ def test_right_swaps_pass_where_the_tokens_that_move_are_those_that_rounding_mov
         for version in range(20):
             free = 1 - np.exp(theirs)
             scored = (theirs + random.normal(0, 0.03, theirs.shape) * free).tolist()
-            probes = [Probe((7,) * LENGTH, tuple(row)) for row in theirs.tolist()]
-            swaps.verify(probes, lambda _, scored=scored: scored, 0.1, version=version)
+            probes = tuple(Probe((7,) * LENGTH, tuple(row)) for row in theirs.tolist())
+            swaps.verify(Manifest(version, (), probes, 0.1), lambda _, scored=scored: scored)
             theirs = np.minimum(theirs + 0.1 * random.standard_t(3, theirs.shape) * free, -1e-3)
 
 
@@ -185,6 +189,6 @@ def test_versions_without_a_change_and_other_probes_are_not_compared() -> None:
     policy, swaps = Policy(0, step=0.0, error=BFLOAT16), SwapCheck()
     check(swaps, policy, 0, policy.engine(0))
     assert math.isnan(check(swaps, policy, 1, policy.engine(1))[0])
-    others = [Probe((1, 2), (-1.0,))]
-    assert math.isnan(swaps.verify(others, lambda _: [[-1.0]], 0.1).margin)
-    assert math.isnan(swaps.verify((), lambda _: [], 0.1).margin)
+    others = (Probe((1, 2), (-1.0,)),)
+    assert math.isnan(swaps.verify(Manifest(2, (), others, 0.1), lambda _: [[-1.0]]).margin)
+    assert math.isnan(swaps.verify(Manifest(3, ()), lambda _: []).margin)

@@ -143,7 +143,7 @@ class AdapterPulls:
 
     def verify(self, manifest: Manifest, policy: LoadedPolicy) -> ProbeFigures:
         """Compare the engine's logprobs with those that the trainer measured."""
-        return self._swaps.verify(manifest.probes, policy.score, manifest.tolerance, version=manifest.version)
+        return self._swaps.verify(manifest, policy.score)
 
 
 class GeneratorActor(ProcessActor):

@@ -98,9 +98,9 @@ def shard_folder(run_id: str, root: Path | None = None) -> OwnedFolder:
     return OwnedFolder(f"{PREFIX}{run_id}-{os.getpid()}-", root or shard_root())
 
 
-def shard_folders(run_id: str, root: Path | None = None) -> list[Path]:
+def shard_folders(run_id: str) -> list[Path]:
     """Existing shard folders of a run."""
-    return list((root or shard_root()).glob(f"{PREFIX}{run_id}-*"))
+    return list(shard_root().glob(f"{PREFIX}{run_id}-*"))
 
 
 def clean_dead_shards(root: Path | None = None) -> list[Path]:

@@ -34,18 +34,15 @@ def lay_out(named: Named) -> tuple[TensorEntry, ...]:
     entries: dict[tuple[str, tuple[int, ...] | None], TensorEntry] = {}
     offset = 0
     for name, value in named:
-        tensor, position = (value.tensor, value.position) if isinstance(value, TensorSlice) else (value, None)
-        shape = tuple(tensor.shape)
-        if position is not None and shape == position.global_shape and not any(position.start):
-            position = None
-        key = (name, None if position is None else position.start)
+        part = TensorSlice.of(value)
+        position = part.partial_position
+        key = name, position and position.start
         if key in entries:
             raise StateDictError(f"{name!r} appears twice in the state dict")
-        own = str(tensor.dtype).removeprefix("torch.")
-        dtype = (value.dtype if isinstance(value, TensorSlice) else None) or own
-        num_bytes = tensor.numel() * getattr(torch, dtype).itemsize
-        entries[key] = TensorEntry(name, dtype, shape, offset, num_bytes, position)
-        offset = _align(offset + entries[key].num_bytes)
+        dtype = part.dtype or str(part.tensor.dtype).removeprefix("torch.")
+        num_bytes = part.tensor.numel() * getattr(torch, dtype).itemsize
+        entries[key] = TensorEntry(name, dtype, tuple(part.tensor.shape), offset, num_bytes, position)
+        offset = _align(offset + num_bytes)
     return tuple(entries.values())
 
 
@@ -70,7 +67,7 @@ def fill(
         sums: Checksum of the buffer, which sums the bytes as they are written.
     """
     for (_, value), entry in zip(named, entries, strict=True):
-        tensor = value.tensor if isinstance(value, TensorSlice) else value
+        tensor = TensorSlice.of(value).tensor
         end = entry.offset + entry.num_bytes
         if entry.num_bytes:
             target = view(buffer, entry)

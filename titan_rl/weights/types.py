@@ -31,6 +31,19 @@ class TensorSlice:
     position: SlicePosition
     dtype: str | None = None  # dtype to publish, such as "bfloat16", by default the tensor's; copying converts
 
+    @staticmethod
+    def of(value: Any) -> TensorSlice:
+        """The slice itself, or a tensor as the slice that is all of it."""
+        if isinstance(value, TensorSlice):
+            return value
+        return TensorSlice(value, SlicePosition((0,) * value.ndim, tuple(value.shape)))
+
+    @property
+    def partial_position(self) -> SlicePosition | None:
+        """The position; None if the slice is the whole tensor."""
+        is_whole = tuple(self.tensor.shape) == self.position.global_shape and not any(self.position.start)
+        return None if is_whole else self.position
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:

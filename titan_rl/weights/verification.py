@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from titan_rl.core.errors import StateDictError, VerificationError
 from titan_rl.core.tensor_checksum import TensorChecksum, box_sum, checksums_of
-from titan_rl.weights.manifest import slices_by_name
-from titan_rl.weights.types import Manifest, Probe, TensorEntry, TensorSlice
+from titan_rl.weights.manifest import position_of, slices_by_name
+from titan_rl.weights.types import Manifest, Probe, TensorSlice
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +36,9 @@ def with_checksums(manifest: Manifest, named: Iterable[tuple[str, torch.Tensor |
     if len(manifest.shards) != 1:
         return manifest
     (shard,) = manifest.shards
-    sums = {_key(name, value): _sum(value) for name, value in named}
-    wanted = [(entry.name, entry.position.start if entry.position else None) for entry in shard.entries]
+    slices = [(name, TensorSlice.of(value)) for name, value in named]
+    sums = {(name, part.partial_position): _sum(part) for name, part in slices}
+    wanted = [(entry.name, entry.position) for entry in shard.entries]
     if not wanted or any(key not in sums for key in wanted):
         return manifest
     values = checksums_of([sums[key] for key in wanted])
@@ -57,37 +58,23 @@ def published_checksums(manifest: Manifest) -> dict[str, TensorChecksum]:
         if len(found) != len(shard.entries):
             raise StateDictError(f"{shard.location} has {len(found)} checksums for {len(shard.entries)} tensors")
     index_of = [{id(entry): index for index, entry in enumerate(shard.entries)} for shard in manifest.shards]
-    return {
-        name: _joined([(entry, int(values[shard][index_of[shard][id(entry)]])) for shard, entry in slices])
-        for name, slices in slices_by_name(manifest).items()
-    }
+    found: dict[str, TensorChecksum] = {}
+    for name, slices in slices_by_name(manifest).items():
+        _, first = slices[0]
+        total = sum(int(values[shard][index_of[shard][id(entry)]]) for shard, entry in slices)
+        found[name] = TensorChecksum(first.dtype, position_of(first).global_shape, total % 2**64)
+    return found
 
 
-def _joined(slices: list[tuple[TensorEntry, int]]) -> TensorChecksum:
-    entry, _ = slices[0]
-    shape = entry.position.global_shape if entry.position else entry.shape
-    return TensorChecksum(entry.dtype, shape, sum(value for _, value in slices) % 2**64)
-
-
-def _key(name: str, value: torch.Tensor | TensorSlice) -> tuple[str, tuple[int, ...] | None]:
-    if not isinstance(value, TensorSlice):
-        return name, None
-    position = value.position
-    is_full = tuple(value.tensor.shape) == position.global_shape and not any(position.start)
-    return name, None if is_full else position.start
-
-
-def _sum(value: torch.Tensor | TensorSlice) -> torch.Tensor:
+def _sum(part: TensorSlice) -> torch.Tensor:
     import torch  # imported here, because the controller and rollout workers import this module without needing torch
 
-    piece_of = value if isinstance(value, TensorSlice) else None
-    tensor: torch.Tensor = value if piece_of is None else piece_of.tensor  # pyright: ignore[reportAssignmentType]
-    start = () if piece_of is None else piece_of.position.start
-    dtype = tensor.dtype if piece_of is None or piece_of.dtype is None else getattr(torch, piece_of.dtype)
+    tensor: torch.Tensor = part.tensor
+    start = part.position.start
+    dtype = tensor.dtype if part.dtype is None else getattr(torch, part.dtype)
     piece = PIECE.get(tensor.device.type, PIECE["cuda"])
     if tensor.dtype == dtype or tensor.ndim == 0 or tensor.numel() <= piece:
         return box_sum(tensor.to(dtype), start)
-    start = start or (0,) * tensor.ndim
     rows = max(1, piece * len(tensor) // tensor.numel())
     sums = [
         box_sum(tensor[at : at + rows].to(dtype), (start[0] + at, *start[1:])) for at in range(0, len(tensor), rows)
@@ -134,7 +121,7 @@ def make_probes(score: Score, sequences: Sequence[Sequence[int]]) -> tuple[Probe
 class ProbeFigures:
     """Result of a probe check. `margin` and `missed` refer to the previous version; they are NaN if there is none."""
 
-    diff: float  # distance from the trainer's logprobs in nats; see `verify`
+    diff: float  # distance from the trainer's logprobs in nats; see `SwapCheck.verify`
     margin: float = math.nan  # part of the change that may be missing because rounding hides it
     missed: float = math.nan  # part of the change that is missing, or by which it is exceeded
 
@@ -167,25 +154,35 @@ class SwapCheck:
     Example:
 
         check = SwapCheck()
-        check.verify(probes_of_6, score, 0.1)  # ProbeFigures(diff=0.004, margin=nan, missed=nan)
-        check.verify(probes_of_7, score, 0.1)  # ProbeFigures(diff=0.004, margin=0.12, missed=0.03)
+        check.verify(manifest_of_6, score)  # ProbeFigures(diff=0.004, margin=nan, missed=nan)
+        check.verify(manifest_of_7, score)  # ProbeFigures(diff=0.004, margin=0.12, missed=0.03)
     """
 
     def __init__(self) -> None:
         self._anchor: _Scored | None = None
         self._before: _Scored | None = None
 
-    def verify(
-        self, probes: Sequence[Probe], score: Score, tolerance: float, *, version: int | None = None
-    ) -> ProbeFigures:
-        """Score the probes with the weights just loaded.
+    def verify(self, manifest: Manifest, score: Score) -> ProbeFigures:
+        """Score the probes of a version with the weights just loaded, and compare the logprobs with the trainer's.
+
+        The distance of a probe is the mean absolute difference over its tokens, in nats; the worst probe counts.
+        Without probes it is 0.0. A wrong weight moves most tokens, whereas rounding moves only a few tokens, at which
+        the policy is undecided, about ten times further than the mean.
+
+        Args:
+            manifest: Manifest of the version.
+            score: Scores sequences with the loaded weights.
 
         Raises:
-            VerificationError: the logprobs are too far from the trainer's, or have not changed with them.
+            VerificationError: the distance is above the manifest's tolerance or not a number, or the logprobs have not
+                changed with the trainer's.
             StateDictError: `score` returned too few or too many logprobs.
         """
-        rows = _scored(probes, score)
-        diff = _check_distance(probes, rows, tolerance, version)
+        probes, version = manifest.probes, manifest.version
+        sequences = [probe.token_ids for probe in probes]
+        rows = score(sequences) if probes else []
+        _check_lengths(sequences, rows)
+        diff = _check_distance(probes, rows, manifest.tolerance, version)
         scored = _Scored.of(probes, rows)
         before, anchor = (each if each and each.is_of(scored) else None for each in (self._before, self._anchor))
         compared = None if before is None else _compare(scored, before, version)
@@ -223,7 +220,7 @@ class _Scored:
         return np.maximum(own, usual * np.maximum(free, np.abs(np.expm1(now.trainer)))) + RESOLUTION
 
 
-def _compare(now: _Scored, before: _Scored, version: int | None) -> tuple[float, float] | None:
+def _compare(now: _Scored, before: _Scored, version: int) -> tuple[float, float] | None:
     """The margin and the missing part of the change. None if the trainer's logprobs did not change.
 
     Raises:
@@ -236,43 +233,16 @@ def _compare(now: _Scored, before: _Scored, version: int | None) -> tuple[float,
     margin = max(SIGMAS * math.sqrt(2) * float(np.linalg.norm(before.errors(now) * change)) / size**2, LEAST_MARGIN)
     part = float(found @ change) / size**2
     if margin <= MAX_MARGIN and not abs(part - 1) <= margin:
-        weights = "the loaded weights" if version is None else f"the weights loaded as version {version}"
         raise VerificationError(
-            f"{weights} move the probes' logprobs by {part:.3f} of what they should since an earlier version; "
-            f"between {1 - margin:.3f} and {1 + margin:.3f} is rounding. Some of them were not loaded"
+            f"the weights loaded as version {version} move the probes' logprobs by {part:.3f} of what they should "
+            f"since an earlier version; between {1 - margin:.3f} and {1 + margin:.3f} is rounding. Some of them were "
+            "not loaded"
         )
     return margin, abs(part - 1)
 
 
-def verify(probes: Sequence[Probe], score: Score, tolerance: float, *, version: int | None = None) -> float:
-    """Score the probes with the weights just loaded, and return their distance from the trainer's logprobs.
-
-    The distance of a probe is the mean absolute difference over its tokens, in nats; the worst probe counts. Without
-    probes it is 0.0. A wrong weight moves most tokens, whereas rounding moves only a few tokens, at which the policy is
-    undecided, about ten times further than the mean.
-
-    Args:
-        probes: Sequences with the trainer's logprobs.
-        score: Scores sequences with the loaded weights.
-        tolerance: Largest allowed distance.
-        version: Version of the weights, for the message.
-
-    Raises:
-        VerificationError: the distance is above the tolerance, or not a number.
-        StateDictError: `score` returned too few or too many logprobs.
-    """
-    return _check_distance(probes, _scored(probes, score), tolerance, version)
-
-
-def _scored(probes: Sequence[Probe], score: Score) -> Sequence[Sequence[float]]:
-    sequences = [probe.token_ids for probe in probes]
-    scored = score(sequences) if probes else []
-    _check_lengths(sequences, scored)
-    return scored
-
-
 def _check_distance(
-    probes: Sequence[Probe], scored: Sequence[Sequence[float]], tolerance: float, version: int | None
+    probes: Sequence[Probe], scored: Sequence[Sequence[float]], tolerance: float, version: int
 ) -> float:
     if not probes:
         return 0.0
@@ -283,10 +253,9 @@ def _check_distance(
     # With a NaN the result of `max` depends on the order, and every comparison is false.
     worst = math.nan if any(map(math.isnan, means)) else max(means)
     if not worst <= tolerance:
-        weights = "the loaded weights" if version is None else f"the weights loaded as version {version}"
         raise VerificationError(
-            f"{weights} give probe logprobs that differ from the trainer's by {worst:.3g} on average; "
-            f"the tolerance is {tolerance:.3g}"
+            f"the weights loaded as version {version} give probe logprobs that differ from the trainer's by "
+            f"{worst:.3g} on average; the tolerance is {tolerance:.3g}"
         )
     return worst
 
