@@ -20,12 +20,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 from titan_rl.core.calls.plain import plain_json
-from titan_rl.core.console import Console
 from titan_rl.core.errors import RewardError
 from titan_rl.rollout.chat_env import ChatFn
-from titan_rl.rollout.rewards.reward import FailurePolicy, FunctionReward, together
+from titan_rl.rollout.rewards.reward import FailurePolicy, together
 from titan_rl.rollout.types import Message, Rollout
-from titan_rl.tasks.judging import JudgeCalls, JudgeMetrics, Verdict
+from titan_rl.tasks.judging import ModelReward, Verdict
 from titan_rl.tasks.players import Endpoint
 from titan_rl.types import FinishReason, SamplingParams, float_or_none
 
@@ -67,7 +66,7 @@ class _Chat:
         return Verdict(text, reply.num_prompt_tokens or 0, reply.num_tokens or 0)
 
 
-class Judge(FunctionReward[Any]):
+class Judge(ModelReward):
     """Reward computed by a model.
 
     Absolute grades, possibly against a reference in the prompt:
@@ -120,7 +119,16 @@ class Judge(FunctionReward[Any]):
         outage_s: float = 900.0,
         on_failure: FailurePolicy | None = None,
     ) -> None:
-        super().__init__(prompt, weight, name, timeout_s=outage_s, on_failure=on_failure or FailurePolicy(retries=1))
+        super().__init__(
+            prompt,
+            weight,
+            name,
+            cache=cache,
+            in_flight=in_flight,
+            per_minute=per_minute,
+            outage_s=outage_s,
+            on_failure=on_failure or FailurePolicy(retries=1),
+        )
         if not callable(parse):
             raise ValueError(f"parse of judge {name!r} is {parse!r}; it must be a function of the judge's text")
         self.per_rollout = not relative
@@ -131,24 +139,13 @@ class Judge(FunctionReward[Any]):
         self._prompt = prompt
         self._parse: Callable[[str], Any] = parse
         self._price = price
-        self._calls = JudgeCalls(name, cache=cache, in_flight=in_flight, per_minute=per_minute, outage_s=outage_s)
-        self._metrics = JudgeMetrics()
         self._client: HttpChatFn | None = None
 
     async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
         """See `WeightedReward.values`. The judge's own `outage_s` is the limit."""
-        self._calls.outage_s = self.timeout_s or self._calls.outage_s  # a dry run lowers the limit
         if self.per_rollout:
             return await together([self._absolute(rollout) for rollout in rollouts])
         return await self._relative(rollouts)
-
-    def take_metrics(self, rollout_id: str) -> dict[str, float]:
-        """Return the metrics of the judging of a rollout, and forget them."""
-        return self._metrics.take(rollout_id)
-
-    def show_on(self, console: Console) -> None:
-        """Show outages on a console; by default they are logged."""
-        self._calls.outage.console = console
 
     async def close(self) -> None:
         """Close the connections to the endpoint."""
@@ -157,8 +154,8 @@ class Judge(FunctionReward[Any]):
             await client.close()
 
     async def _absolute(self, rollout: Rollout) -> float:
-        verdict = await self._ask(rollout, rollout.rollout_id, self._number)
-        self._note(rollout.rollout_id, [verdict], 1)
+        verdict = await self._ask_about(rollout, rollout.rollout_id, self._number)
+        self._note_verdicts(rollout.rollout_id, [verdict], 1)
         return self._number(verdict.value)
 
     async def _relative(self, rollouts: Sequence[Rollout]) -> Sequence[float]:
@@ -171,7 +168,7 @@ class Judge(FunctionReward[Any]):
 
         verdicts = await together(
             [
-                self._ask([rollouts[i] for i in shown], f"{rollouts[0].group_id}/{number}", numbers)
+                self._ask_about([rollouts[i] for i in shown], f"{rollouts[0].group_id}/{number}", numbers)
                 for number, shown in enumerate(orders)
             ]
         )
@@ -184,10 +181,10 @@ class Judge(FunctionReward[Any]):
                     (early if 2 * index + 1 < len(shown) else late).append(value)
         bias = fmean(early) - fmean(late) if early else 0.0
         for rollout in rollouts:
-            self._note(rollout.rollout_id, verdicts, len(rollouts), position_bias=bias)
+            self._note_verdicts(rollout.rollout_id, verdicts, len(rollouts), position_bias=bias)
         return [fmean(values) for values in given]
 
-    async def _ask(self, about: Any, request_id: str, check: Callable[[str], object]) -> Verdict:
+    async def _ask_about(self, about: Any, request_id: str, check: Callable[[str], object]) -> Verdict:
         try:
             prompt = self._prompt(about)
         except Exception as error:
@@ -200,7 +197,7 @@ class Judge(FunctionReward[Any]):
                 "messages"
             )
         generate, model, sampling = self._judge()
-        return await self._calls.ask(_Chat(generate, model, messages, sampling, f"{self.name}/{request_id}"), check)
+        return await self._ask(_Chat(generate, model, messages, sampling, f"{self.name}/{request_id}"), check)
 
     def _judge(self) -> tuple[ChatFn, str, SamplingParams]:
         if not isinstance(self._model, Endpoint):
@@ -222,7 +219,7 @@ class Judge(FunctionReward[Any]):
     def _number(self, text: str) -> float:
         return _numbers([self._parse(text)], 1)[0]
 
-    def _note(self, rollout_id: str, verdicts: Sequence[Verdict], num_rollouts: int, **more: float) -> None:
+    def _note_verdicts(self, rollout_id: str, verdicts: Sequence[Verdict], num_rollouts: int, **more: float) -> None:
         """Record a rollout's share of the cost of the verdicts, which are about `num_rollouts` rollouts."""
         fresh = [verdict for verdict in verdicts if not verdict.is_cached]
         prompt, completion = (
@@ -237,7 +234,7 @@ class Judge(FunctionReward[Any]):
         }
         if self._price is not None:
             noted["cost"] = (prompt * self._price[0] + completion * self._price[1]) / 1e6
-        self._metrics.note(rollout_id, {f"{self.name}_{key}": value for key, value in noted.items()})
+        self._note(rollout_id, noted)
 
 
 def _check_price(price: Any, name: str) -> None:

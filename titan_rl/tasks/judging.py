@@ -1,4 +1,4 @@
-"""Calls of a judge model: rate-limited, deduplicated, retried with backoff, and cached.
+"""Base of rewards that a model computes, whose calls are rate-limited, deduplicated, retried with backoff, and cached.
 
     question -> cache on disk -> same question in flight -> limit in flight -> rate -> model, with retries -> cache
 
@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,8 +21,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from cachetools import FIFOCache
+
 from titan_rl.core.calls.retries import Backoff, Outage
+from titan_rl.core.console import Console
 from titan_rl.core.errors import GenerationError, RequestError, RewardError
+from titan_rl.rollout.rewards.reward import FailurePolicy, FunctionReward
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +34,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 MOST_IN_MEMORY = 16_384
 """Largest number of verdicts in memory. The oldest are forgotten, so that memory does not grow with the run."""
+
+MOST_JUDGED = 4096
+"""Largest number of rollouts whose metrics are kept for the rubric, which takes none of dropped groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,7 @@ class VerdictCache:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._known: dict[str, Verdict] = {}
+        self._known: FIFOCache[str, Verdict] = FIFOCache(MOST_IN_MEMORY)
 
     @staticmethod
     def key_of(content: Mapping[str, Any]) -> str:
@@ -95,7 +103,7 @@ class VerdictCache:
     def put(self, key: str, verdict: Verdict) -> None:
         """Keep a verdict. A verdict that cannot be written is kept in memory."""
         if self._folder is None:
-            self._remember(key, verdict)
+            self._known[key] = verdict
             return
         path = self._path(key)
         try:
@@ -106,82 +114,74 @@ class VerdictCache:
             os.replace(name, path)
         except (OSError, TypeError) as error:
             logger.warning("the verdict %s cannot be kept on the disk: %s", path, error)
-            self._remember(key, verdict)
-
-    def _remember(self, key: str, verdict: Verdict) -> None:
-        self._known[key] = verdict
-        if len(self._known) > MOST_IN_MEMORY:
-            del self._known[next(iter(self._known))]
+            self._known[key] = verdict
 
     def _path(self, key: str) -> Path:
         assert self._folder is not None
         return self._folder / key[:2] / f"{key}.json"
 
 
-MOST_NOTED = 4096
-
-
-class JudgeMetrics:
-    """Metrics of judged rollouts until their rubric takes them. Metrics of dropped groups are forgotten after a
-    while."""
-
-    def __init__(self) -> None:
-        self._by_rollout: dict[str, dict[str, float]] = {}
-
-    def note(self, rollout_id: str, metrics: Mapping[str, float]) -> None:
-        self._by_rollout[rollout_id] = dict(metrics)
-        if len(self._by_rollout) > MOST_NOTED:
-            del self._by_rollout[next(iter(self._by_rollout))]
-
-    def take(self, rollout_id: str) -> dict[str, float]:
-        return self._by_rollout.pop(rollout_id, {})
-
-
-class JudgeCalls:
-    """Calls of one model.
+class ModelReward(FunctionReward[Any]):
+    """Reward that a model computes.
 
     Args:
-        name: Name of the judge in messages.
+        fn: User's function from a rollout, or from a group, to the question.
+        weight, name, on_failure: See `Reward`.
         cache: Folder of the verdicts; None keeps them in memory.
         in_flight: Largest number of concurrent calls.
         per_minute: Largest number of calls per minute, which are spaced evenly; None sets no limit.
         outage_s: Seconds for which the model may fail before a call fails.
 
     Raises:
-        ValueError: a limit is not positive.
+        ValueError: an argument is invalid.
     """
 
     def __init__(
         self,
+        fn: Callable[..., Any],
+        weight: float,
         name: str,
         *,
-        cache: str | Path | None = None,
-        in_flight: int = 32,
-        per_minute: float | None = None,
-        outage_s: float = 900.0,
+        cache: str | Path | None,
+        in_flight: int,
+        per_minute: float | None,
+        outage_s: float,
+        on_failure: FailurePolicy,
     ) -> None:
-        for field, value in (("in_flight", in_flight), ("per_minute", per_minute), ("outage_s", outage_s)):
+        super().__init__(fn, weight, name, timeout_s=outage_s, on_failure=on_failure)
+        for field, value in (("in_flight", in_flight), ("per_minute", per_minute)):
             if value is not None and not value > 0:
                 raise ValueError(f"{field} of judge {name!r} is {value!r}; it must be positive")
         if in_flight != int(in_flight):
             raise ValueError(f"in_flight of judge {name!r} is {in_flight!r}; it must be an integer")
-        self.name = name
         self._cache = VerdictCache(None if cache is None else Path(cache))
         self._in_flight = in_flight
         self._spacing_s = 60 / per_minute if per_minute else 0.0
-        self.outage_s = outage_s
-        self.outage = Outage(f"judge {name!r}")
+        self._outage = Outage(f"judge {name!r}")
         self._next_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(in_flight)
         self._running: dict[str, asyncio.Task[Verdict]] = {}
+        self._metrics: FIFOCache[str, dict[str, float]] = FIFOCache(MOST_JUDGED)  # by rollout id
 
-    async def ask(self, question: JudgeQuestion, check: Callable[[Any], object]) -> Verdict:
+    def take_metrics(self, rollout_id: str) -> dict[str, float]:
+        """Return the metrics of the judging of a rollout, and forget them."""
+        return self._metrics.pop(rollout_id, {})
+
+    def show_on(self, console: Console) -> None:
+        """Show outages on a console; by default they are logged."""
+        self._outage.console = console
+
+    def _note(self, rollout_id: str, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics of the judging of a rollout."""
+        self._metrics[rollout_id] = {f"{self.name}_{key}": value for key, value in metrics.items()}
+
+    async def _ask(self, question: JudgeQuestion, check: Callable[[Any], object]) -> Verdict:
         """Answer a question. `check` is called with each answer before it is cached. If it does not accept a cached
         answer, for example because a judge's `parse` has changed, the question is asked again.
 
         Raises:
-            RewardError: the model refuses the question, has failed for `outage_s`, or `check` raised.
+            RewardError: the model refuses the question, has failed for `timeout_s`, or `check` raised.
         """
         self._begin()
         key = self._cache.key_of(question.content)
@@ -233,7 +233,8 @@ class JudgeCalls:
         return verdict
 
     async def _until_answered(self, ask: Callable[[], Awaitable[Verdict]]) -> Verdict:
-        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, limit_s=self.outage_s)
+        outage_s = self.timeout_s or math.inf
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, limit_s=outage_s)
         cause = "it did not answer, or demanded longer waits"
         while True:
             await self._turn()
@@ -245,10 +246,10 @@ class JudgeCalls:
             except (GenerationError, TimeoutError) as error:
                 cause = str(error) or cause  # a TimeoutError has no text
                 if backoff.is_over:
-                    raise RewardError(f"judge {self.name!r} has failed for {self.outage_s:g} s: {cause}") from error
-                self.outage.failed(cause, self.outage_s)
+                    raise RewardError(f"judge {self.name!r} has failed for {outage_s:g} s: {cause}") from error
+                self._outage.failed(cause, outage_s)
             else:
-                self.outage.answered()
+                self._outage.answered()
                 return verdict
             await backoff.pause()
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.core.console import Console
 from titan_rl.core.errors import GenerationError, RequestError
-from titan_rl.rollout.rewards.reward import FailurePolicy, FunctionReward, together
+from titan_rl.rollout.rewards.reward import FailurePolicy, together
 from titan_rl.rollout.types import Rollout
-from titan_rl.tasks.judging import JudgeCalls, JudgeMetrics, Verdict
+from titan_rl.tasks.judging import ModelReward, Verdict
 from titan_rl.types import float_or_none
 
 if TYPE_CHECKING:
@@ -219,7 +218,7 @@ class _Text:
         return Verdict(await self.batches.score(self.text))
 
 
-class RewardModel(FunctionReward[Any]):
+class RewardModel(ModelReward):
     """Reward that a sequence classifier gives to each rollout. Texts that are judged at the same time share a request.
 
     Example:
@@ -250,28 +249,26 @@ class RewardModel(FunctionReward[Any]):
         outage_s: float = 900.0,
         on_failure: FailurePolicy | None = None,
     ) -> None:
-        super().__init__(text, weight, name, timeout_s=outage_s, on_failure=on_failure or FailurePolicy(retries=0))
         if batch < 1:
             raise ValueError(f"batch of reward model {name!r} is {batch}; it must be at least 1")
+        super().__init__(
+            text,
+            weight,
+            name,
+            cache=cache,
+            in_flight=16 * batch,
+            per_minute=per_minute,
+            outage_s=outage_s,
+            on_failure=on_failure or FailurePolicy(retries=0),
+        )
         self._text = text
         self._score = score
         self._model = getattr(score, "name", getattr(score, "__qualname__", type(score).__name__))
         self._batches = Batches(score, batch)
-        self._calls = JudgeCalls(name, cache=cache, in_flight=16 * batch, per_minute=per_minute, outage_s=outage_s)
-        self._metrics = JudgeMetrics()
 
     async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
         """See `WeightedReward.values`. The model's own `outage_s` is the limit."""
-        self._calls.outage_s = self.timeout_s or self._calls.outage_s  # a dry run lowers the limit
         return await together([self._value(rollout) for rollout in rollouts])
-
-    def take_metrics(self, rollout_id: str) -> dict[str, float]:
-        """Return the metrics of the judging of a rollout, and forget them."""
-        return self._metrics.take(rollout_id)
-
-    def show_on(self, console: Console) -> None:
-        """Show outages on a console; by default they are logged."""
-        self._calls.outage.console = console
 
     async def close(self) -> None:
         """Close the connections of the classifier."""
@@ -279,7 +276,6 @@ class RewardModel(FunctionReward[Any]):
             await close()
 
     async def _value(self, rollout: Rollout) -> float:
-        verdict = await self._calls.ask(_Text(self._batches, self._model, self._text(rollout)), _finite)
-        noted = {f"{self.name}_seconds": verdict.seconds, f"{self.name}_cached": float(verdict.is_cached)}
-        self._metrics.note(rollout.rollout_id, noted)
+        verdict = await self._ask(_Text(self._batches, self._model, self._text(rollout)), _finite)
+        self._note(rollout.rollout_id, {"seconds": verdict.seconds, "cached": float(verdict.is_cached)})
         return float(verdict.value)
