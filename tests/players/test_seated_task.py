@@ -30,8 +30,8 @@ from titan_rl.core.errors import GenerationError
 from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import Matched
 from titan_rl.tasks.league import LeagueSeat
-from titan_rl.tasks.opponents import PersistentGenerate
 from titan_rl.tasks.players import Endpoint, FrozenPolicy
+from titan_rl.tasks.served import PersistentGenerate
 
 
 class Silence:

@@ -131,14 +131,10 @@ async def _open(
     if name.startswith(("http://", "https://")):
         served, model = server_of(name)
     else:
-        from titan_rl.tasks.agents.program import agent_processes
-
         log, model = folder / "logs" / f"teacher-{Path(name).name}-{os.getpid()}.log", None
         console.message(f"the teacher {name} is being served; log: {log}")
-        processes = await resources.enter_async_context(agent_processes())
         starting = serving(
             name,
-            processes,
             log,
             max_context=config.model.max_context,
             settings={"generation.num_generators": "1"},

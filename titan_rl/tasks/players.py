@@ -35,7 +35,7 @@ from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import Matched, Message, sample_alone
 from titan_rl.tasks.league import LeagueSeat
-from titan_rl.tasks.opponents import Opponents, open_opponents
+from titan_rl.tasks.served import Opponents, open_opponents, serving
 
 if TYPE_CHECKING:  # imported where it is used, because the import is slow and few seats need it
     import httpx
@@ -248,15 +248,11 @@ async def _open(seat: str, setting: PlayerSetting, run: RunContext, stack: Async
     if isinstance(setting, LeagueSeat):
         raise ConfigError(f"seat {seat!r} is played by versions of the run, which only a SeatedTask opens")
     from titan_rl.serving.client import HttpGenerateFn
-    from titan_rl.tasks.agents.program import agent_processes
-    from titan_rl.tasks.served import serving
 
     log = run.folder / "logs" / f"player-{seat}-{socket.gethostname()}-{os.getpid()}.log"
     run.tell(f"seat {seat!r} is played by {setting.policy}, which is being served; log: {log}")
-    processes = await stack.enter_async_context(agent_processes())
     starting = serving(
         setting.policy,
-        processes,
         log,
         max_context=run.max_context,
         settings=setting.settings,

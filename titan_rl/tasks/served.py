@@ -1,4 +1,5 @@
-"""A checkpoint or model served beside a run, by a process of `titan-rl serve` that is restarted if it dies."""
+"""Policies served beside a run, by processes of `titan-rl serve` that are restarted if they die: a checkpoint or model,
+and the frozen versions of a run, which share one server that holds the weights of one version at a time."""
 
 from __future__ import annotations
 
@@ -8,16 +9,21 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.errors import GenerationError
+from titan_rl.rollout.environment.types import TokenPlayer
+from titan_rl.rollout.task import RunContext
+from titan_rl.tasks.league import LeagueSeat, version_name
+from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 if TYPE_CHECKING:
     from titan_rl.tasks.agents.program import AgentProcesses
@@ -67,7 +73,7 @@ class PolicyServer:
         while True:
             try:
                 await self._run()
-                error = GenerationError(f"the server of {self._folder} ended: {self._printed()[-500:]} ({self._log})")
+                error = self._failure("ended")
             except (GenerationError, OSError) as failed:
                 error = failed
             if not self.served.done():
@@ -104,16 +110,14 @@ class PolicyServer:
             async with asyncio.timeout(self._start_s):
                 while (found := _URL.search(self._printed())) is None:
                     if process.poll() is not None:
-                        raise GenerationError(
-                            f"the server of {self._folder} ended: {self._printed()[-500:]} ({self._log})"
-                        )
+                        raise self._failure("ended")
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
-            raise GenerationError(
-                f"the server of {self._folder} did not answer within start_s = {self._start_s:g} s: "
-                f"{self._printed()[-500:]} ({self._log})"
-            ) from None
+            raise self._failure(f"did not answer within start_s = {self._start_s:g} s") from None
         return found[1], found[2]
+
+    def _failure(self, problem: str) -> GenerationError:
+        return GenerationError(f"the server of {self._folder} {problem}: {self._printed()[-500:]} ({self._log})")
 
     def _printed(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")
@@ -122,7 +126,6 @@ class PolicyServer:
 @asynccontextmanager
 async def serving(
     folder: str,
-    processes: AgentProcesses,
     log: Path,
     *,
     max_context: int,
@@ -134,7 +137,6 @@ async def serving(
 
     Args:
         folder: Folder of a run, a checkpoint, an export or a model.
-        processes: Runs and kills the server's process.
         log: File for the server's output.
         max_context: Largest number of tokens of prompt and completion together.
         settings: Further settings of the server.
@@ -145,15 +147,113 @@ async def serving(
         GenerationError: the server ended while it started, or did not listen in time. The message has the end of its
             output.
     """
+    from titan_rl.tasks.agents.program import agent_processes  # here, because only servers and agents need it
+
     log.parent.mkdir(parents=True, exist_ok=True)
     options = {"server.request_s": f"{timeout_s}", "model.max_context": str(max_context), **settings}
-    server = PolicyServer(folder, processes, log, options, start_s)
-    keeping = asyncio.ensure_future(server.keep())
-    try:
-        await asyncio.wait((keeping, server.served), return_when=asyncio.FIRST_COMPLETED)
-        if not server.served.done():
-            keeping.result()  # raises the error
-        yield await server.served
-    finally:
-        keeping.cancel()
-        await asyncio.wait((keeping,))
+    async with agent_processes() as processes:
+        server = PolicyServer(folder, processes, log, options, start_s)
+        keeping = asyncio.ensure_future(server.keep())
+        try:
+            await asyncio.wait((keeping, server.served), return_when=asyncio.FIRST_COMPLETED)
+            if not server.served.done():
+                keeping.result()  # raises the error
+            yield await server.served
+        finally:
+            keeping.cancel()
+            await asyncio.wait((keeping,))
+
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 10.0  # pauses before a request is repeated
+
+
+class PersistentGenerate:
+    """`GenerateFn` that repeats a request while a server fails, for instance until it is restarted. The caller limits
+    the time. A request that the server refuses fails at once.
+
+    Raises:
+        RequestError: the server refuses the request.
+    """
+
+    def __init__(self, generate: GenerateFn, name: str) -> None:
+        self._generate = generate
+        self._name = name
+
+    async def __call__(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+        while True:
+            try:
+                return await self._generate(
+                    prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
+                )
+            except GenerationError as error:
+                logger.warning("%s: %s; it is asked again in %g s", self._name, error, backoff.next_s)
+            await backoff.pause()
+
+
+class Opponents:
+    """Players by version, which share one server. Made by `open_opponents`.
+
+    Args:
+        served: Server of the versions.
+        settings: Settings of the league.
+        resources: Closes the connections of the players.
+    """
+
+    def __init__(self, served: Served, settings: LeagueSeat, resources: AsyncExitStack) -> None:
+        self._served = served
+        self._settings = settings
+        self._resources = resources
+        self._players: dict[int, TokenPlayer] = {}
+
+    def player(self, version: int) -> TokenPlayer:
+        """Player of a version. The version's folder must exist when the player is asked."""
+        if version not in self._players:
+            from titan_rl.serving.client import HttpGenerateFn
+
+            name, settings = version_name(version), self._settings
+            model = name if version else None  # version 0 is the model with which the server was started
+            generate = HttpGenerateFn(
+                self._served.url, model=model, api_key=self._served.api_key, timeout_s=settings.timeout_s
+            )
+            self._resources.push_async_callback(generate.close)
+            player = TokenPlayer(
+                PersistentGenerate(generate, name), temperature=settings.temperature, timeout_s=settings.timeout_s
+            )
+            self._players[version] = player
+        return self._players[version]
+
+
+@asynccontextmanager
+async def open_opponents(settings: LeagueSeat, run: RunContext, versions: Path) -> AsyncGenerator[Opponents]:
+    """Context in which the frozen versions of a run are served. If the server dies it is restarted, and requests wait
+    until then.
+
+    Args:
+        settings: Settings of the league.
+        run: The run.
+        versions: Folder with a Hugging Face folder for each version.
+
+    Raises:
+        GenerationError: the server cannot be started.
+    """
+    versions.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240  it returns at once
+    log = run.folder / "logs" / f"league-{socket.gethostname()}-{os.getpid()}.log"
+    run.tell(f"versions of this run play, and are being served; log: {log}")
+    starting = serving(
+        run.model,
+        log,
+        max_context=run.max_context,
+        settings={"generation.num_generators": "1", "server.versions": str(versions), **settings.settings},
+        start_s=settings.start_s,
+        timeout_s=settings.timeout_s,
+    )
+    async with AsyncExitStack() as resources:
+        yield Opponents(await resources.enter_async_context(starting), settings, resources)
