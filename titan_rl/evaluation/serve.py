@@ -1,7 +1,7 @@
 """Server of a policy, from checked settings to its end:
 
 run_server     checks the installed packages, creates a folder for logs, and sets up signals, guard and environment
-_serve         loads the policy, starts generators behind a router, and answers clients until a signal arrives
+PolicyService   loads the policy, starts generators behind a router, and answers clients until a signal arrives
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_rl.config.build import make_renderer
 from titan_rl.config.concurrency import max_running_of
 from titan_rl.config.hosts import check_own_machine
-from titan_rl.config.sections import GenerationConfig
 from titan_rl.config.serve import ServeConfig, ServerConfig
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import ModelError
 from titan_rl.evaluation.policies.adapters import ReadAdapter, ServedAdapters, read_adapters
 from titan_rl.evaluation.policies.following import CheckpointPublisher, RunFollower
-from titan_rl.evaluation.policies.opened import Generators, architecture_of
+from titan_rl.evaluation.policies.opened import MAX_RUNNING, Generators, architecture_of
 from titan_rl.evaluation.policies.source import PolicySource, export, with_copies
 from titan_rl.evaluation.policies.switch import VersionSwitch
 from titan_rl.generation.registry import find_engine
+from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.run.hosts import open_hosts
@@ -42,7 +44,11 @@ from titan_rl.serving.access import Keys
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.server import listener_of, seen_from_elsewhere, serve
-from titan_rl.weights.types import PublishedWeights
+from titan_rl.training.settings import ModelConfig
+from titan_rl.weights.types import PublishedWeights, StateDictTransport
+
+if TYPE_CHECKING:
+    from titan_rl.cluster.generator_processes import GeneratorProcesses
 
 API_KEY, ADMIN_KEY = "TITAN_RL_API_KEY", "TITAN_RL_ADMIN_KEY"
 
@@ -60,9 +66,6 @@ def take_keys(server: ServerConfig) -> Keys:
     listener_of(server.host, server.port, keys).close()
     return keys
 
-
-MAX_RUNNING = 64
-"""Most requests that one engine runs at a time, if its KV cache holds so many and no setting says otherwise."""
 
 STOPPING = "stopping: requests under way end with a 503; once more ends it at once"
 ENDED = "ended at once"
@@ -96,8 +99,9 @@ def run_server(
         logging_to(files.logs / "server.log"),
         process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ENDED) as signals,
     ):
+        service = PolicyService(config, source, adapters or {}, keys, files, verbosity)
         try:
-            run_to_its_end(_serve_on_hosts(config, source, adapters or {}, keys, files, signals, verbosity))
+            run_to_its_end(service.run(signals))
         except Exception as error:
             error.add_note(f"its logs are in {files.logs}")
             raise
@@ -113,102 +117,64 @@ def _files() -> Generator[SessionFiles]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _serve_on_hosts(
-    config: ServeConfig,
-    source: PolicySource,
-    adapters: Mapping[str, PolicySource],
-    keys: Keys,
-    files: SessionFiles,
-    signals: StopSignals,
-    verbosity: Verbosity,
-) -> None:
-    opening = open_hosts(config, files.logs, "titan_rl.cluster.generator_processes", verbosity=verbosity)
-    with signals.ending_in_order():
-        async with opening as started:
-            await _serve(started.config, source, adapters, keys, files, verbosity)
+@dataclass
+class PolicyService:
+    """Server of one policy: its weights, generators behind a router, and the HTTP server. See `run_server`."""
 
+    config: ServeConfig
+    source: PolicySource
+    adapters: Mapping[str, PolicySource]
+    keys: Keys
+    files: SessionFiles
+    verbosity: Verbosity
+    _console: StderrConsole = field(default_factory=StderrConsole)
+    _published: PublishedWeights = field(default_factory=PublishedWeights)
+    _resources: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
-async def _serve(
-    config: ServeConfig,
-    source: PolicySource,
-    adapters: Mapping[str, PolicySource],
-    keys: Keys,
-    files: SessionFiles,
-    verbosity: Verbosity,
-) -> None:
-    from titan_rl.cluster.adapter_routers import AdapterRouters
-    from titan_rl.cluster.generator_processes import open_transport, start_generators
-    from titan_rl.cluster.processes.garbage import settled_heap
-
-    model, server, console = config.model, config.server, StderrConsole()
-    if source.checkpoint is not None:
-        console.message(f"reading {source.name}")
-        model = await export(
-            model, source.checkpoint, Path(tempfile.gettempdir()) / "policy", files.logs / "export.log"
+    async def run(self, signals: StopSignals) -> None:
+        """Serve until a signal arrives, or no generator is left."""
+        opening = open_hosts(
+            self.config, self.files.logs, "titan_rl.cluster.generator_processes", verbosity=self.verbosity
         )
-        config = config.model_copy(update={"hosts": with_copies(config.hosts)})
-    if adapters:
-        console.message(f"reading the adapter{'s' * (len(adapters) > 1)} {', '.join(adapters)}")
-    read = await read_adapters(adapters, model, Path(tempfile.gettempdir()), files.logs / "export.log")
-    renderer = _renderer(config)
-    published = PublishedWeights()
-    max_running = max_running_of(model, config.generation, MAX_RUNNING)
-    num_generators = config.generation.num_generators
-    if verbosity is not Verbosity.QUIET:
-        console.message(f"starting {num_generators} generator{'' if num_generators == 1 else 's'}; logs: {files.logs}")
-    starting = start_generators(
-        config.model_copy(update={"model": model, "generation": streaming(config.generation)}),
-        version=source.version,
-        max_running=max_running,
-        files=files,
-        console=console,
-        published=published,
-        adapters={name: adapter.spec for name, adapter in read.items()},
-    )
-    async with contextlib.AsyncExitStack() as opened:
-        with status("starting to serve", verbosity):
-            processes = await opened.enter_async_context(starting)
-        routers, served = None, None
-        if read:
-            routers = AdapterRouters(processes, ["", *read])
-            served = ServedAdapters(read, routers)
-            transports = {name: opened.enter_context(open_transport(config.hosts, files.run_id, name)) for name in read}
-            await served.load(transports, model)
+        with signals.ending_in_order():
+            async with opening as started, self._resources:
+                self.config = started.config
+                await self._serve()
+
+    async def _serve(self) -> None:
+        from titan_rl.cluster.adapter_routers import AdapterRouters
+        from titan_rl.cluster.processes.garbage import settled_heap
+
+        server = self.config.server
+        model = await self._read_policy()
+        adapters = await self._read_adapters(model)
+        renderer = self._make_renderer()
+        processes = await self._start_generators(model, adapters)
+        routers = AdapterRouters(processes, ["", *adapters]) if adapters else None
         router = processes.make_router() if routers is None else routers.by_adapter[""]
-        processes.router = routers or router
-        follower = None
-        if source.run is not None and server.follow_s is not None:
-            transport = opened.enter_context(open_transport(config.hosts, files.run_id))
-            publisher = CheckpointPublisher(config.model, transport, published, files.logs / "export.log")
-            follower = RunFollower(
-                source.run,
-                str(source.toml and source.toml.parent),
-                publisher,
-                router,
-                version=source.version,
-                every_s=server.follow_s,
-                console=console,
-            )
-        switch = None
-        if server.versions is not None:
-            transport = opened.enter_context(open_transport(config.hosts, files.run_id))
-            generators = Generators(router, architecture_of(model), transport, published, source.version)
-            switch = VersionSwitch(router.stream, generators, model, Path(server.versions))
-        base = switch and switch.stream_of(None)
+        versions: ServedAdapters | VersionSwitch | None = None
+        if routers is not None:
+            versions = ServedAdapters(adapters, routers)
+            await versions.load({name: self._open_transport(name) for name in adapters}, model)
+        elif server.versions is not None:
+            transport, architecture = self._open_transport(), architecture_of(model)
+            generators = Generators(router, architecture, transport, self._published, self.source.version)
+            versions = VersionSwitch(router.stream, generators, model, Path(server.versions))
+        follower = self._make_follower(router)
         app = make_app(
-            base or router.stream,
+            (versions and versions.stream_of(None)) or router.stream,
             model=server.model,
             max_context=model.max_context,
             tokenizer=load_tokenizer(model.path),
             renderer=renderer,
-            keys=keys,
+            keys=self.keys,
             limits=ServerLimits(num_places=server.num_places, request_s=server.request_s),
             wait_until_resumed=router.wait_resumed,
             control=router if routers is None else None,  # a pause would affect all adapters
             trouble=(routers or router).trouble,
-            version=lambda: source.version if follower is None else follower.version,
+            version=lambda: self.source.version if follower is None else follower.version,
             any_model=server.any_model,
-            versions=served or switch,
+            versions=versions,
         )
         with settled_heap():
             async with asyncio.TaskGroup() as tasks:
@@ -216,36 +182,82 @@ async def _serve(
                 if follower is not None:
                     tasks.create_task(follower.follow(), name="follow")
                 async with serve(app, host=server.host, port=server.port) as url:
-                    with contextlib.suppress(OSError, OutputError):
-                        shown = seen_from_elsewhere(url)
-                        name = f"{source.name}{_with_adapters(read)}"
-                        print_result(
-                            greeting(name, shown, server.model, chat=renderer is not None, keyed=keys.required)
-                        )
+                    self._greet(url, adapters, chat=renderer is not None)
                     await asyncio.Event().wait()  # until a signal arrives, or no generator is left
 
+    async def _read_policy(self) -> ModelConfig:
+        """Export the policy if its weights are in a checkpoint, and return the settings of its model."""
+        if self.source.checkpoint is None:
+            return self.config.model
+        self._console.message(f"reading {self.source.name}")
+        self.config = self.config.model_copy(update={"hosts": with_copies(self.config.hosts)})
+        folder = Path(tempfile.gettempdir()) / "policy"
+        return await export(self.config.model, self.source.checkpoint, folder, self.files.logs / "export.log")
 
-def streaming(generation: GenerationConfig) -> GenerationConfig:
-    """Copy settings of generators so that each token is streamed as it is sampled, unless the settings say
-    otherwise."""
-    return generation.model_copy(update={"stream_interval": generation.stream_interval or 1})
+    async def _read_adapters(self, model: ModelConfig) -> dict[str, ReadAdapter]:
+        if self.adapters:
+            self._console.message(f"reading the adapter{'s' * (len(self.adapters) > 1)} {', '.join(self.adapters)}")
+        return await read_adapters(self.adapters, model, Path(tempfile.gettempdir()), self.files.logs / "export.log")
 
+    def _make_renderer(self) -> Renderer | None:
+        """Create the renderer of the model; None if the model has no usable chat template and no other renderer is
+        set."""
+        try:
+            return make_renderer(self.config.model)
+        except ModelError as error:
+            if self.config.model.renderer not in ("auto", "chat_template"):
+                raise
+            self._console.warning(
+                f"warning: there is no chat, only completions: {reason(error)}; or set model.renderer"
+            )
+            return None
 
-def _renderer(config: ServeConfig) -> Renderer | None:
-    """Create the renderer of the model; None if the model has no usable chat template and no other renderer is set."""
-    try:
-        return make_renderer(config.model)
-    except ModelError as error:
-        if config.model.renderer not in ("auto", "chat_template"):
-            raise
-        StderrConsole().warning(f"warning: there is no chat, only completions: {reason(error)}; or set model.renderer")
-        return None
+    async def _start_generators(self, model: ModelConfig, adapters: Mapping[str, ReadAdapter]) -> GeneratorProcesses:
+        from titan_rl.cluster.generator_processes import start_generators
 
+        generation = self.config.generation
+        count = generation.num_generators
+        if self.verbosity is not Verbosity.QUIET:
+            plural = "" if count == 1 else "s"
+            self._console.message(f"starting {count} generator{plural}; logs: {self.files.logs}")
+        streaming = generation.model_copy(update={"stream_interval": generation.stream_interval or 1})
+        starting = start_generators(
+            self.config.model_copy(update={"model": model, "generation": streaming}),
+            version=self.source.version,
+            max_running=max_running_of(model, generation, MAX_RUNNING),
+            files=self.files,
+            console=self._console,
+            published=self._published,
+            adapters={name: adapter.spec for name, adapter in adapters.items()},
+        )
+        with status("starting to serve", self.verbosity):
+            return await self._resources.enter_async_context(starting)
 
-def _with_adapters(adapters: Mapping[str, ReadAdapter]) -> str:
-    """Describe adapters: ", and the adapters sort (version 80), sum (version 40)"; "" without adapters."""
-    named = ", ".join(f"{name} (version {adapter.version})" for name, adapter in adapters.items())
-    return f", and the adapter{'s' * (len(adapters) > 1)} {named}" if named else ""
+    def _make_follower(self, router: GeneratorRouter) -> RunFollower | None:
+        """Create the follower of the policy's run, if newer versions are to be served."""
+        source, every_s = self.source, self.config.server.follow_s
+        if source.run is None or every_s is None:
+            return None
+        transport = self._open_transport()
+        publisher = CheckpointPublisher(self.config.model, transport, self._published, self.files.logs / "export.log")
+        name = str(source.toml and source.toml.parent)
+        return RunFollower(
+            source.run, name, publisher, router, version=source.version, every_s=every_s, console=self._console
+        )
+
+    def _open_transport(self, adapter: str = "") -> StateDictTransport:
+        from titan_rl.cluster.generator_processes import open_transport
+
+        return self._resources.enter_context(open_transport(self.config.hosts, self.files.run_id, adapter))
+
+    def _greet(self, url: str, adapters: Mapping[str, ReadAdapter], *, chat: bool) -> None:
+        name = self.source.name
+        if adapters:
+            named = ", ".join(f"{each} (version {adapter.version})" for each, adapter in adapters.items())
+            name += f", and the adapter{'s' * (len(adapters) > 1)} {named}"
+        text = greeting(name, seen_from_elsewhere(url), self.config.server.model, chat=chat, keyed=self.keys.required)
+        with contextlib.suppress(OSError, OutputError):
+            print_result(text)
 
 
 def greeting(name: str, url: str, model: str, *, chat: bool, keyed: bool) -> str:
