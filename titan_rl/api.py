@@ -23,13 +23,7 @@ from titan_rl.config.load import ConfigLike, TaskLike, given_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.evaluate import EvaluationRun, folder_name
-from titan_rl.evaluation.policies.opened import (
-    OpenedPolicy,
-    needs_engine,
-    open_policy,
-    require_engine,
-    speaks_no_tokens,
-)
+from titan_rl.evaluation.policies.opened import OpenedPolicy, open_policy, speaks_no_tokens
 from titan_rl.evaluation.results import Evaluation
 from titan_rl.generation.function_replica import FunctionReplica, within_vocabulary
 from titan_rl.generation.router.replica import Replica
@@ -37,7 +31,6 @@ from titan_rl.generation.router.strategies import Strategy
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.run.machine.environment import run_environment
 from titan_rl.run.machine.signals import run_to_its_end
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.summary import RunSummary, show_summary
@@ -205,9 +198,6 @@ async def evaluate_async(
         opened = _of_function(policy, made, renderer)
         return await _evaluate(made, settings, opened, None if out is None else Path(out))
     async with contextlib.AsyncExitStack() as resources:
-        if needs_engine([str(policy)]):
-            require_engine(made)
-            resources.enter_context(run_environment(made.pythonpath))
         logs = Path(out) / "logs" if out else Path(resources.enter_context(tempfile.TemporaryDirectory())) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         files = SessionFiles(f"eval-{time.time_ns():x}", logs.absolute())

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out = Path(arguments.out or Path(config.run_dir) / "evaluations" / f"{stamp}-{run_name(config)}")
     # Imported after the settings have been checked, because this imports everything that the processes need.
-    from titan_rl.evaluation.command import run_evaluations
+    from titan_rl.evaluation.evaluate import run_evaluations
 
     evaluations: list[Evaluation] = []
     ratings: list[Ratings] = []

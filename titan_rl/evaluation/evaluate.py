@@ -1,4 +1,9 @@
-"""Evaluation of one policy, from the prompts to the results, and the folder in which it is kept."""
+"""Evaluation of policies, as `titan-rl eval` does it:
+
+EvaluationRun     evaluates one policy, from the prompts to the results, and keeps the evaluation in a folder
+run_evaluations   checks the requirements of the policies, sets up signals, guard and environment for engines, and
+                  opens, evaluates and closes one policy after the other
+"""
 
 from __future__ import annotations
 
@@ -15,17 +20,24 @@ from typing import Any
 import msgspec
 
 from titan_rl.config.evaluation import EvalConfig
+from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.errors import ConfigError
-from titan_rl.evaluation.policies.opened import OpenedPolicy
-from titan_rl.evaluation.results import Evaluation, task_result
-from titan_rl.evaluation.suites import Suite, finished_lines, open_suites, play_suites
+from titan_rl.evaluation.elo import Ratings
+from titan_rl.evaluation.matches import play_matches
+from titan_rl.evaluation.policies.opened import OpenedPolicies, OpenedPolicy, is_url, require_engine
+from titan_rl.evaluation.policies.source import find_policy
+from titan_rl.evaluation.results import Evaluation, task_result, write_json
+from titan_rl.evaluation.suites import Suite, chosen_suites, finished_lines, open_suites, play_suites
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import read_jsonl
 from titan_rl.run.json_lines import JsonLines, cut_records
-from titan_rl.run.machine.signals import first_cause
+from titan_rl.run.machine.environment import file_modes, logging_to
+from titan_rl.run.machine.signals import StopSignals, first_cause, run_to_its_end
 from titan_rl.run.observability.progress import Progress
+from titan_rl.run.session import SessionFiles, process_session
+from titan_rl.types import GenerateFn
 
 
 def folder_name(policy: str, taken: set[str]) -> str:
@@ -245,3 +257,112 @@ class EvaluationRun:
 def _sampled(count: int, lines: Sequence[Mapping[str, Any]], seconds: float) -> SampledShown:
     rewards = [line["reward"] for line in lines if line["reward"] is not None]
     return SampledShown(count, seconds, fmean(rewards) if rewards else math.nan)
+
+
+STOPPING = "stopping: what is done so far is shown; once more ends it at once"
+
+
+def run_evaluations(
+    config: RunConfig,
+    settings: EvalConfig,
+    policies: Sequence[str],
+    out: Path,
+    evaluations: list[Evaluation],
+    ratings: list[Ratings],
+    progress: Progress,
+) -> int:
+    """Evaluate one policy after the other.
+
+    Args:
+        policies: Folders and URLs of the policies.
+        out: Folder in which a folder for each policy is created.
+        progress: Progress display.
+        evaluations: List to which the results are appended, including those so far of a policy whose evaluation is
+            stopped or fails.
+        ratings: List to which Elo ratings are appended, for each task in whose games the policies have played each
+            other.
+
+    Returns:
+        The exit code: 0, or 128 + the number of the signal that ended the command in order.
+
+    Raises:
+        TitanRLError: The error that ended the command, or kept it from starting.
+    """
+    chosen_suites(config, settings)
+    if weights := [given for given in policies if not is_url(given)]:
+        require_engine(config)
+        check_own_machine(config.hosts)
+    for given in weights:
+        find_policy(given)
+    ended = f"ended at once; {out} has the results so far, and the same command with --out {out} continues"
+    with file_modes(share=config.share_run_dir):
+        files = SessionFiles(f"eval-{out.name}", out.absolute() / "logs")
+        files.logs.mkdir(parents=True, exist_ok=True)
+        with (
+            logging_to(files.logs / "evaluation.log"),
+            process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ended) as signals,
+        ):
+            signals.console = progress
+            program = _evaluate_all(config, settings, policies, out, evaluations, ratings, files, progress, signals)
+            try:
+                run_to_its_end(program)
+            except Exception as error:
+                error.add_note(f"logs and transcripts are in {out}")
+                raise
+            return signals.code
+
+
+async def _evaluate_all(
+    config: RunConfig,
+    settings: EvalConfig,
+    policies: Sequence[str],
+    out: Path,
+    evaluations: list[Evaluation],
+    ratings: list[Ratings],
+    files: SessionFiles,
+    progress: Progress,
+    signals: StopSignals,
+) -> None:
+    taken: set[str] = set()
+    with signals.ending_in_order():
+        async with OpenedPolicies(config, settings, files, progress) as opened:
+            policy: OpenedPolicy | None = None
+            for given in policies:
+                with progress.working(f"loading {given}"):
+                    policy = await opened.open(given)
+                run = EvaluationRun(config, settings, policy, out / folder_name(policy.name, taken), progress)
+                try:
+                    with progress.working(f"playing {policy.name}", progress.counted):
+                        await run.run()
+                finally:
+                    if (evaluation := run.evaluation()).tasks:  # otherwise no task could be opened
+                        evaluations.append(evaluation)
+            seats = {name: seats for name, result in evaluations[0].tasks.items() if len(seats := result.seats) > 1}
+            if policy is not None and len(policies) > 1 and seats and not any(map(is_url, policies)):
+                with progress.working("playing the policies against each other"):
+                    ratings += await _matches(config, settings, policy, opened.together(), seats, out, progress)
+
+
+async def _matches(
+    config: RunConfig,
+    settings: EvalConfig,
+    policy: OpenedPolicy,
+    policies: Mapping[str, GenerateFn],
+    seats: Mapping[str, Sequence[str]],
+    out: Path,
+    progress: Progress,
+) -> list[Ratings]:
+    """Play the matches between policies at the tasks with several seats, and rate the policies.
+
+    Args:
+        policy: One of the policies, for its renderer.
+        seats: Seats that a policy plays in the games of each task, by task.
+    """
+    async with open_suites(config, settings, policy, out, progress) as suites:
+        ratings = [
+            await play_matches(suite, seats[suite.name], policies, in_flight=settings.in_flight)
+            for suite in suites
+            if suite.name in seats
+        ]
+    write_json(out / "elo.json", [each.to_json() for each in ratings])
+    return ratings

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from pathlib import Path
 from statistics import fmean
 
 from titan_rl.core.errors import DataError
@@ -16,8 +13,6 @@ from titan_rl.evaluation.suites import Suite
 from titan_rl.rollout.group.transcript import ErrorCounts
 from titan_rl.rollout.types import Rollout
 from titan_rl.types import Completion, GenerateFn, SamplingParams
-
-FILE = "elo.json"
 
 
 class Pair:
@@ -113,10 +108,3 @@ async def play_matches(
         pair = f"{names[lost[0]]} against {names[lost[1]]}"
         raise DataError(f"no game of {pair} had a result at task {suite.name}: {errors.describe()}")
     return rate(suite.name, names, results)
-
-
-def write_ratings(folder: Path, ratings: Sequence[Ratings]) -> None:
-    """Write `elo.json` to a folder, atomically."""
-    fresh = folder / f"{FILE}.part"
-    fresh.write_text(json.dumps([each.to_json() for each in ratings], indent=2) + "\n", encoding="utf-8")
-    os.replace(fresh, folder / FILE)

@@ -62,11 +62,8 @@ class Evaluation:
 
     def write(self) -> None:
         """Replace `results.json` in the folder atomically."""
-        if self.folder is None:
-            return
-        fresh = self.folder / f"{RESULTS}.part"
-        fresh.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
-        os.replace(fresh, self.folder / RESULTS)
+        if self.folder is not None:
+            write_json(self.folder / RESULTS, self.to_json())
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -77,6 +74,13 @@ class Evaluation:
             "folder": None if self.folder is None else str(self.folder),
             "tasks": {name: result.to_json() for name, result in self.tasks.items()},
         }
+
+
+def write_json(path: Path, content: object) -> None:
+    """Replace a file of results atomically."""
+    fresh = path.with_name(f"{path.name}.part")
+    fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(fresh, path)
 
 
 def read_evaluation(path: str | Path) -> Evaluation:

@@ -207,7 +207,10 @@ async def open_suites(
                 opened_tasks.add(suite.source.name)
                 run = RunContext(config.model.path, renderer, config.model.max_context, folder, console)
                 await tasks.enter_async_context(opened(task, run))
-            rollouter = _rollouter(config, suite.source, policy, renderer)
+            rollouter = make_rollouter(config, suite.source, renderer)
+            rollouter.finish_session = policy.finish_session
+            if policy.chat is not None:
+                play_by_chat(rollouter, policy.chat)
             tasks.push_async_callback(rollouter.rubric.close)
             suites.append(_suite(config, settings, suite, rollouter, renderer))
         yield suites
@@ -237,30 +240,32 @@ def _suite(
     config: RunConfig, settings: EvalConfig, suite: ResolvedSuite, rollouter: Rollouter, renderer: Renderer
 ) -> Suite:
     """Build the suite of a run's validation, with the overrides of the evaluation's settings."""
-    source, task = suite.source, suite.source.task
-    count = settings.num_prompts or suite.num_prompts
-    temperature = suite.temperature if settings.temperature is None else settings.temperature
-    samples = settings.samples or (1 if temperature == 0 else suite.samples_per_prompt)
-    if temperature == 0 and samples > 1:
+    task = suite.source.task
+    sampling = sampling_of(config, settings, suite.source, renderer, suite.temperature)
+    is_greedy = sampling.temperature == 0
+    samples = settings.samples or (1 if is_greedy else suite.samples_per_prompt)
+    if is_greedy and samples > 1:
         raise ConfigError(f"--temperature 0 is greedy, so that all --samples {samples} would be the same; give 1")
-    prompts = held_out_samples(task, count)
-    sampling = SamplingParams(
-        max_tokens=settings.max_tokens or config.sampling_of(source).max_tokens,
-        temperature=temperature,
-        top_p=settings.top_p,
-        seed=config.seed,
-        stop_token_ids=tuple(renderer.get_stop_token_ids()),
-    )
+    prompts = held_out_samples(task, settings.num_prompts or suite.num_prompts)
     measure = partial(measured, task) if isinstance(task, MeasuredTask) else None
     return Suite(suite.name, prompts, samples, sampling, rollouter, suite.group_ids, measure)
 
 
-def _rollouter(config: RunConfig, source: TaskSource, policy: OpenedPolicy, renderer: Renderer) -> Rollouter:
-    rollouter = make_rollouter(config, source, renderer)
-    rollouter.finish_session = policy.finish_session
-    if policy.chat is not None:
-        play_by_chat(rollouter, policy.chat)
-    return rollouter
+def sampling_of(
+    config: RunConfig, settings: EvalConfig, source: TaskSource, renderer: Renderer, temperature: float
+) -> SamplingParams:
+    """Build the sampling parameters of a task.
+
+    Args:
+        temperature: Sampling temperature, unless the settings give another one.
+    """
+    return SamplingParams(
+        max_tokens=settings.max_tokens or config.sampling_of(source).max_tokens,
+        temperature=temperature if settings.temperature is None else settings.temperature,
+        top_p=settings.top_p,
+        seed=config.seed,
+        stop_token_ids=tuple(renderer.get_stop_token_ids()),
+    )
 
 
 def play_by_chat(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,23 +19,16 @@ from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.play.person import HELP, Person
 from titan_rl.evaluation.play.screen import Screen, ShownGame, ShownMessageEnv, ShownTokenEnv, WriteLine
-from titan_rl.evaluation.policies.opened import (
-    OpenedPolicy,
-    needs_engine,
-    open_policy,
-    require_engine,
-    speaks_no_tokens,
-)
-from titan_rl.evaluation.suites import play_by_chat
+from titan_rl.evaluation.policies.opened import OpenedPolicy, open_policy, speaks_no_tokens
+from titan_rl.evaluation.suites import play_by_chat, sampling_of
 from titan_rl.rollout.chat_env import NoTokens
 from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import RunContext, calling, held_out_samples, opened
-from titan_rl.run.machine.environment import run_environment
 from titan_rl.run.session import SessionFiles
-from titan_rl.types import GenerateFn, SamplingParams
+from titan_rl.types import GenerateFn
 
 PATIENCE_S = 1e6
 """Time limit for a person, in seconds."""
@@ -86,13 +79,15 @@ async def play(
         if policy is None:
             game = _played_by_person(config, source, write_line, console, lines, is_terminal=is_terminal)
         else:
-            watched = await resources.enter_async_context(_watched(policy, config, settings, console))
-            game = _played_by_policy(config, source, write_line, watched)
+            logs = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-")))
+            opening = open_policy(policy, config, settings, SessionFiles(logs.name, logs), console)
+            game = _played_by_policy(config, source, write_line, await resources.enter_async_context(opening))
         resources.enter_context(LoopWatchdog(console))
         folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-"))
         run = RunContext(config.model.path, game.renderer, config.model.max_context, Path(folder), console)
         await resources.enter_async_context(opened(source.task, run))
         resources.push_async_callback(game.rollouter.rubric.close)
+        sampling = sampling_of(config, settings, source, game.renderer, config.sampling_of(source).temperature)
         for index in range(scene.first, scene.first + scene.count):
             write_line(f"--- {'held-out' if scene.held_out else 'training'} sample {index} of {source.name}")
             group = await game.rollouter.run_group(
@@ -100,7 +95,7 @@ async def play(
                 _sample(config, source, index, held_out=scene.held_out),
                 group_id=f"play-{index}",
                 group_size=1,
-                sampling=_sampling(config, source, settings, game.renderer),
+                sampling=sampling,
             )
             game.screen.group(group)
             if game.player is not None and game.player.has_quit:
@@ -159,20 +154,6 @@ def _played_by_policy(config: RunConfig, source: TaskSource, write_line: WriteLi
     return Cast(rollouter, policy.generate, renderer, screen)
 
 
-@contextlib.asynccontextmanager
-async def _watched(
-    policy: str, config: RunConfig, settings: EvalConfig, console: Console
-) -> AsyncGenerator[OpenedPolicy]:
-    """Open a policy to watch, after checking and preparing what it needs on this machine."""
-    with contextlib.ExitStack() as resources:
-        if needs_engine([policy]):
-            require_engine(config)
-            resources.enter_context(run_environment(config.pythonpath))
-        logs = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-")))
-        async with open_policy(policy, config, settings, SessionFiles(logs.name, logs), console) as opened_policy:
-            yield opened_policy
-
-
 def _show(rollouter: Rollouter, screen: Screen, player: Person | None) -> None:
     """Make each environment of tokens, and each seat of a game, show its turns. Agents play by themselves, so a person
     is shown only their requests."""
@@ -215,14 +196,3 @@ def _sample(config: RunConfig, source: TaskSource, index: int, *, held_out: bool
     if index >= len(samples):
         raise ConfigError(f"--sample {index}: {source.name} has {len(samples)} held-out samples")
     return samples[index]
-
-
-def _sampling(config: RunConfig, source: TaskSource, settings: EvalConfig, renderer: Renderer) -> SamplingParams:
-    of_task = config.sampling_of(source)
-    return SamplingParams(
-        max_tokens=settings.max_tokens or of_task.max_tokens,
-        temperature=of_task.temperature if settings.temperature is None else settings.temperature,
-        top_p=settings.top_p,
-        seed=config.seed,
-        stop_token_ids=tuple(renderer.get_stop_token_ids()),
-    )

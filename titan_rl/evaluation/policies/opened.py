@@ -34,6 +34,7 @@ from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.hosts import open_hosts
+from titan_rl.run.machine.environment import run_environment
 from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.session import SessionFiles
 from titan_rl.serving.client import HttpChatFn, HttpGenerateFn
@@ -72,11 +73,6 @@ def is_url(given: str) -> bool:
     return given.startswith(("http://", "https://"))
 
 
-def needs_engine(given: Sequence[str]) -> bool:
-    """Return whether one of these policies consists of weights, which an engine has to load."""
-    return not all(map(is_url, given))
-
-
 def require_engine(config: RunConfig) -> None:
     """Check that the packages that generators need are installed.
 
@@ -94,9 +90,17 @@ async def open_policy(
     files: SessionFiles,
     console: Console,
 ) -> AsyncGenerator[OpenedPolicy]:
-    """Open the policy that a folder or a URL names, for the block; see `OpenedPolicies.open`."""
-    async with OpenedPolicies(config, settings, files, console) as policies:
-        yield await policies.open(given)
+    """Open the policy that a folder or a URL names, for the block; see `OpenedPolicies.open`.
+
+    Raises:
+        MissingExtraError: See `require_engine`.
+    """
+    with contextlib.ExitStack() as environment:
+        if not is_url(given):
+            require_engine(config)
+            environment.enter_context(run_environment(config.pythonpath))
+        async with OpenedPolicies(config, settings, files, console) as policies:
+            yield await policies.open(given)
 
 
 class OpenedPolicies:

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_rl.config.build import template_note
@@ -101,25 +101,29 @@ def single_policy(run: Path) -> Path:
 
 def _newest_of_run(run: Path) -> PolicySource:
     run = single_policy(run)
-    toml, export, checkpoint = run / "config.toml", run / "export", latest(run / "checkpoints")
-    if checkpoint is None and not export.is_dir():
+    toml, export, newest = run / "config.toml", run / "export", newest_checkpoint(run)
+    if newest is None and not export.is_dir():
         name = f"the model that {run} starts from, of which no step is saved yet"
         return PolicySource(name, toml=toml, run=run.resolve())
-    step = 0 if checkpoint is None else step_of(checkpoint)
-    if checkpoint is None or (export.is_dir() and export.stat().st_mtime >= checkpoint.stat().st_mtime):
-        name = f"the exported policy of {run}"
-        return PolicySource(name, toml=toml, folder=export.resolve(), version=step, run=run.resolve())
-    name = f"step {step} of {run}"
-    return PolicySource(name, toml=toml, checkpoint=checkpoint.resolve(), version=step, run=run.resolve())
+    saved_at = 0.0 if newest is None or newest.checkpoint is None else newest.checkpoint.stat().st_mtime
+    if newest is None or (export.is_dir() and export.stat().st_mtime >= saved_at):
+        version = 0 if newest is None else newest.version
+        return PolicySource(
+            f"the exported policy of {run}", toml=toml, folder=export.resolve(), version=version, run=run.resolve()
+        )
+    return replace(newest, run=run.resolve())
 
 
 def newest_checkpoint(run: Path) -> PolicySource | None:
     """Find the policy of a run's newest checkpoint; None if the run has no checkpoint."""
     checkpoint = latest(run / "checkpoints")
-    if checkpoint is None:
-        return None
+    return None if checkpoint is None else _of_step(checkpoint, run, str(run))
+
+
+def _of_step(checkpoint: Path, run: Path, run_name: str) -> PolicySource:
     step = step_of(checkpoint)
-    return PolicySource(f"step {step} of {run}", run / "config.toml", None, checkpoint.resolve(), step)
+    name = f"step {step} of {run_name}"
+    return PolicySource(name, toml=run / "config.toml", checkpoint=checkpoint.resolve(), version=step)
 
 
 def _of_checkpoint(checkpoint: Path) -> PolicySource:
@@ -129,8 +133,7 @@ def _of_checkpoint(checkpoint: Path) -> PolicySource:
         raise ConfigError(
             f"{checkpoint} is a checkpoint outside its run; put it into RUN/checkpoints of a run's folder"
         )
-    step = step_of(checkpoint.resolve())
-    return PolicySource(f"step {step} of {run.name}", run / "config.toml", None, checkpoint.resolve(), step)
+    return _of_step(checkpoint.resolve(), run, run.name)
 
 
 def _of_adapter(adapter: Path) -> PolicySource:
@@ -214,10 +217,7 @@ async def export_policy(
     console.message(f"reading {source.name}")
     logs = Path(tempfile.mkdtemp(prefix="titan_rl-export-"))  # it remains if this fails
     await export(model, source.checkpoint, out, logs / "export.log", as_adapter=as_adapter)
-    if as_adapter:
-        shutil.rmtree(logs, ignore_errors=True)
-        return source.name
-    if note := template_note(model):
+    if not as_adapter and (note := template_note(model)):
         console.message(note)
     shutil.rmtree(logs, ignore_errors=True)
     return source.name
