@@ -51,13 +51,12 @@ def as_json(evaluations: Sequence[Evaluation], ratings: Sequence[Ratings] = ()) 
 
 def _block(name: str, evaluations: Sequence[Evaluation]) -> str:
     results = [evaluation.tasks.get(name) for evaluation in evaluations]
-    differs = len(evaluations) > 1
-    rows = [_header(evaluations, differs), *_rows(results, differs)]
+    rows = [_header(evaluations), *_rows(results)]
     return "\n".join([_title(name, results), *_legend(evaluations), "", *aligned(rows), *_notes(evaluations, results)])
 
 
-def _header(evaluations: Sequence[Evaluation], differs: bool) -> list[str]:
-    if not differs:
+def _header(evaluations: Sequence[Evaluation]) -> list[str]:
+    if len(evaluations) == 1:
         return ["", evaluations[0].policy]
     letters = ascii_uppercase[: len(evaluations)]
     return ["", *letters, *(f"{letter} - A" for letter in letters[1:])]
@@ -79,9 +78,8 @@ def _title(name: str, results: Sequence[TaskResult | None]) -> str:
     return f"task {name}: {' | '.join(sorted(sizes))}"
 
 
-def _rows(results: Sequence[TaskResult | None], differs: bool) -> Iterator[list[str]]:
-    first = results[0]
-    others = results[1:] if differs else ()
+def _rows(results: Sequence[TaskResult | None]) -> Iterator[list[str]]:
+    first, *others = results
     compared = [
         None if first is None or other is None else difference(first.of_prompts, other.of_prompts) for other in others
     ]

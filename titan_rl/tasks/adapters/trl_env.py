@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
+
+from cachetools import FIFOCache
 
 from titan_rl.core.errors import DataError
 from titan_rl.rollout.environment.types import MessageObservation, MessageStep
@@ -45,7 +46,7 @@ class Instances:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._ended: OrderedDict[int, Played] = OrderedDict()
+        self._ended: FIFOCache[int, Played] = FIFOCache(MOST_ENDED)
         self._lock = threading.Lock()
 
     def number(self) -> int:
@@ -54,8 +55,6 @@ class Instances:
     def ended(self, number: int, played: Played) -> None:
         with self._lock:
             self._ended[number] = played
-            while len(self._ended) > MOST_ENDED:
-                self._ended.popitem(last=False)
 
     def of(self, rollout: Rollout) -> Played:
         """Instance of a rollout.
