@@ -74,8 +74,8 @@ ENDED = "ended at once"
 def run_server(
     config: ServeConfig,
     source: PolicySource,
-    verbosity: Verbosity = Verbosity.NORMAL,
-    adapters: Mapping[str, PolicySource] | None = None,
+    verbosity: Verbosity,
+    adapters: Mapping[str, PolicySource],
 ) -> int:
     """Serve a policy until a signal arrives.
 
@@ -99,7 +99,7 @@ def run_server(
         logging_to(files.logs / "server.log"),
         process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ENDED) as signals,
     ):
-        service = PolicyService(config, source, adapters or {}, keys, files, verbosity)
+        service = PolicyService(config, source, adapters, keys, files, verbosity)
         try:
             run_to_its_end(service.run(signals))
         except Exception as error:

@@ -35,7 +35,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -76,8 +76,8 @@ class Tool:
     function: Callable[..., Any]
     arguments: type[BaseModel]
 
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> Tool:
+    @staticmethod
+    def of(function: Callable[..., Any]) -> Tool:
         """Make a tool of a function, whose parameters need type hints.
 
         All types with a JSON schema in pydantic are supported: numbers, text, bool, None, enums, `Literal`, unions,
@@ -92,8 +92,7 @@ class Tool:
             return function
         # All objects of a class share the schemas of their methods.
         is_method = inspect.ismethod(function)
-        described = _described(function.__func__ if is_method else function, is_method)
-        return cls(described.name, described.description, described.parameters, function, described.arguments)
+        return replace(_described(function.__func__ if is_method else function, is_method), function=function)
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -184,7 +184,8 @@ class SwapCheck:
         _check_lengths(sequences, rows)
         diff = _check_distance(probes, rows, manifest.tolerance, version)
         scored = _Scored.of(probes, rows)
-        before, anchor = (each if each and each.is_of(scored) else None for each in (self._before, self._anchor))
+        earlier = (self._before, self._anchor)
+        before, anchor = (each if each and each.sequences == scored.sequences else None for each in earlier)
         compared = None if before is None else _compare(scored, before, version)
         anchored = compared if anchor is before else anchor and _compare(scored, anchor, version)
         if anchored is None or anchored[0] <= ANCHOR_MARGIN:
@@ -209,9 +210,6 @@ class _Scored:
         return _Scored(
             tuple(probe.token_ids for probe in probes), flat([probe.logprobs for probe in probes]), flat(rows)
         )
-
-    def is_of(self, other: _Scored) -> bool:
-        return self.sequences == other.sequences
 
     def errors(self, now: _Scored) -> NDArray[np.float64]:
         """Allowed deviation of the reader's logprobs, for this version or another."""

@@ -201,13 +201,8 @@ class TRLTask(RowTask):
         names = _different([*map(name_of, found), *map(name_of, own)])
         if not functions:
             raise ConfigError("task.reward_funcs is not set, and no environment has a method get_reward; give one")
-        return RewardFuncsRubric(
-            [(name, *function) for name, function in zip(names, functions, strict=True)],
-            self,
-            self._instances,
-            in_thread=self.reward_funcs_in_thread,
-            error_reward=self.error_reward,
-        )
+        named = [(name, *function) for name, function in zip(names, functions, strict=True)]
+        return RewardFuncsRubric(named, self, self._instances)
 
     def columns(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         """Keyword arguments of reward functions, each a list with one value for each rollout."""
@@ -283,21 +278,11 @@ class RewardFuncsRubric(Rubric):
         functions: Reward functions, each as (name, function, weight).
         task: Provides the arguments of the functions, except `trainer_state`, `log_extra` and `log_metric`.
         instances: Environments of the rollouts, which are forgotten when the rollouts have been judged.
-        in_thread: Whether functions that are not async are called in threads.
-        error_reward: Reward of an answer that cannot be parsed.
     """
 
-    def __init__(
-        self,
-        functions: Sequence[tuple[str, RewardFunc, float]],
-        task: TRLTask,
-        instances: Instances,
-        *,
-        in_thread: bool,
-        error_reward: float,
-    ) -> None:
-        rewards = [self._group_reward(name, fn, in_thread) for name, fn, _ in functions]
-        super().__init__(rewards, error_reward=error_reward)
+    def __init__(self, functions: Sequence[tuple[str, RewardFunc, float]], task: TRLTask, instances: Instances) -> None:
+        rewards = [self._group_reward(name, fn, task.reward_funcs_in_thread) for name, fn, _ in functions]
+        super().__init__(rewards, error_reward=task.error_reward)
         self._weights = {name: weight for name, _, weight in functions}
         self._task = task
         self._instances = instances

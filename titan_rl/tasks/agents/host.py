@@ -21,7 +21,7 @@ from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import BusyError, ConfigError, EpisodeEndedError, RequestError
 from titan_rl.core.tracing.spans import span
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.resume import RequestFn, request_fn
+from titan_rl.generation.resume import request_fn
 from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import RunContext
@@ -204,17 +204,13 @@ class AgentRollout:
         pass
 
     def _open(self, policy: RolloutPolicy) -> Episode:
-        async def stream(request: Any, on_chunk: Any) -> Completion:
-            return await own(request, on_chunk)  # `own` is made below, since it needs the episode
-
         episode = self._host.store.open(
             policy.rollout_id.replace("/", "."),
-            stream=stream,
+            stream=unbroken(lambda request, on_chunk: _generate(policy, episode, request, on_chunk)),
             sampling=policy.sampling,
             session_id=policy.rollout_id,
             max_turns=policy.max_turns,
         )
-        own = _stream_of(policy, episode)
         return episode
 
     async def _run_program(self, episode: Episode, folder: Path) -> None:
@@ -269,30 +265,27 @@ def _unrewarded(missing: Sequence[str], reported: Set[str]) -> str:
     )
 
 
-def _stream_of(policy: RolloutPolicy, episode: Episode) -> RequestFn:
-    """Stream of the rollout's requests. A failed or aborted request ends the episode with the matching status."""
-    generate = request_fn(policy.generate)
-
-    async def ask(request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
-        try:
-            completion = await generate(replace(request, session_id=policy.rollout_id), on_chunk)
-        except RequestError:
-            raise
-        except TimeoutError as error:
-            episode.end(RolloutStatus.ERROR_TIMEOUT, Failure.of(error))
-            raise
-        except Exception as error:
-            episode.end(RolloutStatus.ERROR_GENERATE, Failure.of(error))
-            raise
-        if completion.finish_reason is FinishReason.ABORT:
-            if policy.time_is_up.is_set():
-                episode.time_is_up(_time_is_up(policy, episode))
-            else:
-                episode.end(RolloutStatus.ABORTED, "its generation was aborted")
-            raise EpisodeEndedError(f"the episode is over: {episode.status}")
-        return completion
-
-    return unbroken(ask)
+async def _generate(
+    policy: RolloutPolicy, episode: Episode, request: EngineRequest, on_chunk: OnChunk | None
+) -> Completion:
+    """Send a request of the rollout. A failed or aborted request ends the episode with the matching status."""
+    try:
+        completion = await request_fn(policy.generate)(replace(request, session_id=policy.rollout_id), on_chunk)
+    except RequestError:
+        raise
+    except TimeoutError as error:
+        episode.end(RolloutStatus.ERROR_TIMEOUT, Failure.of(error))
+        raise
+    except Exception as error:
+        episode.end(RolloutStatus.ERROR_GENERATE, Failure.of(error))
+        raise
+    if completion.finish_reason is FinishReason.ABORT:
+        if policy.time_is_up.is_set():
+            episode.time_is_up(_time_is_up(policy, episode))
+        else:
+            episode.end(RolloutStatus.ABORTED, "its generation was aborted")
+        raise EpisodeEndedError(f"the episode is over: {episode.status}")
+    return completion
 
 
 async def _end_in_time(policy: RolloutPolicy, episode: Episode) -> None:

@@ -137,7 +137,7 @@ class ShardOrigin:
         StateDictError: the server cannot listen at `interface`.
     """
 
-    def __init__(self, interface: str, *, fanout: int = 1, anchor_interval: int = 16) -> None:
+    def __init__(self, interface: str, *, fanout: int, anchor_interval: int) -> None:
         self._server = RelayServer(interface)
         self._key, self._token = secrets.token_hex(8), secrets.token_hex(16)
         self._chain = Chain(fanout)

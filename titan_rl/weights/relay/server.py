@@ -250,7 +250,8 @@ class RelayServer:
             self._closed = True
             open_ones = [*self._connections, self._listening]
         for connection in open_ones:
-            _end(connection)
+            with suppress(OSError):  # the connection has ended already
+                connection.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
     def _accept(self) -> None:
@@ -337,8 +338,3 @@ class RelayServer:
         while not done.wait(BEAT_S):
             send(connection, {"wait": True})
         send(connection, found[0])
-
-
-def _end(connection: socket.socket) -> None:
-    with suppress(OSError):  # the connection has ended already
-        connection.shutdown(socket.SHUT_RDWR)
