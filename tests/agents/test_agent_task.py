@@ -27,7 +27,7 @@ from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.tasks.agents import AgentTask
-from titan_rl.tasks.agents.host import WaitingSamples
+from titan_rl.tasks.agents.task import WaitingSamples
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 

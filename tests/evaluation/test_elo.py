@@ -9,8 +9,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from titan_rl import Rollout, RolloutStatus, SamplingParams
-from titan_rl.evaluation.elo import Ratings, rate
-from titan_rl.evaluation.matches import Pair
+from titan_rl.evaluation.elo import Pair, Ratings, rate
 
 TRUE = (0.0, 100.0, 300.0)
 

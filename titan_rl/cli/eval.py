@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
 from titan_rl.cli.runs import CONFIG, print_imports
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError
-from titan_rl.evaluation.elo import Ratings
 from titan_rl.evaluation.policies.source import single_policy
 from titan_rl.evaluation.results import Evaluation, evaluation_folders, read_evaluation
 from titan_rl.evaluation.table import as_json, table
@@ -21,6 +21,8 @@ from titan_rl.run.directory import run_name
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
 
+if TYPE_CHECKING:  # its import is slow
+    from titan_rl.evaluation.elo import Ratings
 
 def set_up(parser: Parser) -> None:
     parser.usage = (

@@ -24,8 +24,7 @@ from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.errors import ConfigError
-from titan_rl.evaluation.elo import Ratings
-from titan_rl.evaluation.matches import play_matches
+from titan_rl.evaluation.elo import Ratings, play_matches
 from titan_rl.evaluation.policies.opened import OpenedPolicies, OpenedPolicy, is_url, require_engine
 from titan_rl.evaluation.policies.source import find_policy
 from titan_rl.evaluation.results import Evaluation, task_result, write_json

@@ -152,6 +152,7 @@ class PolicyService:
         processes = await self._start_generators(model, adapters)
         routers = AdapterRouters(processes, ["", *adapters]) if adapters else None
         router = processes.make_router() if routers is None else routers.by_adapter[""]
+        processes.router = routers or router
         versions: ServedAdapters | VersionSwitch | None = None
         if routers is not None:
             versions = ServedAdapters(adapters, routers)

@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from string import ascii_uppercase
+from typing import TYPE_CHECKING
 
 from titan_rl.core.console import aligned
-from titan_rl.evaluation.elo import Ratings
 from titan_rl.evaluation.results import Evaluation, TaskResult
 from titan_rl.evaluation.statistics import Difference, Estimate, difference
+
+if TYPE_CHECKING:  # its import is slow
+    from titan_rl.evaluation.elo import Ratings
 
 NONE = "-"
 
