@@ -24,6 +24,7 @@ from titan_rl.run.terminal.standard_streams import print_next_command, print_res
 if TYPE_CHECKING:  # its import is slow
     from titan_rl.evaluation.elo import Ratings
 
+
 def set_up(parser: Parser) -> None:
     parser.usage = (
         "titan-rl eval [CONFIG.toml ...] POLICY [POLICY ...] [--num-prompts N] [--samples N] [--temperature T] "

@@ -233,7 +233,9 @@ class EvaluationRun:
             self._folder.append(lines)
         self._lines += ({name: value for name, value in line.items() if name != "messages"} for line in lines)
         now = time.monotonic()
-        self._progress.reached(_sampled(len(self._lines), self._lines, (now - self._reported_at) / max(len(lines), 1)))
+        rewards = [line["reward"] for line in self._lines if line["reward"] is not None]
+        mean = fmean(rewards) if rewards else math.nan
+        self._progress.reached(SampledShown(len(self._lines), (now - self._reported_at) / max(len(lines), 1), mean))
         self._reported_at = now
 
     def _made_with(self) -> dict[str, Any]:
@@ -251,11 +253,6 @@ class EvaluationRun:
         ]
         settings = self._config.model_dump(mode="json", include={"seed", "tasks", "rollout"})
         return {"policy": self._policy.name, "played": played, "settings": settings}
-
-
-def _sampled(count: int, lines: Sequence[Mapping[str, Any]], seconds: float) -> SampledShown:
-    rewards = [line["reward"] for line in lines if line["reward"] is not None]
-    return SampledShown(count, seconds, fmean(rewards) if rewards else math.nan)
 
 
 STOPPING = "stopping: what is done so far is shown; once more ends it at once"

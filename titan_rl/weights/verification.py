@@ -58,12 +58,12 @@ def published_checksums(manifest: Manifest) -> dict[str, TensorChecksum]:
         if len(found) != len(shard.entries):
             raise StateDictError(f"{shard.location} has {len(found)} checksums for {len(shard.entries)} tensors")
     index_of = [{id(entry): index for index, entry in enumerate(shard.entries)} for shard in manifest.shards]
-    found: dict[str, TensorChecksum] = {}
+    checksums: dict[str, TensorChecksum] = {}
     for name, slices in slices_by_name(manifest).items():
         _, first = slices[0]
         total = sum(int(values[shard][index_of[shard][id(entry)]]) for shard, entry in slices)
-        found[name] = TensorChecksum(first.dtype, position_of(first).global_shape, total % 2**64)
-    return found
+        checksums[name] = TensorChecksum(first.dtype, position_of(first).global_shape, total % 2**64)
+    return checksums
 
 
 def _sum(part: TensorSlice) -> torch.Tensor:

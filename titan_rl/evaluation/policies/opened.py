@@ -288,30 +288,33 @@ async def start_generators_for(
     source: PolicySource, model: ModelConfig, config: RunConfig, files: SessionFiles, console: Console
 ) -> AsyncGenerator[Generators]:
     """Start generators with the weights of a model folder. They have read the folder once the block is entered."""
-    async with contextlib.AsyncExitStack() as resources:
-        opening = open_hosts(
-            config, files.logs, "titan_rl.cluster.generator_processes", verbosity=Verbosity.QUIET, console=console
-        )
-        config = (await resources.enter_async_context(opening)).config
+    opening = open_hosts(
+        config, files.logs, "titan_rl.cluster.generator_processes", verbosity=Verbosity.QUIET, console=console
+    )
+    async with opening as started:
         from titan_rl.cluster.generator_processes import open_transport, start_generators
 
-        count = config.generation.num_generators
+        hosts, generation, published = started.config.hosts, started.config.generation, PublishedWeights()
+        count = generation.num_generators
         console.message(f"starting {count} generator{'' if count == 1 else 's'} for {source.name}; logs: {files.logs}")
-        serve = ServeConfig(
-            seed=config.seed,
-            pythonpath=config.pythonpath,
-            model=model,
-            generation=config.generation,
-            routing=config.routing,
-            hosts=config.hosts if source.checkpoint is None else with_copies(config.hosts),
-        )
-        running, published = max_running_of(model, config.generation, MAX_RUNNING), PublishedWeights()
         starting = start_generators(
-            serve, version=0, max_running=running, files=files, console=console, published=published
+            ServeConfig(
+                seed=config.seed,
+                pythonpath=config.pythonpath,
+                model=model,
+                generation=generation,
+                routing=config.routing,
+                hosts=hosts if source.checkpoint is None else with_copies(hosts),
+            ),
+            version=0,
+            max_running=max_running_of(model, generation, MAX_RUNNING),
+            files=files,
+            console=console,
+            published=published,
         )
         async with starting as processes:
             router = processes.router = processes.make_router()
-            with open_transport(config.hosts, files.run_id) as transport:
+            with open_transport(hosts, files.run_id) as transport:
                 async with asyncio.TaskGroup() as tasks:
                     watching = tasks.create_task(processes.watch(), name="watch")
                     yield Generators(router, architecture_of(model), transport, published)

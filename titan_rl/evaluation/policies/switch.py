@@ -10,8 +10,8 @@ memory of the engine is needed, and that of one more version while it is being l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -64,11 +64,11 @@ class VersionSwitch:
     def stream_of(self, name: str | None) -> RequestFn | None:
         """Return the streaming generation of a version; None if there is no version of this name."""
         if name is None:
-            return _Version(self, "")
+            return partial(self._generate, "")
         known = "/" not in name and name not in ("", ".", "..") and (self._versions / name / "config.json").is_file()
-        return _Version(self, name) if known else None
+        return partial(self._generate, name) if known else None
 
-    async def generate(self, name: str, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
+    async def _generate(self, name: str, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
         """Generate with the weights of a version.
 
         Raises:
@@ -86,13 +86,8 @@ class VersionSwitch:
                 raise
         else:
             self._running += 1
-        with self._counted():
-            return await self._stream(request, on_chunk)
-
-    @contextmanager
-    def _counted(self) -> Generator[None]:
         try:
-            yield
+            return await self._stream(request, on_chunk)
         finally:
             self._ended()
 
@@ -126,14 +121,3 @@ class VersionSwitch:
             else:
                 turn.set_exception(GenerationError(f"version {name or 'of the start'} cannot be loaded: {error}"))
         self._go_on()
-
-
-class _Version:
-    """`RequestFn` for one version."""
-
-    def __init__(self, switch: VersionSwitch, name: str) -> None:
-        self._switch = switch
-        self._name = name
-
-    async def __call__(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
-        return await self._switch.generate(self._name, request, on_chunk)
