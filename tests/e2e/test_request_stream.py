@@ -193,13 +193,12 @@ async def test_a_worker_opens_another_stream_after_a_message_that_it_cannot_read
             self.told: list[str] = []
             self.opened = asyncio.Event()
 
-        def connection_opened(self, replica: ShardReplica) -> None:
-            self.told.append("opened")
-            self.opened.set()
-
-        def connection_lost(self, replica: ShardReplica) -> None:
-            self.told.append("lost")
-            self.opened.clear()
+        def connection_changed(self, replica: ShardReplica) -> None:
+            self.told.append("opened" if replica.is_open else "lost")
+            if replica.is_open:
+                self.opened.set()
+            else:
+                self.opened.clear()
 
         def connection_unreachable(self, replica: ShardReplica, error: GenerationError) -> None:
             raise AssertionError

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 from titan_rl.core.calls.retries import Backoff
@@ -52,10 +51,8 @@ class ShardReplica:
 class ConnectionListener(Protocol):
     """Receiver of the changes of a connection. A change is reported before any request of the connection fails."""
 
-    def connection_opened(self, replica: ShardReplica) -> None: ...
-
-    def connection_lost(self, replica: ShardReplica) -> None:
-        """The stream has broken, and is opened again."""
+    def connection_changed(self, replica: ShardReplica) -> None:
+        """The connection has opened, or its stream has broken and is opened again; see `ShardReplica.is_open`."""
         ...
 
     def connection_unreachable(self, replica: ShardReplica, error: GenerationError) -> None:
@@ -103,34 +100,6 @@ class StreamOpener(Protocol):
         ...
 
 
-class ConnectionState(StrEnum):
-    CONNECTING = "connecting"  # an attempt is in progress
-    OPEN = "open"
-    WAITING = "waiting"  # pause before the next attempt
-    UNREACHABLE = "unreachable"  # pause before the next attempt, after `Retries.reported_after` failures in a row
-    CLOSED = "closed"
-
-
-class ConnectionEvent(StrEnum):
-    OPENED = "opened"
-    FAILED = "failed"  # an attempt failed, or the stream broke
-    GAVE_UP = "gave up"  # `Retries.reported_after` failures in a row
-    RETRIED = "retried"
-    CLOSED = "closed"
-
-
-TRANSITIONS: Mapping[tuple[ConnectionState, ConnectionEvent], ConnectionState] = {
-    (ConnectionState.CONNECTING, ConnectionEvent.OPENED): ConnectionState.OPEN,
-    (ConnectionState.CONNECTING, ConnectionEvent.FAILED): ConnectionState.WAITING,
-    (ConnectionState.CONNECTING, ConnectionEvent.GAVE_UP): ConnectionState.UNREACHABLE,
-    (ConnectionState.OPEN, ConnectionEvent.FAILED): ConnectionState.WAITING,
-    (ConnectionState.OPEN, ConnectionEvent.GAVE_UP): ConnectionState.UNREACHABLE,
-    (ConnectionState.WAITING, ConnectionEvent.RETRIED): ConnectionState.CONNECTING,
-    (ConnectionState.UNREACHABLE, ConnectionEvent.RETRIED): ConnectionState.CONNECTING,
-    **{(state, ConnectionEvent.CLOSED): ConnectionState.CLOSED for state in ConnectionState},
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Retries:
     """Limits of the attempts at a connection.
@@ -159,19 +128,18 @@ class ReplicaConnection(ShardReplica):
 
     def __init__(self, name: str, opener: StreamOpener, retries: Retries | None = None) -> None:
         super().__init__(name)
-        self.state = ConnectionState.CONNECTING
         self._opener = opener
         self._retries = retries or Retries()
         self._backoff = self._first_pause()
         self._failures = 0  # number of failures in a row
-        self._stream: ReplicaStream | None = None  # set in the state OPEN
-        self._why = "it connects for the first time"  # reason for any other state
+        self._stream: ReplicaStream | None = None  # None while there is no connection
+        self._why = "it connects for the first time"  # reason why there is none
         self._listener: ConnectionListener
         self._running: asyncio.Task[None] | None = None
 
     @property
     def is_open(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.state is ConnectionState.OPEN
+        return self._stream is not None
 
     def begin(self, listener: ConnectionListener) -> None:
         self._listener = listener
@@ -195,7 +163,6 @@ class ReplicaConnection(ShardReplica):
 
     async def close(self) -> None:
         self._why = "it is closed"
-        self._move(ConnectionEvent.CLOSED)
         if self._running is not None:
             self._running.cancel()
         if (stream := self._stream) is not None:
@@ -217,36 +184,29 @@ class ReplicaConnection(ShardReplica):
                 self._fail(f"no answer within {self._retries.open_s:g} s" if late else summary(error))
             else:
                 self._stream = stream
-                self._move(ConnectionEvent.OPENED)
-                self._listener.connection_opened(self)
+                self._listener.connection_changed(self)
                 await stream.wait_broken()
                 self._lose(stream)
             await self._backoff.pause()
-            self._move(ConnectionEvent.RETRIED)
 
     def _lose(self, stream: ReplicaStream) -> None:
         """Note that a stream has broken. Further calls do nothing."""
         if self._stream is not stream:
             return
         self._stream = None
+        self._listener.connection_changed(self)
         self._fail(stream.broken or "its stream has ended")
         stream.close()
 
     def _fail(self, why: str) -> None:
         self._why = why
         self._failures += 1
-        was_open, most = self.is_open, self._retries.reported_after
-        self._move(ConnectionEvent.FAILED if self._failures < most else ConnectionEvent.GAVE_UP)
+        most = self._retries.reported_after
         level = logging.WARNING if self._failures <= most else logging.DEBUG
         logger.log(level, "the connection to replica %s failed (%d in a row): %s", self.name, self._failures, why)
-        if was_open:
-            self._listener.connection_lost(self)
         if self._failures == most:
             error = GenerationError(f"{self.name} cannot be reached: {most} attempts in a row failed; the last: {why}")
             self._listener.connection_unreachable(self, error)
-
-    def _move(self, event: ConnectionEvent) -> None:
-        self.state = TRANSITIONS[self.state, event]
 
     def _first_pause(self) -> Backoff:
         return Backoff(self._retries.first_s, self._retries.longest_s)

@@ -201,9 +201,13 @@ class RouterShard(GeneratorRouter):
         assert isinstance(report, ReplicaFailed)
         self._report(HeldFailed(self._hold, report))
 
+    @property
+    def _shard_pool(self) -> ShardPool:
+        assert isinstance(self._pool, ShardPool)
+        return self._pool
+
     def _follow(self, states: tuple[ReplicaState, ...]) -> None:
-        pool = self._pool
-        assert isinstance(pool, ShardPool)
+        pool = self._shard_pool
         for state in states:
             if state.removed:
                 if state.name in pool and self._identity(state.name) == state.identity:
@@ -218,23 +222,13 @@ class RouterShard(GeneratorRouter):
                 handle.begin(self)
             pool.follow(pool.find(state.name), state)
 
-    def connection_opened(self, replica: ShardReplica) -> None:
-        self._connection_changed(replica)
-
-    def connection_lost(self, replica: ShardReplica) -> None:
-        self._connection_changed(replica)
+    def connection_changed(self, replica: ShardReplica) -> None:
+        if (pooled := self._pooled(replica)) is not None:
+            self._shard_pool.connection_changed(pooled)
 
     def connection_unreachable(self, replica: ShardReplica, error: GenerationError) -> None:
-        pool = self._pool
-        assert isinstance(pool, ShardPool)
         if (pooled := self._pooled(replica)) is not None:
-            pool.unreachable(pooled, error)
-
-    def _connection_changed(self, replica: ShardReplica) -> None:
-        pool = self._pool
-        assert isinstance(pool, ShardPool)
-        if (pooled := self._pooled(replica)) is not None:
-            pool.connection_changed(pooled)
+            self._shard_pool.unreachable(pooled, error)
 
     def _pooled(self, handle: ShardReplica) -> PooledReplica | None:
         """The replica of a connection; None if it has been removed."""
