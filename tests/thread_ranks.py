@@ -8,10 +8,11 @@ from typing import Any
 from background import HANG_S
 
 from titan_rl.core.errors import EngineDeadError
+from titan_rl.generation.loop.ranks import Ranks
 from titan_rl.generation.loop.state import LoopDecision
 
 
-class ThreadRanks:
+class ThreadRanks(Ranks):
     """Ranks that are threads of one process, each with an engine of its own. Messages wait in queues for slow ranks.
 
     Example: `leader, follower = ThreadRanks.make(2)`.
@@ -27,9 +28,6 @@ class ThreadRanks:
         """The ends of all ranks, rank 0 first."""
         inboxes, replies = [queue.Queue[Any]() for _ in range(num_ranks)], queue.Queue[Any]()
         return [cls(rank, inboxes, replies) for rank in range(num_ranks)]
-
-    def open(self) -> None:
-        pass
 
     def broadcast(self, decision: LoopDecision) -> None:
         if not self._replies.empty():  # nobody was asked anything

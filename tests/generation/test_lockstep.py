@@ -16,9 +16,10 @@ from thread_ranks import ThreadRanks
 
 from titan_rl.core.errors import EngineDeadError, GenerationError, RequestError, StateDictError
 from titan_rl.generation.engine import TokenDelta
+from titan_rl.generation.loop.calls import Weights
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.ranks import EngineRank, agree, follow_leader
-from titan_rl.generation.loop.state import LoopAction, LoopDecision, Weights
+from titan_rl.generation.loop.state import LoopAction, LoopDecision
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.types import FinishReason, SamplingParams

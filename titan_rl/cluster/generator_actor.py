@@ -22,9 +22,9 @@ from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.core.tracing.spans import flush
 from titan_rl.generation.engine import AdapterSpec, Engine, EngineSpec, LoadedPolicy
 from titan_rl.generation.gpu_share import CPU_KV_GIB
+from titan_rl.generation.loop.calls import Items, Weights
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.ranks import EngineRank, GlooRanks, follow_leader
-from titan_rl.generation.loop.state import Items, Weights
 from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullResult, describe

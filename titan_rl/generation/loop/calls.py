@@ -1,18 +1,26 @@
-"""Open `generate` calls of an engine loop, and delivery of their results to event loops."""
+"""Open `generate` and `pull` calls of an engine loop, and delivery of their results to event loops."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from titan_rl.core.arrays import LOGPROBS, TOKENS, ExpertRows, NumberArray, expert_rows, joined_rows
+from titan_rl.core.calls.user_code import summary
 from titan_rl.core.clock import Clock
-from titan_rl.core.errors import GenerationError, RequestError
-from titan_rl.generation.engine import TokenDelta, problem_of
-from titan_rl.generation.request import EngineRequest, OnChunk, aborted_late
+from titan_rl.core.errors import StateDictError, UnavailableWeightsError
+from titan_rl.core.tensor_checksum import TensorChecksum
+from titan_rl.generation.engine import LoadedPolicy, TokenDelta, problem_of
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.types import PullResult
 from titan_rl.types import Completion, FinishReason, PromptScores, TokenChunk, VersionSpan
+
+logger = logging.getLogger(__name__)
 
 
 class Outbox:
@@ -91,23 +99,23 @@ class PendingCall:
         """Note that `version` produces the tokens from here on."""
         self._marks.append((len(self.token_ids), version))
 
-    def extend(self, delta: TokenDelta, step_began: float, now: float) -> None:
-        """Add the tokens of one step.
-
-        Raises:
-            TypeError: tokens, logprobs or experts are not numbers.
-            OverflowError: a token is too large.
-        """
+    def extend(self, delta: TokenDelta, step_began: float, now: float) -> str | None:
+        """Add the tokens of one step. Returns the reason if they are invalid for the request."""
+        if (problem := problem_of(delta, self.request)) is not None:
+            return problem
         self._metrics.setdefault("queue_s", step_began - self.created_at)  # ends with the step of the first delta
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        if self.request.sampling.return_routed_experts and delta.routed_experts is not None and delta.token_ids:
-            rows = expert_rows(delta.routed_experts)
-            self._routed_experts.extend(rows[row : row + 1] for row in range(len(rows)))
-        if self.request.sampling.top_logprobs:
-            self._top_logprobs.extend(delta.top_logprobs or ())
-        if self.request.sampling.constraint is not None:
-            self._allowed_logprobs.extend(delta.allowed_logprobs or ())
+        try:
+            self.token_ids.extend(delta.token_ids)
+            self.logprobs.extend(delta.logprobs)
+            if self.request.sampling.return_routed_experts and delta.routed_experts is not None and delta.token_ids:
+                rows = expert_rows(delta.routed_experts)
+                self._routed_experts.extend(rows[row : row + 1] for row in range(len(rows)))
+            if self.request.sampling.top_logprobs:
+                self._top_logprobs.extend(delta.top_logprobs or ())
+            if self.request.sampling.constraint is not None:
+                self._allowed_logprobs.extend(delta.allowed_logprobs or ())
+        except (TypeError, OverflowError) as error:
+            return f"got what are no tokens: {error}"
         if delta.prompt_scores is not None:
             self._prompt_scores = delta.prompt_scores
         if delta.metrics:
@@ -116,6 +124,7 @@ class PendingCall:
             self._last_token_at = now
             if self._first_token_at is None:
                 self._first_token_at = now
+        return None
 
     @property
     def num_unstreamed(self) -> int:
@@ -167,144 +176,53 @@ class PendingCall:
         return tuple(reversed(spans))
 
 
-class PendingCalls:
-    """Open calls of a loop. A call waits until a step lets it join the batch, and then runs until it is resolved.
+Items = Iterable[tuple[str, Any]]
+Verify = Callable[[LoadedPolicy], object]
 
-    Only `LoopState` uses it, and holds its lock while it does.
-    """
 
-    def __init__(self, outbox: Outbox) -> None:
-        self.waiting: dict[str, PendingCall] = {}
-        self.running: dict[str, PendingCall] = {}
-        self.aborting: set[str] = set()  # running requests that the engine is to forget
-        self._outbox = outbox
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One version as a rank reads it."""
 
-    def __len__(self) -> int:
-        return len(self.waiting) + len(self.running)
+    items: Items
+    verify: Verify | None = None  # checks the loaded engine, and raises if the weights are wrong
+    published: Mapping[str, TensorChecksum] = field(default_factory=dict[str, TensorChecksum])
+    pinned: int | None = None  # version that an engine which pins versions keeps beside this one
 
-    def add(self, call: PendingCall) -> None:
-        """Queue a call.
+
+class PendingPull:
+    """One `pull` call. Constructed in the caller's event loop; see `EngineLoop.pull` for the arguments."""
+
+    def __init__(self, version: int, manifest: Any, adapter: str = "") -> None:
+        self.version = version
+        self.adapter = adapter
+        self.manifest = manifest
+        self.future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
+        self.weights = Weights(())
+        self._source: Any = None
+
+    def open(
+        self, make_items: Callable[[], Items], verify: Verify | None, published: Any, pinned: int | None = None
+    ) -> None:
+        """Read the first pair, before which a transport does all its checks, and put it back.
 
         Raises:
-            RequestError: a request with the same id is in flight, and not being aborted.
+            UnavailableWeightsError: the version could not be opened or read.
         """
-        request_id = call.request.request_id
-        is_ending = request_id in self.aborting
-        if request_id in self.waiting or (request_id in self.running and not is_ending):
-            raise RequestError(f"request_id {request_id!r} is already in flight; ids must be unique")
-        self.waiting[request_id] = call
+        try:
+            self._source = iter(make_items())
+            first = next(self._source, None)
+        except StateDictError as error:
+            raise UnavailableWeightsError(str(error)) from error
+        except BaseException as error:  # CancelledError would look like the caller's; futures cannot hold StopIteration
+            raise UnavailableWeightsError(f"version {self.version} could not be opened: {summary(error)}") from error
+        items = () if first is None else chain([first], self._source)
+        self.weights = Weights(items, verify, published or {}, pinned)
 
-    def forget(self, call: PendingCall) -> None:
-        """Drop a call whose caller was cancelled."""
-        request_id = call.request.request_id
-        if self.waiting.get(request_id) is call:
-            del self.waiting[request_id]
-        elif self.running.get(request_id) is call:
-            self.aborting.add(request_id)
-
-    def abort(self, request_ids: Iterable[str] | None) -> None:
-        """Resolve requests that the engine has not seen, and mark the others for it to forget. None aborts all."""
-        for request_id in [*self.waiting, *self.running] if request_ids is None else request_ids:
-            if (call := self.waiting.pop(request_id, None)) is not None:
-                self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
-            if request_id in self.running:
-                self.aborting.add(request_id)
-
-    def give_up(self) -> int:
-        """Resolve the calls that are being aborted, without waiting for the engine. Returns their number."""
-        calls = [self.running.pop(request_id) for request_id in self.aborting if request_id in self.running]
-        for call in calls:
-            self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
-        return len(calls)
-
-    def admit(self, version_of: Mapping[str, int]) -> tuple[EngineRequest, ...]:
-        """Let waiting calls join the batch; their next tokens belong to the version of their adapter."""
-        admitted = tuple(self.waiting.values())
-        self.running.update(self.waiting)
-        self.waiting.clear()
-        for call in admitted:
-            wanted = call.request.version
-            call.admit(version_of[call.request.adapter] if wanted is None else wanted, len(self.running))
-        return tuple(call.request for call in admitted)
-
-    def mark(self, version: int, adapter: str) -> None:
-        """Note that `version` of an adapter produces the tokens of its requests from here on."""
-        for call in self.running.values():
-            if call.request.adapter == adapter:
-                call.mark(version)
-
-    def absorb(self, deltas: Iterable[TokenDelta], began: float, now: float) -> tuple[str, ...]:
-        """Pass the tokens of a step to their calls.
-
-        Returns:
-            Requests that failed, which the engine is to forget.
-        """
-        failed: list[str] = []
-        for delta in deltas:
-            call = self.running.get(delta.request_id)
-            if call is None:  # the caller no longer waits
-                continue
-            problem = problem_of(delta, call.request)
-            if problem is None:
-                try:
-                    call.extend(delta, began, now)
-                except (TypeError, OverflowError) as error:
-                    problem = f"got what are no tokens: {error}"
-            if problem is not None:
-                self.reject({delta.request_id: GenerationError(f"request {delta.request_id!r} {problem}")})
-                failed.append(delta.request_id)
-            elif delta.finish_reason is not None:
-                self._finish(call, delta.finish_reason)
-        return tuple(failed)
-
-    def reject(self, errors: Mapping[str, Exception]) -> None:
-        """Fail running requests, by id."""
-        for request_id, error in errors.items():
-            self.aborting.discard(request_id)
-            if (call := self.running.pop(request_id, None)) is not None:
-                self._outbox.resolve(call.future, error)
-
-    def stream(self, *, also_empty: bool) -> None:
-        """Send each call its tokens since the last chunk.
-
-        Args:
-            also_empty: Whether calls without new tokens receive an empty chunk.
-        """
-        for call in self.running.values():
-            if call.on_chunk is not None and (call.num_unstreamed or also_empty):
-                self._outbox.stream(call, call.take_chunk())
-
-    def aborted(self, request_ids: Iterable[str]) -> None:
-        """Resolve requests that the engine has forgotten."""
-        for request_id in request_ids:
-            self.aborting.discard(request_id)
-            if (call := self.running.pop(request_id, None)) is not None:
-                self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
-
-    def clear(self, adapter: str | None = None) -> tuple[list[PendingCall], tuple[str, ...]]:
-        """Remove the calls of an adapter, or all calls.
-
-        Returns:
-            The removed calls, which the caller must fail, and the ids of those that ran.
-        """
-
-        def removed(calls: dict[str, PendingCall]) -> list[PendingCall]:
-            return [call for call in calls.values() if adapter is None or call.request.adapter == adapter]
-
-        waiting, running = removed(self.waiting), removed(self.running)
-        ids = tuple(call.request.request_id for call in running)
-        for call in waiting:
-            del self.waiting[call.request.request_id]
-        for request_id in ids:
-            del self.running[request_id]
-        self.aborting.difference_update(ids)
-        return [*waiting, *running], ids
-
-    def _finish(self, call: PendingCall, finish_reason: FinishReason) -> None:
-        request_id = call.request.request_id
-        del self.running[request_id]
-        completion = call.completion(finish_reason)
-        if request_id in self.aborting:
-            self.aborting.discard(request_id)
-            completion = aborted_late(completion)
-        self._outbox.resolve(call.future, completion)
+    def close(self) -> None:
+        """Close the source of the items. An error is only logged, because the weights were loaded and verified."""
+        try:
+            if (close := getattr(self._source, "close", None)) is not None:
+                close()
+        except BaseException:  # raised by a transport, of any type
+            logger.exception("the source of version %d failed to close", self.version)

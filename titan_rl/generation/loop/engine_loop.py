@@ -26,10 +26,10 @@ from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.errors import RequestError
 from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine
-from titan_rl.generation.loop.calls import PendingCall
+from titan_rl.generation.loop.calls import Items, PendingCall, PendingPull, Verify
 from titan_rl.generation.loop.engine_thread import run_engine
 from titan_rl.generation.loop.ranks import EngineRank, Ranks, Stepping
-from titan_rl.generation.loop.state import Items, LoopState, PendingPull, Verify
+from titan_rl.generation.loop.state import LoopState
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullResult
 from titan_rl.types import Completion, SamplingParams

@@ -10,8 +10,9 @@ from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import StateDictError
 from titan_rl.core.tracing.spans import Track, count, span
 from titan_rl.generation.engine import Engine, GaugedEngine
+from titan_rl.generation.loop.calls import PendingPull
 from titan_rl.generation.loop.ranks import CANNOT_OPEN, EngineRank
-from titan_rl.generation.loop.state import LoopAction, LoopDecision, LoopState, PendingPull
+from titan_rl.generation.loop.state import LoopAction, LoopDecision, LoopState
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import GaugeSummary, PullResult
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from titan_rl.core.calls.user_code import summary, with_cause
 from titan_rl.core.errors import EngineDeadError, GenerationError, RequestError, StateDictError
@@ -18,23 +18,23 @@ from titan_rl.generation.engine import (
     check_sampling,
     policy_of,
 )
-from titan_rl.generation.loop.state import LoopAction, LoopDecision, Weights
+from titan_rl.generation.loop.calls import Weights
+from titan_rl.generation.loop.state import LoopAction, LoopDecision
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy, Readback, compare, read_back
 
 IDLE_TIMEOUT = timedelta(days=365)  # a follower of an idle replica waits; if its leader dies, the connection closes
 
 
-class Ranks(Protocol):
-    """One rank's end of the link between the ranks of a replica. Used only by the engine's thread."""
+class Ranks:
+    """One rank's end of the link between the ranks of a replica, used only by the engine's thread. This base class is
+    the link of a single rank."""
 
     def open(self) -> None:
         """Connect to the other ranks. Called after the engine was made."""
-        ...
 
     def broadcast(self, decision: LoopDecision) -> None:
         """Send a decision of rank 0 to the other ranks."""
-        ...
 
     def receive(self) -> LoopDecision:
         """The next decision of rank 0.
@@ -42,41 +42,22 @@ class Ranks(Protocol):
         Raises:
             EngineDeadError: rank 0 is gone.
         """
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Exchange a value that can be pickled. Returns the values of all ranks, rank 0 first."""
-        ...
-
-    def close(self) -> None:
-        """Leave, so that the others do not wait for this rank."""
-        ...
-
-
-class OneRank:
-    """A replica of one rank, without followers."""
-
-    def open(self) -> None:
-        pass
-
-    def broadcast(self, decision: LoopDecision) -> None:
-        pass
-
-    def receive(self) -> LoopDecision:
         raise RuntimeError("a single rank has no leader to follow")
 
     def gather(self, value: Any) -> list[Any]:
+        """Exchange a value that can be pickled. Returns the values of all ranks, rank 0 first."""
         return [value]
 
     def close(self) -> None:
-        pass
+        """Leave, so that the others do not wait for this rank."""
 
 
-class GlooRanks:
+class GlooRanks(Ranks):
     """Ranks that are processes of one torch.distributed world, over gloo. All of them call `open` at the same time.
 
     Decisions have a separate process group, so that they neither wait for the engine's collectives nor exceed the time
-    limit of those while the replica is idle.
+    limit of those while the replica is idle. The group ends with the process, because destroying it would wait for
+    ranks that may be gone.
     """
 
     def __init__(self) -> None:
@@ -104,10 +85,6 @@ class GlooRanks:
         values: list[Any] = [None] * self._dist.get_world_size(self._group)
         self._dist.all_gather_object(values, value, group=self._group)
         return values
-
-    def close(self) -> None:
-        # The group ends with the process: destroying it would wait for ranks that may be gone.
-        pass
 
 
 def agree(ranks: Ranks, problem: str | None) -> str | None:
@@ -141,7 +118,7 @@ class EngineRank:
         kv_policy: KVPolicy | None = None,
         stepping: Stepping = nullcontext,
     ) -> None:
-        self.ranks = ranks or OneRank()
+        self.ranks = ranks or Ranks()
         self._make_engine = make_engine
         self._kv_policy = kv_policy or KVPolicy()
         self._stepping = stepping

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
 from typing import Any
 
-from titan_rl.core.calls.user_code import summary, with_cause
+from titan_rl.core.calls.user_code import with_cause
 from titan_rl.core.clock import CLOCK, Clock
-from titan_rl.core.errors import EngineDeadError, GenerationError, StateDictError, UnavailableWeightsError
-from titan_rl.core.tensor_checksum import TensorChecksum
-from titan_rl.generation.engine import LoadedPolicy, TokenDelta
-from titan_rl.generation.loop.calls import Outbox, PendingCall, PendingCalls
-from titan_rl.generation.request import EngineRequest
+from titan_rl.core.errors import EngineDeadError, GenerationError, RequestError, StateDictError
+from titan_rl.generation.engine import TokenDelta
+from titan_rl.generation.loop.calls import Outbox, PendingCall, PendingPull
+from titan_rl.generation.request import EngineRequest, aborted_late
 from titan_rl.generation.types import PauseMode, PullResult
 from titan_rl.types import FinishReason
-
-logger = logging.getLogger(__name__)
 
 
 class LoopAction(StrEnum):
@@ -54,58 +49,6 @@ class LoopDecision:
     requests: tuple[EngineRequest, ...] = ()  # STEP: the requests that join the batch first
 
 
-Items = Iterable[tuple[str, Any]]
-Verify = Callable[[LoadedPolicy], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """One version as a rank reads it."""
-
-    items: Items
-    verify: Verify | None = None  # checks the loaded engine, and raises if the weights are wrong
-    published: Mapping[str, TensorChecksum] = field(default_factory=dict[str, TensorChecksum])
-    pinned: int | None = None  # version that an engine which pins versions keeps beside this one
-
-
-class PendingPull:
-    """One `pull` call. Constructed in the caller's event loop; see `EngineLoop.pull` for the arguments."""
-
-    def __init__(self, version: int, manifest: Any, adapter: str = "") -> None:
-        self.version = version
-        self.adapter = adapter
-        self.manifest = manifest
-        self.future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
-        self.weights = Weights(())
-        self._source: Any = None
-
-    def open(
-        self, make_items: Callable[[], Items], verify: Verify | None, published: Any, pinned: int | None = None
-    ) -> None:
-        """Read the first pair, before which a transport does all its checks, and put it back.
-
-        Raises:
-            UnavailableWeightsError: the version could not be opened or read.
-        """
-        try:
-            self._source = iter(make_items())
-            first = next(self._source, None)
-        except StateDictError as error:
-            raise UnavailableWeightsError(str(error)) from error
-        except BaseException as error:  # CancelledError would look like the caller's; futures cannot hold StopIteration
-            raise UnavailableWeightsError(f"version {self.version} could not be opened: {summary(error)}") from error
-        items = () if first is None else chain([first], self._source)
-        self.weights = Weights(items, verify, published or {}, pinned)
-
-    def close(self) -> None:
-        """Close the source of the items. An error is only logged, because the weights were loaded and verified."""
-        try:
-            if (close := getattr(self._source, "close", None)) is not None:
-                close()
-        except BaseException:  # raised by a transport, of any type
-            logger.exception("the source of version %d failed to close", self.version)
-
-
 Waiters = list[asyncio.Future[None]]
 
 
@@ -113,8 +56,9 @@ class LoopState:
     """Monitor that callers and the engine's thread share. Each method takes the lock, for a few dictionary operations;
     only `decide` waits, and releases the lock meanwhile.
 
-    Futures are resolved in their event loops, through an `Outbox`: callers' methods send it before they return, the
-    engine's thread sends it after each decision with `send_results`.
+    A request waits until a step lets it join the batch, and then runs until it is resolved. Futures are resolved in
+    their event loops, through an `Outbox`: callers' methods send it before they return, the engine's thread sends it
+    after each decision with `send_results`.
     """
 
     def __init__(self, version: int, clock: Clock = CLOCK) -> None:
@@ -123,7 +67,9 @@ class LoopState:
         self._outbox = Outbox()
         # The newest version that was loaded and verified, by adapter ("" for the model). Versions never go back.
         self._versions: defaultdict[str, int] = defaultdict(lambda: version)
-        self._calls = PendingCalls(self._outbox)
+        self._waiting: dict[str, PendingCall] = {}  # by request id
+        self._running: dict[str, PendingCall] = {}
+        self._aborting: set[str] = set()  # running requests that the engine is to forget
         self._pulls: list[PendingPull] = []
         self._barriers: Waiters = []  # resolved between two steps, when nothing is being aborted
         self._drained: Waiters = []  # resolved when nothing runs
@@ -148,17 +94,17 @@ class LoopState:
     @property
     def num_in_flight(self) -> int:
         with self._lock:
-            return len(self._calls)
+            return len(self._waiting) + len(self._running)
 
     @property
     def num_running(self) -> int:
         with self._lock:
-            return len(self._calls.running)
+            return len(self._running)
 
     @property
     def running_ids(self) -> tuple[str, ...]:
         with self._lock:
-            return tuple(self._calls.running)
+            return tuple(self._running)
 
     def require_alive(self) -> None:
         with self._lock:
@@ -167,26 +113,43 @@ class LoopState:
                 raise EngineDeadError(reason) from cause
 
     def submit(self, call: PendingCall) -> None:
-        """Queue a call, or resolve it at once."""
+        """Queue a call, or resolve it at once.
+
+        Raises:
+            RequestError: a request with the same id is in flight, and not being aborted.
+            GenerationError: the loaded weights are unknown.
+        """
+        request_id, adapter = call.request.request_id, call.request.adapter
         with self._changing():
             self.require_alive()
             if self._paused is not None and self._paused.ends_requests:
                 self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
-            elif (adapter := call.request.adapter) in self._distrusted:
+                return
+            if adapter in self._distrusted:
                 raise self._distrust_error(adapter)
-            else:
-                self._calls.add(call)
+            is_running = request_id in self._running and request_id not in self._aborting
+            if is_running or request_id in self._waiting:
+                raise RequestError(f"request_id {request_id!r} is already in flight; ids must be unique")
+            self._waiting[request_id] = call
 
     def forget(self, call: PendingCall) -> None:
         """Free a request whose caller was cancelled."""
+        request_id = call.request.request_id
         with self._changing():
-            self._calls.forget(call)
+            if self._waiting.get(request_id) is call:
+                del self._waiting[request_id]
+            elif self._running.get(request_id) is call:
+                self._aborting.add(request_id)
 
     def abort(self, request_ids: Iterable[str] | None, barrier: asyncio.Future[None]) -> None:
-        """Resolve requests that the engine has not seen. `barrier` resolves when the engine has forgotten the
-        others."""
+        """Resolve requests that the engine has not seen, and mark the others for it to forget. None aborts all.
+        `barrier` resolves when the engine has forgotten them."""
         with self._changing():
-            self._calls.abort(request_ids)
+            for request_id in [*self._waiting, *self._running] if request_ids is None else request_ids:
+                if (call := self._waiting.pop(request_id, None)) is not None:
+                    self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
+                if request_id in self._running:
+                    self._aborting.add(request_id)
             if self._ended is None:
                 self._barriers.append(barrier)
             else:
@@ -195,7 +158,10 @@ class LoopState:
     def give_up(self) -> int:
         """Resolve the calls that are being aborted, without waiting for the engine. Returns their number."""
         with self._changing():
-            return self._calls.give_up()
+            calls = [self._running.pop(request_id) for request_id in self._aborting if request_id in self._running]
+            for call in calls:
+                self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
+            return len(calls)
 
     def pause(self, mode: PauseMode, drained: asyncio.Future[None] | None = None) -> None:
         """Stop stepping: in mode WAIT when nothing runs, in other modes now. `drained` resolves when nothing runs; in
@@ -259,7 +225,6 @@ class LoopState:
             return decision
 
     def _next_decision(self) -> LoopDecision | None:
-        calls = self._calls
         if self._closing:
             return LoopDecision(LoopAction.CLOSE)
         if self._asleep and (self._pulls or self._paused is not PauseMode.SLEEP):
@@ -269,15 +234,25 @@ class LoopState:
             of_adapter = [pull for pull in self._pulls if pull.adapter == adapter]
             newest = max(of_adapter, key=lambda pull: pull.version)
             return LoopDecision(LoopAction.PULL, newest.version, adapter, newest.manifest)
-        if calls.aborting or self._barriers:
-            return LoopDecision(LoopAction.ABORT, request_ids=tuple(calls.aborting))
+        if self._aborting or self._barriers:
+            return LoopDecision(LoopAction.ABORT, request_ids=tuple(self._aborting))
         if self._to_sleep and not self._asleep:
             return LoopDecision(LoopAction.SLEEP)
-        if self._paused is None and len(calls):
-            return LoopDecision(LoopAction.STEP, requests=calls.admit(self._versions))
-        if self._paused is PauseMode.WAIT and calls.running:
+        if self._paused is None and (self._waiting or self._running):
+            return LoopDecision(LoopAction.STEP, requests=self._admit())
+        if self._paused is PauseMode.WAIT and self._running:
             return LoopDecision(LoopAction.STEP)
         return None
+
+    def _admit(self) -> tuple[EngineRequest, ...]:
+        """Let waiting requests join the batch; their next tokens belong to the version of their adapter."""
+        admitted = tuple(self._waiting.values())
+        self._running.update(self._waiting)
+        self._waiting.clear()
+        for call in admitted:
+            wanted = call.request.version
+            call.admit(self._versions[call.request.adapter] if wanted is None else wanted, len(self._running))
+        return tuple(call.request for call in admitted)
 
     def send_results(self) -> None:
         """Deliver all results so far."""
@@ -296,25 +271,51 @@ class LoopState:
             self._asleep = False
 
     def absorb(self, rejected: Mapping[str, Exception], deltas: Iterable[TokenDelta], began: float) -> tuple[str, ...]:
-        """Record the outcome of a step.
+        """Fail the requests that a step has rejected, and pass its tokens to the others.
 
         Returns:
-            Requests that failed, which the engine is to forget.
+            Requests that failed because of their tokens, which the engine is to forget.
         """
+        failed: list[str] = []
         with self._lock:
-            self._calls.reject(rejected)
-            return self._calls.absorb(deltas, began, self.clock.now())
+            for request_id, error in rejected.items():
+                if (call := self._take(request_id)) is not None:
+                    self._outbox.resolve(call.future, error)
+            now = self.clock.now()
+            for delta in deltas:
+                request_id = delta.request_id
+                if (call := self._running.get(request_id)) is None:  # the caller no longer waits
+                    continue
+                if (problem := call.extend(delta, began, now)) is not None:
+                    failed.append(request_id)
+                    self._take(request_id)
+                    self._outbox.resolve(call.future, GenerationError(f"request {request_id!r} {problem}"))
+                elif delta.finish_reason is not None:
+                    completion = call.completion(delta.finish_reason)
+                    if request_id in self._aborting:
+                        completion = aborted_late(completion)
+                    self._take(request_id)
+                    self._outbox.resolve(call.future, completion)
+        return tuple(failed)
 
     def stream(self, *, also_empty: bool) -> None:
-        """Send each request its tokens since the last chunk; see `PendingCalls.stream`."""
+        """Send each request its tokens since the last chunk.
+
+        Args:
+            also_empty: Whether requests without new tokens receive an empty chunk.
+        """
         with self._lock:
-            self._calls.stream(also_empty=also_empty)
+            for call in self._running.values():
+                if call.on_chunk is not None and (call.num_unstreamed or also_empty):
+                    self._outbox.stream(call, call.take_chunk())
 
     def aborted(self, request_ids: Iterable[str]) -> None:
         """Resolve requests that the engine has forgotten."""
         with self._lock:
-            self._calls.aborted(request_ids)
-            if not self._calls.aborting:
+            for request_id in request_ids:
+                if (call := self._take(request_id)) is not None:
+                    self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
+            if not self._aborting:
                 self._resolve(self._barriers)
 
     def pull_of(self, version: int, adapter: str) -> PendingPull:
@@ -343,29 +344,40 @@ class LoopState:
         with self._lock:
             self._versions[adapter] = version
             self._distrusted.pop(adapter, None)
-            if running_continue:
-                self._calls.mark(version, adapter)
+            for call in self._running.values() if running_continue else ():
+                if call.request.adapter == adapter:
+                    call.mark(version)
 
     def distrust(self, cause: Exception, adapter: str) -> tuple[str, ...]:
         """Fail all requests of an adapter until a pull succeeds. Returns the requests that the engine is to forget."""
         with self._lock:
             self._distrusted[adapter] = cause
-            calls, running = self._calls.clear(adapter)
-            for call in calls:
+            running = [call for call in self._running.values() if call.request.adapter == adapter]
+            waiting = [call for call in self._waiting.values() if call.request.adapter == adapter]
+            for call in waiting:
+                del self._waiting[call.request.request_id]
+            for call in running:
+                self._take(call.request.request_id)
+            for call in (*waiting, *running):
                 self._outbox.resolve(call.future, self._distrust_error(adapter))
-        return running
+        return tuple(call.request.request_id for call in running)
 
     def end(self, reason: str, cause: BaseException | None) -> None:
         """Fail everything outstanding, and later calls. Only the first reason is kept."""
         with self._changing():
             if self._ended is None:
                 self._ended = (reason, cause)
-            calls, _ = self._calls.clear()
-            for future in [*(call.future for call in (*calls, *self._pulls)), *self._drained]:
+            calls = (*self._waiting.values(), *self._running.values(), *self._pulls)
+            for future in [*(call.future for call in calls), *self._drained]:
                 self._outbox.resolve(future, with_cause(EngineDeadError(reason), cause))
             self._resolve(self._barriers)  # there is nothing left to abort
-            self._pulls.clear()
-            self._drained.clear()
+            for outstanding in (self._waiting, self._running, self._aborting, self._pulls, self._drained):
+                outstanding.clear()
+
+    def _take(self, request_id: str) -> PendingCall | None:
+        """Remove a running call, which is resolved next."""
+        self._aborting.discard(request_id)
+        return self._running.pop(request_id, None)
 
     def _distrust_error(self, adapter: str) -> GenerationError:
         cause = self._distrusted[adapter]
