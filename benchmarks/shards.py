@@ -32,9 +32,8 @@ import looptime
 from benchmarks.paired import report
 from titan_rl import Completion, FinishReason, SamplingParams, VersionSpan
 from titan_rl.generation.router import GeneratorRouter
-from titan_rl.generation.router.connection import ShardReplica
-from titan_rl.generation.router.shard import RouterShard
-from titan_rl.generation.router.shard_messages import Ended, FromShard, ToShard
+from titan_rl.generation.router.shard import RouterShard, ShardReplica
+from titan_rl.generation.router.shards import Ended, FromShard, ToShard
 from titan_rl.generation.router.strategies import make_strategy
 
 NUM_SHARDS = 16

@@ -22,7 +22,7 @@ from titan_rl.cluster.rollout_worker import GroupOrder, ProgressSender
 from titan_rl.core.arrays import logprob_array, token_array
 from titan_rl.generation.recording import RecordedAnswer, prompt_digest
 from titan_rl.generation.router import GeneratorRouter
-from titan_rl.generation.router.shard_messages import Ended, Join, ShardLoad, TellLoad, ToShard
+from titan_rl.generation.router.shards import Ended, ShardLoad, TellLoad, ToShard, Update
 
 PACKED_TOKENS, PACKED_LOGPROBS = token_array(TOKENS), logprob_array(LOGPROBS)
 
@@ -87,7 +87,7 @@ class SimulatedWorker:
         self._prompt = token_array(prompt)
         self._digest = prompt_digest(prompt)
         self._sender = ProgressSender(Service(traffic), "simulated")
-        self._names: list[str] = []  # of the generators
+        self._names: dict[str, None] = {}  # of the generators, in order
         self._in_flight = 0
 
     async def _send_to_shard(self, sent: bytes) -> bytes:
@@ -96,8 +96,8 @@ class SimulatedWorker:
 
     def _carry_out(self, message: ToShard) -> Ended:
         match message:
-            case Join(replicas):
-                self._names = [state.name for state in replicas]
+            case Update(replicas):
+                self._names |= dict.fromkeys(state.name for state in replicas)
             case TellLoad():
                 each, more = divmod(self._in_flight, len(self._names))
                 counts = {name: each + (place < more) for place, name in enumerate(self._names)}

@@ -14,7 +14,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.cluster.request_stream import GeneratorStreams, pack
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.router.connection import ReplicaConnection, Retries, ShardReplica
+from titan_rl.generation.router.shard import ReplicaConnection, Retries, ShardReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
 LIMIT_S = 60

@@ -23,7 +23,7 @@ from titan_rl.cluster.request_stream import GeneratorStreams, RequestServer, cal
 from titan_rl.cluster.supervision import Supervisor
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.router.connection import ReplicaConnection, ShardReplica
+from titan_rl.generation.router.shard import ReplicaConnection, ShardReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
 from titan_rl.weights.types import PublishedWeights
 

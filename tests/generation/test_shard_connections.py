@@ -19,7 +19,7 @@ from virtual_time import in_virtual_time
 from titan_rl.core.errors import GenerationError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import Limits
-from titan_rl.generation.router.connection import (
+from titan_rl.generation.router.shard import (
     ReplicaConnection,
     Retries,
     ShardReplica,

@@ -30,9 +30,8 @@ from titan_rl.core.console import Console
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.generation.group_requests import GroupRequests
 from titan_rl.generation.recording import KnownAnswers, RecordedAnswer, Recorder
-from titan_rl.generation.router.connection import ReplicaConnection
-from titan_rl.generation.router.shard import RouterShard
-from titan_rl.generation.router.shard_messages import Ended, FromShard, ToShard
+from titan_rl.generation.router.shard import ReplicaConnection, RouterShard
+from titan_rl.generation.router.shards import Ended, FromShard, ToShard
 from titan_rl.generation.router.strategies import make_strategy
 from titan_rl.rollout.copies import completion_of, portable
 from titan_rl.rollout.group.running import RunningGroup, RunningGroups
