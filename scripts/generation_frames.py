@@ -24,13 +24,12 @@ from titan_rl.generation.router.dispatch import Dispatcher
 
 def as_in_a_run(router: GeneratorRouter) -> GenerateFn:
     """Make a `GenerateFn` with the same surrounding steps as that of a run's training group."""
-    steps = [lambda _: contextlib.nullcontext()] * 3  # stand for journal, suspension and count of requests
+    steps = [lambda _: contextlib.nullcontext()] * 2  # stand for journal and suspension
 
     async def ready() -> None: ...
 
     return Generation(
         router.stream,
-        around_request=steps[:1],
         around_attempt=steps,
         ready=ready,
         resume=Resume(router.wait_resumed),

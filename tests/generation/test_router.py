@@ -49,6 +49,17 @@ async def test_the_names_fit_their_protocols(pair: Pair) -> None:
     assert (completion.request_id, completion.finish_reason) == ("r", FinishReason.LENGTH)
 
 
+async def test_requests_that_fail_are_no_answers() -> None:
+    router = GeneratorRouter([], limits=Limits(no_replica_s=1.0))
+    with pytest.raises(NoReplicaError):
+        await ask(router, "fails")
+    assert (router.num_in_flight, router.num_answered, router.take_most_in_flight()) == (0, 0, 1)
+    await router.add_replica(FakeReplica("a"))
+    await ask(router, "answered")
+    assert (router.num_in_flight, router.num_answered, router.take_most_in_flight()) == (0, 1, 1)
+    await router.close()
+
+
 async def test_load_is_prompt_plus_budget_while_in_flight(pair: Pair) -> None:
     a, _, router = pair
     first, second, third = ask(router, "1", tokens=50), ask(router, "2", tokens=3), ask(router, "3", tokens=4)

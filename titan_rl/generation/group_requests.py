@@ -72,14 +72,12 @@ class GroupRequests:
         self.version = version
         self._router = router
         self._playing = playing
-        around = [self._counted]
         if recorder is None:
             naming = [] if version is None else [partial(_named, version)]
-            self._generation = Generation(router.stream, around_request=around, around_attempt=naming)
+            self._generation = Generation(router.stream, around_attempt=naming)
         else:
             self._generation = Generation(
                 router.stream,
-                around_request=around,
                 resume=Resume(self._both_open, SUSPEND_TIMEOUT_S, max_context=max_context),
                 ready=room,
                 around_attempt=[recorder.step, self._suspendable],
@@ -93,10 +91,9 @@ class GroupRequests:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        return await self._generation(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
-
-    def _counted(self, call: Attempt) -> AbstractContextManager[object]:
-        return self._playing.request(call.request.session_id)
+        generate = self._generation
+        with self._playing.request(session_id):
+            return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
 
     async def _both_open(self) -> None:
         assert self.suspension is not None

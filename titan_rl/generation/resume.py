@@ -60,11 +60,10 @@ class Generation:
 
     Example:
 
-        generate = Generation(router.stream, around_request=[sessions.step], around_attempt=[journal.step])
+        generate = Generation(router.stream, around_attempt=[journal.step])
 
     Args:
         ask: Answers a request.
-        around_request: Steps around each call. `answer` is set when they end.
         around_attempt: Steps around each attempt; there are several attempts if `resume` continues a completion.
         ready: Awaited before each attempt.
         resume: Continues aborted completions. By default aborted completions are returned to the caller.
@@ -74,13 +73,11 @@ class Generation:
         self,
         ask: RequestFn,
         *,
-        around_request: Sequence[Step] = (),
         around_attempt: Sequence[Step] = (),
         ready: Callable[[], Awaitable[object]] | None = None,
         resume: Resume | None = None,
     ) -> None:
         self._ask = ask
-        self._around_request = around_request
         self._around_attempt = around_attempt
         self._ready = ready
         self._resume = resume
@@ -93,15 +90,10 @@ class Generation:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        call = Attempt(EngineRequest(request_id, prompt_token_ids, sampling, session_id), listener())
-        with ExitStack() as stack:
-            for step in self._around_request:
-                stack.enter_context(step(call))
-            if self._resume is None:
-                call.answer = await self._attempt(call.request, call.on_chunk)
-            else:
-                call.answer = await self._resume.complete(self._attempt, call.request, call.on_chunk)
-        return call.answer
+        request, on_chunk = EngineRequest(request_id, prompt_token_ids, sampling, session_id), listener()
+        if self._resume is None:
+            return await self._attempt(request, on_chunk)
+        return await self._resume.complete(self._attempt, request, on_chunk)
 
     async def _attempt(self, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
         attempt = Attempt(request, on_chunk)

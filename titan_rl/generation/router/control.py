@@ -98,7 +98,7 @@ class Pause:
             return
         self._requests.thaw()
         self.open.set()
-        self._pool.has_room()
+        self._pool.on_room()
 
     async def _apply_to_all(self) -> dict[str, Exception]:
         """Set the pause mode of all replicas. Replicas out of service get it when they recover."""

@@ -278,7 +278,7 @@ class Moves:
         return reservation
 
     def close(self) -> None:
-        self._pool.on_room = None
+        self._pool.on_room = lambda: None
         if self._timer is not None:
             self._timer.cancel()
 

@@ -111,7 +111,7 @@ class Reservation:
         if not replica.num_requests:
             replica.idle.set()
         self._pool.strategy.released(replica)
-        self._pool.has_room()
+        self._pool.on_room()
 
 
 class Aborts:
@@ -288,7 +288,7 @@ class Pool:
         self.serving = asyncio.Event()  # set while at least one replica serves
         self.enough = asyncio.Event()  # set while enough replicas serve for requests to be sent
         self.last_error: Exception | None = None  # error of the last failure of any replica
-        self.on_room: Callable[[], None] | None = None  # called when a replica enters service, or a request ends
+        self.on_room: Callable[[], None] = _ignore  # called when a replica enters service, or a request ends
         self.on_change: Callable[[PooledReplica], None] = _ignore  # called when a replica's service changes
         self.origin = ""  # suffix of engine ids, if several routers send to the same replicas
         self._on_failed = on_failed
@@ -348,10 +348,6 @@ class Pool:
         assert replica.serving
         return Reservation(replica, request.cost, self)
 
-    def has_room(self) -> None:
-        if self.on_room is not None:
-            self.on_room()
-
     def admit(self, replica: PooledReplica) -> None:
         """Put a replica into service. Does nothing if it serves already or was removed."""
         if replica.serving or replica.removed:
@@ -363,7 +359,7 @@ class Pool:
         self.strategy.admit(replica)
         self._update_events()
         self.on_change(replica)
-        self.has_room()
+        self.on_room()
 
     def withdraw(self, replica: PooledReplica, *, draining: bool = False) -> None:
         """Take a replica out of service; its running requests are not touched.
@@ -478,7 +474,7 @@ class Pool:
         _set(self.enough, self._num_serving > 0 and self._num_serving + num_draining >= self.least)
 
 
-def _ignore(replica: PooledReplica) -> None: ...
+def _ignore(*_: object) -> None: ...
 
 
 def _set(event: asyncio.Event, is_set: bool) -> None:

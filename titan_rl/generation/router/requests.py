@@ -15,7 +15,6 @@ from titan_rl.core.calls import stopwatch
 from titan_rl.core.calls.bounded import BoundedCall
 from titan_rl.core.errors import EngineStalledError, GenerationError, RequestError
 from titan_rl.generation.request import EngineRequest, OnChunk, Partial
-from titan_rl.generation.router.counts import HighWaterMark
 from titan_rl.generation.router.pool import Pool, PooledReplica, Reservation
 from titan_rl.types import Completion
 
@@ -312,13 +311,22 @@ class RequestsInFlight:
     def __init__(self, pool: Pool, stall_timeout_s: float) -> None:
         self.pool = pool
         self.stalls = StallWatch(stall_timeout_s, pool)
-        self.counts = HighWaterMark()
+        self.num_answered = 0  # requests that ended without an error
         self._requests: dict[str, RequestInFlight] = {}
+        self._most = 0  # largest number of requests at once since `take_most`
         self._waits: set[Waiter] = set()  # waits for requests to end, which are frozen with the requests
         self._frozen_s: float | None = None  # limit of the present freeze
 
     def __iter__(self) -> Iterator[RequestInFlight]:
         return iter(tuple(self._requests.values()))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def take_most(self) -> int:
+        """The largest number of requests at once since this was last called."""
+        most, self._most = self._most, len(self)
+        return most
 
     @contextmanager
     def track(self, request: EngineRequest, on_chunk: OnChunk | None) -> Generator[RequestInFlight]:
@@ -331,9 +339,10 @@ class RequestsInFlight:
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
         in_flight = self._requests[request_id] = RequestInFlight(request, on_chunk, self)
+        self._most = max(self._most, len(self))
         try:
-            with self.counts.one():
-                yield in_flight
+            yield in_flight
+            self.num_answered += 1
         finally:
             in_flight.release_reservation()
             del self._requests[request_id]

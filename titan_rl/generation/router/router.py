@@ -325,18 +325,18 @@ class GeneratorRouter:
     def num_in_flight(self) -> int:
         """Number of requests in flight, also in shards and on a replica that is held."""
         held = 0 if self._held is None else self._held.num_in_flight
-        return held + self._requests.counts.now + self._shards.num_requests
+        return held + len(self._requests) + self._shards.num_requests
 
     @property
     def num_answered(self) -> int:
         """Number of requests answered so far, also in shards, except by replicas that were held before."""
         held = 0 if self._held is None else self._held.num_answered
-        return held + self._requests.counts.num_done + self._shards.num_answered
+        return held + self._requests.num_answered + self._shards.num_answered
 
     def take_most_in_flight(self) -> int:
         """Largest number of requests in flight since the last call."""
         held = 0 if self._held is None else self._held.take_most_in_flight()
-        return held + self._requests.counts.take() + self._shards.take_most_requests()
+        return held + self._requests.take_most() + self._shards.take_most_requests()
 
     @property
     def num_moved(self) -> int | None:

@@ -474,6 +474,7 @@ class RouterShard(GeneratorRouter):
             if replica.num_requests
         }
         tokens = sum(request.partial.num_tokens for request in self._requests)
-        counts = self._requests.counts
-        self._reported = ShardLoad(loads, tokens, self.num_moved, counts.now, counts.take(), counts.num_done)
+        requests = self._requests
+        most = requests.take_most()
+        self._reported = ShardLoad(loads, tokens, self.num_moved, len(requests), most, requests.num_answered)
         return self._reported
