@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from titan_rl.core.errors import StateDictError, UnavailableWeightsError
-from titan_rl.generation.router.pool import Pool, PooledReplica
+from titan_rl.generation.router.pool import Pool, PooledReplica, Service
 from titan_rl.generation.router.requests import NotResumedError, RequestsInFlight
 from titan_rl.generation.router.shards import Shards
 from titan_rl.generation.types import PauseMode
@@ -102,7 +102,7 @@ class Pause:
 
     async def _apply_to_all(self) -> dict[str, Exception]:
         """Set the pause mode of all replicas. Replicas out of service get it when they recover."""
-        replicas = [replica for replica in self._pool if replica.serving or replica.draining]
+        replicas = [replica for replica in self._pool if replica.healthy]
         pauses = [self._target.pause(replica) for replica in replicas]
         results = await asyncio.gather(*pauses, return_exceptions=True)
         failed: dict[str, Exception] = {}
@@ -238,7 +238,7 @@ class Puller:
     async def _drain(self, replica: PooledReplica) -> list[str]:
         """Take a replica out of service until its requests have finished. Returns the ids of requests that had to be
         aborted."""
-        self._pool.withdraw(replica, draining=True)
+        self._pool.withdraw(replica, Service.DRAINING)
         drain_s = self._pool.limits.drain_s
         own, of_shards = await asyncio.gather(
             self._requests.drain(replica, drain_s), self._shards.drain(replica, drain_s, abort=True)

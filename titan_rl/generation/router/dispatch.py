@@ -267,7 +267,7 @@ class Moves:
         if (reservation := request.reservation) is None:
             return None
         replica = reservation.replica
-        if replica.failures or not (replica.serving or replica.draining):
+        if replica.failures or not replica.healthy:
             request.release_reservation()
             return None
         if not self._pause.open.is_set() and self._pool.target.mode is not PauseMode.WAIT:

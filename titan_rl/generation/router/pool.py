@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import count
 from types import TracebackType
 from typing import Literal
@@ -28,6 +29,15 @@ AWAY = 1 << 40
 """Tokens added to the load of a replica that is in another shard's slice at present."""
 
 
+class Service(StrEnum):
+    """Service of a replica in a router."""
+
+    SERVING = "serving"  # the strategy may choose it
+    DRAINING = "draining"  # healthy; finishes its requests, and then pulls and serves again
+    OUT = "out"  # until it has pulled the current version
+    REMOVED = "removed"  # permanently
+
+
 class PooledReplica:
     """State of one replica, which only the router and its parts change.
 
@@ -46,9 +56,7 @@ class PooledReplica:
         self.load_of_others = 0  # part of `load`
         self.idle = asyncio.Event()  # set while num_requests is 0
         self.idle.set()
-        self.serving = False  # the strategy may choose it
-        self.draining = False  # out of service for a pull, healthy
-        self.removed = False  # permanently
+        self.service = Service.OUT
         self.version: int | None = None  # pulled through this router; None if unknown
         self.paused: PauseMode | Literal["unknown"] | None = None  # "unknown" after a call that failed
         self.epoch = 0  # number of admissions so far, which distinguishes a late failure from a new one
@@ -63,7 +71,20 @@ class PooledReplica:
         self.pausing = asyncio.Lock()
 
     def __repr__(self) -> str:
-        return f"PooledReplica({self.name!r}, load={self.load}, serving={self.serving}, version={self.version})"
+        return f"PooledReplica({self.name!r}, {self.service}, load={self.load}, version={self.version})"
+
+    @property
+    def serving(self) -> bool:
+        return self.service is Service.SERVING
+
+    @property
+    def removed(self) -> bool:
+        return self.service is Service.REMOVED
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the replica serves, or drains and then serves again."""
+        return self.service in (Service.SERVING, Service.DRAINING)
 
     def note_alive(self, *, served: bool = False) -> None:
         """Note a sign of life.
@@ -323,10 +344,8 @@ class Pool:
             ValueError: there is no replica of that name.
         """
         replica = self.find(name)
-        self.withdraw(replica)
         del self._replicas[name]
-        replica.removed = True
-        self.on_change(replica)
+        self.withdraw(replica, Service.REMOVED)
         self.aborts.forget(replica)
         return replica
 
@@ -352,7 +371,7 @@ class Pool:
         """Put a replica into service. Does nothing if it serves already or was removed."""
         if replica.serving or replica.removed:
             return
-        replica.serving, replica.draining = True, False
+        replica.service = Service.SERVING
         replica.epoch += 1
         replica.admitted_at = asyncio.get_running_loop().time()
         self._num_serving += 1
@@ -361,13 +380,15 @@ class Pool:
         self.on_change(replica)
         self.on_room()
 
-    def withdraw(self, replica: PooledReplica, *, draining: bool = False) -> None:
+    def withdraw(self, replica: PooledReplica, service: Service = Service.OUT) -> None:
         """Take a replica out of service; its running requests are not touched.
 
         Args:
-            draining: Whether the replica is healthy and finishes its requests.
+            service: New state of the replica. A removed replica stays removed.
         """
-        was_serving, replica.serving, replica.draining = replica.serving, False, draining
+        was_serving = replica.serving
+        if not replica.removed:
+            replica.service = service
         if was_serving:
             self._num_serving -= 1
             self.strategy.withdraw(replica)
@@ -469,9 +490,9 @@ class Pool:
         replica.last_error = self.last_error = error
 
     def _update_events(self) -> None:
-        num_draining = sum(replica.draining for replica in self)
+        num_healthy = sum(replica.healthy for replica in self)
         _set(self.serving, self._num_serving > 0)
-        _set(self.enough, self._num_serving > 0 and self._num_serving + num_draining >= self.least)
+        _set(self.enough, self._num_serving > 0 and num_healthy >= self.least)
 
 
 def _ignore(*_: object) -> None: ...

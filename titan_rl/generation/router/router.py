@@ -13,7 +13,7 @@ from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.resume import listener
 from titan_rl.generation.router.control import Pause, PauseReport, Puller, PullMode, PullReport
 from titan_rl.generation.router.dispatch import Dispatcher
-from titan_rl.generation.router.pool import OnReplicaFailed, Pool, PooledReplica, ReplicaStatus
+from titan_rl.generation.router.pool import OnReplicaFailed, Pool, PooledReplica, ReplicaStatus, Service
 from titan_rl.generation.router.replica import BackgroundTasks, Limits, OpenCalls, Replica
 from titan_rl.generation.router.requests import CutShortError, RequestsInFlight
 from titan_rl.generation.router.shards import Ended, ForHeld, FromShard, ReplicaFailed, ShardLink, Shards, ToShard
@@ -198,7 +198,7 @@ class GeneratorRouter:
         if self._held is not None or not able or len(serving) - 1 < max(1, self._pool.least):
             return False
         replica = min(able, key=lambda replica: replica.load)
-        self._pool.withdraw(replica, draining=True)
+        self._pool.withdraw(replica, Service.DRAINING)
         held = GeneratorRouter(
             [replica.handle],
             stall_timeout_s=self._stall_timeout_s,
@@ -246,7 +246,7 @@ class GeneratorRouter:
             for handle in handles:
                 if handle.name not in self._pool:
                     await self.add_replica(handle)
-                elif (replica := self._pool.find(handle.name)).draining:
+                elif (replica := self._pool.find(handle.name)).service is Service.DRAINING:
                     await self._bring_up(replica)
         finally:
             self._released.set()
@@ -408,7 +408,7 @@ class GeneratorRouter:
             self.remove_replica(name)
             return
         replica = self._pool.find(name)
-        self._pool.withdraw(replica, draining=True)
+        self._pool.withdraw(replica, Service.DRAINING)
         await self._until_idle(replica, finish_s)
         if not replica.removed:
             self.remove_replica(name)

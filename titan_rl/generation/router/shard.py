@@ -14,7 +14,7 @@ from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import GenerationError, TitanRLError
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.router.pool import Pool, PooledReplica
+from titan_rl.generation.router.pool import Pool, PooledReplica, Service
 from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.shards import (
@@ -248,16 +248,16 @@ class ShardPool(Pool):
         self.withdraw(replica)
 
     def quarantine(self, replica: PooledReplica, error: Exception, epoch: int | None = None) -> None:
-        if replica.serving or (replica.draining and _handle_of(replica).is_open):
+        if replica.serving or (replica.healthy and _handle_of(replica).is_open):
             self._report(replica, error, epoch)
 
     def follow(self, replica: PooledReplica, state: ReplicaState) -> None:
         """Bring a replica to the state that the router has decided."""
         handle = _handle_of(replica)
         replica.version = state.version
-        if not state.serving:
+        if state.service is not Service.SERVING:
             handle.wanted = False
-            self.withdraw(replica, draining=state.draining)
+            self.withdraw(replica, state.service)
         elif state.epoch > handle.admitted:
             handle.admitted, handle.wanted = state.epoch, True
             self.withdraw(replica)  # admitted again below, in a new epoch, so that earlier failures are ignored
@@ -272,7 +272,7 @@ class ShardPool(Pool):
             self.aborts.send_again(replica)
             self.admit(replica)
         else:
-            self.withdraw(replica, draining=True)
+            self.withdraw(replica, Service.DRAINING)
 
     def unreachable(self, replica: PooledReplica, error: GenerationError) -> None:
         """Report a replica that the shard cannot reach, if the router has it in service."""
@@ -406,7 +406,7 @@ class RouterShard(GeneratorRouter):
     def _follow(self, states: tuple[ReplicaState, ...]) -> None:
         pool = self._shard_pool
         for state in states:
-            if state.removed:
+            if state.service is Service.REMOVED:
                 if state.name in pool and self._identity(state.name) == state.identity:
                     self._disconnect(state.name)
                 continue

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.core.calls.bounded import limited
 from titan_rl.core.errors import ActorDiedError, ConfigError, TitanRLError
-from titan_rl.generation.router.pool import Pool, PooledReplica
+from titan_rl.generation.router.pool import Pool, PooledReplica, Service
 from titan_rl.generation.types import PauseMode
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,7 @@ class ReplicaState:
     Attributes:
         identity: Distinguishes a replica from a later one with the same name.
         epoch: Number of admissions so far. A failure that a shard reports names the epoch in which it occurred.
-        serving: Whether the replica is in service.
-        draining: Whether the replica is out of service but healthy, and comes back.
-        removed: Whether the replica is gone, so that its requests continue elsewhere.
+        service: Service of the replica. The requests of a removed one continue elsewhere.
         version: Version that the replica has; None if it is unknown.
         address: Plain data from which a shard connects to the replica; None if the shard has received it.
     """
@@ -39,9 +37,7 @@ class ReplicaState:
     name: str
     identity: int
     epoch: int
-    serving: bool
-    draining: bool
-    removed: bool
+    service: Service
     version: int | None
     address: Any = None
 
@@ -427,16 +423,7 @@ class Shards:
                 shard.known.add(identity)
                 address = replica.handle.address
             states.append(
-                ReplicaState(
-                    replica.name,
-                    identity,
-                    replica.epoch,
-                    replica.serving,
-                    replica.draining,
-                    replica.removed,
-                    replica.version,
-                    address,
-                )
+                ReplicaState(replica.name, identity, replica.epoch, replica.service, replica.version, address)
             )
         return tuple(states)
 

@@ -27,7 +27,11 @@ class Candidate(Protocol):
 
     name: str
     load: int  # tokens reserved on the replica
-    serving: bool
+
+    @property
+    def serving(self) -> bool:
+        """Whether the replica is in service."""
+        ...
 
 
 class Strategy(ABC):
