@@ -16,25 +16,46 @@ from titan_rl.generation.router.dispatch import Dispatcher
 from titan_rl.generation.router.pool import OnReplicaFailed, Pool, PooledReplica, ReplicaStatus, Service
 from titan_rl.generation.router.replica import BackgroundTasks, Limits, OpenCalls, Replica
 from titan_rl.generation.router.requests import CutShortError, RequestsInFlight
-from titan_rl.generation.router.shards import Ended, ForHeld, FromShard, ReplicaFailed, ShardLink, Shards, ToShard
+from titan_rl.generation.router.shards import Ended, ForDedicated, FromShard, ReplicaFailed, ShardLink, Shards, ToShard
 from titan_rl.generation.router.strategies import LeastLoaded, StickySession, Strategy
 from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, SamplingParams
 
 
-class HeldLink:
-    """Connection of the router of a held replica to one shard, over the connection of the router that holds it."""
+class DedicatedLink:
+    """`ShardLink` of a dedicated replica's router, whose messages travel over a link of the router that it is part of.
 
-    def __init__(self, link: ShardLink, hold: int) -> None:
+    Args:
+        link: Link of that router.
+        dedication: Number of the dedication.
+    """
+
+    def __init__(self, link: ShardLink, dedication: int) -> None:
         self.name = link.name
         self._link = link
-        self._hold = hold
+        self._dedication = dedication
 
     async def call(self, number: int, message: ToShard) -> Ended:
-        return await self._link.call(number, ForHeld(self._hold, number, message))
+        return await self._link.call(number, ForDedicated(self._dedication, number, message))
 
     def end(self, reason: str) -> None:
         self._link.end(reason)
+
+
+class Dedication:
+    """Separate router for the requests that name a version, with the replica that is dedicated to them.
+
+    Attributes:
+        number: Distinguishes the dedications of a router, and increases.
+        links: Links of the separate router, by the links of the router that it is part of.
+        ended: Set when the replica is returned.
+    """
+
+    def __init__(self, number: int, router: GeneratorRouter) -> None:
+        self.number = number
+        self.router = router
+        self.links: dict[ShardLink, DedicatedLink] = {}
+        self.ended = asyncio.Event()
 
 
 class GeneratorRouter:
@@ -88,11 +109,8 @@ class GeneratorRouter:
         limits = limits or Limits()
         self._on_replica_failed = on_replica_failed
         self._stall_timeout_s = stall_timeout_s
-        self._held: GeneratorRouter | None = None  # router of the replica that is held at a version
-        self._hold = 0  # number of the last hold
-        self._held_links: dict[ShardLink, HeldLink] = {}
-        self._released = asyncio.Event()  # set while no replica is held
-        self._released.set()
+        self._dedicated: Dedication | None = None
+        self._num_dedications = 0
         self._calls = OpenCalls()
         tasks = BackgroundTasks(self._calls)
         strategy = strategy or StickySession(fallback=LeastLoaded())
@@ -108,14 +126,20 @@ class GeneratorRouter:
     @property
     def replicas(self) -> tuple[ReplicaStatus, ...]:
         """Status of every replica for metrics: load, version and health. The load includes that of the shards."""
-        held = () if self._held is None else self._held.replicas
-        own = [ReplicaStatus.of(replica) for replica in self._pool]
-        names = {status.name for status in own}
-        return (*own, *(status for status in held if status.name not in names))
+        by_name = dict[str, PooledReplica]()
+        for router in self._routers:
+            for replica in router._pool:
+                by_name.setdefault(replica.name, replica)
+        return tuple(map(ReplicaStatus.of, by_name.values()))
 
     def has_replica(self, name: str) -> bool:
         """Whether the router has a replica of that name."""
-        return name in self._pool or (self._held is not None and self._held.has_replica(name))
+        return any(name in router._pool for router in self._routers)
+
+    @property
+    def _routers(self) -> tuple[GeneratorRouter, ...]:
+        """This router, and that of the dedicated replica."""
+        return (self,) if self._dedicated is None else (self, self._dedicated.router)
 
     @property
     def version(self) -> int | None:
@@ -171,8 +195,8 @@ class GeneratorRouter:
             on_chunk: Receives each token of the completion once and in order, in the event loop. It must not raise: the
                 error would count as a failure of the replica.
         """
-        if request.version is not None and self._held is not None:
-            return self._held.stream(replace(request, version=None), on_chunk)
+        if request.version is not None and self._dedicated is not None:
+            return self._dedicated.router.stream(replace(request, version=None), on_chunk)
         return self._dispatcher.generate(request, on_chunk)
 
     def pin(self, version: int | None) -> None:
@@ -182,66 +206,66 @@ class GeneratorRouter:
         """
         self._pool.target.pinned = version
 
-    async def hold(self, version: int) -> bool:
-        """Keep one replica at its version until `release`, for requests that name a version. The other replicas
-        continue, and requests that run on the held replica finish there: await `held_alone` before the next pull.
-        Shards also send requests to it.
+    async def dedicate_replica(self, version: int) -> bool:
+        """Dedicate one replica to the requests that name a version, and keep it at that version, until
+        `release_replica`. The other replicas continue, and requests that run on the dedicated replica finish there:
+        await `wait_dedicated` before the next pull. Shards also send requests to it.
 
-        If the replica is removed, the next replica that is added takes its place; it has to pull the held version.
+        If the replica is removed, the next replica that is added takes its place; it has to pull the same version.
 
         Returns:
-            Whether a replica is held now. False, without effect, if too few replicas would be left, none has the
-            version, or one is held already.
+            Whether a replica is dedicated now. False, without effect, if too few replicas would be left, none has the
+            version, or one is dedicated already.
         """
         serving = [replica for replica in self._pool if replica.serving]
         able = [replica for replica in serving if replica.version == version]
-        if self._held is not None or not able or len(serving) - 1 < max(1, self._pool.least):
+        if self._dedicated is not None or not able or len(serving) - 1 < max(1, self._pool.least):
             return False
         replica = min(able, key=lambda replica: replica.load)
         self._pool.withdraw(replica, Service.DRAINING)
-        held = GeneratorRouter(
+        router = GeneratorRouter(
             [replica.handle],
             stall_timeout_s=self._stall_timeout_s,
             limits=self._pool.limits,
             on_replica_failed=self._on_replica_failed,
         )
-        held._pool.target.version = held._pool.target.loaded = version
-        held._pool.find(replica.name).version = version
-        self._held = held
-        self._hold += 1
-        self._released.clear()
-        await asyncio.gather(*(self._share_held(link) for link in self._shards.links))
+        router._pool.target.version = router._pool.target.loaded = version
+        router._pool.find(replica.name).version = version
+        self._num_dedications += 1
+        self._dedicated = Dedication(self._num_dedications, router)
+        await asyncio.gather(*(self._share_dedicated(link) for link in self._shards.links))
         return True
 
-    async def _share_held(self, link: ShardLink) -> None:
-        """Make a shard send requests that name a version to the held replica."""
-        if self._held is not None:
-            held_link = self._held_links[link] = HeldLink(link, self._hold)
-            with suppress(ActorDiedError, EngineDeadError):  # the shard or the hold has ended
-                await self._held.join(held_link)
+    async def _share_dedicated(self, link: ShardLink) -> None:
+        """Make a shard send requests that name a version to the dedicated replica."""
+        if (dedicated := self._dedicated) is not None:
+            own_link = dedicated.links[link] = DedicatedLink(link, dedicated.number)
+            with suppress(ActorDiedError, EngineDeadError):  # the shard or the dedication has ended
+                await dedicated.router.join(own_link)
 
-    async def held_alone(self) -> None:
-        """Wait until the held replica runs only requests that name its version. After `Limits.drain_s`, the others
+    async def wait_dedicated(self) -> None:
+        """Wait until the dedicated replica runs only requests that name its version. After `Limits.drain_s`, the others
         continue on other replicas."""
-        held = self._held
-        for replica in self._pool if held is not None else ():
-            if held is not None and held.has_replica(replica.name):
+        if (dedicated := self._dedicated) is None:
+            return
+        for replica in self._pool:
+            if dedicated.router.has_replica(replica.name):
                 await self._until_idle(replica, self._pool.limits.drain_s)
-                if self._held is held and not replica.removed:
+                if self._dedicated is dedicated and not replica.removed:
                     self._remove(replica.name)
 
-    async def release(self) -> None:
-        """End `hold`: the replica pulls the newest version and serves like the others. Does nothing if no replica is
-        held."""
-        held, self._held = self._held, None
-        if held is None:
+    async def release_replica(self) -> None:
+        """End `dedicate_replica`: the replica pulls the newest version and serves like the others. Does nothing if no
+        replica is dedicated."""
+        dedicated, self._dedicated = self._dedicated, None
+        if dedicated is None:
             return
-        handles = [replica.handle for replica in held._pool]
+        handles = [replica.handle for replica in dedicated.router._pool]
         for handle in handles:
-            held.remove_replica(handle.name)
-        self._held_links.clear()
-        await held.close()
-        await self._shards.release(self._hold)
+            dedicated.router.remove_replica(handle.name)
+        dedicated.links.clear()
+        await dedicated.router.close()
+        await self._shards.end_dedication(dedicated.number)
         try:
             for handle in handles:
                 if handle.name not in self._pool:
@@ -249,7 +273,7 @@ class GeneratorRouter:
                 elif (replica := self._pool.find(handle.name)).service is Service.DRAINING:
                     await self._bring_up(replica)
         finally:
-            self._released.set()
+            dedicated.ended.set()
 
     async def pull_state_dict(self, version: int, mode: PullMode = "hot_swap") -> PullReport:
         """Bring every replica to `version`, or to a newer version that was requested in the meantime.
@@ -318,25 +342,22 @@ class GeneratorRouter:
     @property
     def num_tokens_so_far(self) -> int:
         """Number of tokens of all requests in flight, also in shards, without building `tokens_so_far`."""
-        held = 0 if self._held is None else self._held.num_tokens_so_far
-        return held + sum(request.partial.num_tokens for request in self._requests) + self._shards.num_tokens
+        own = sum(request.partial.num_tokens for router in self._routers for request in router._requests)
+        return own + sum(router._shards.num_tokens for router in self._routers)
 
     @property
     def num_in_flight(self) -> int:
-        """Number of requests in flight, also in shards and on a replica that is held."""
-        held = 0 if self._held is None else self._held.num_in_flight
-        return held + len(self._requests) + self._shards.num_requests
+        """Number of requests in flight, also in shards and on a dedicated replica."""
+        return sum(len(router._requests) + router._shards.num_requests for router in self._routers)
 
     @property
     def num_answered(self) -> int:
-        """Number of requests answered so far, also in shards, except by replicas that were held before."""
-        held = 0 if self._held is None else self._held.num_answered
-        return held + self._requests.num_answered + self._shards.num_answered
+        """Number of requests answered so far, also in shards, except by replicas that were dedicated before."""
+        return sum(router._requests.num_answered + router._shards.num_answered for router in self._routers)
 
     def take_most_in_flight(self) -> int:
         """Largest number of requests in flight since the last call."""
-        held = 0 if self._held is None else self._held.take_most_in_flight()
-        return held + self._requests.take_most() + self._shards.take_most_requests()
+        return sum(router._requests.take_most() + router._shards.take_most_requests() for router in self._routers)
 
     @property
     def num_moved(self) -> int | None:
@@ -357,8 +378,8 @@ class GeneratorRouter:
         Raises:
             ValueError: the name of the replica is taken.
         """
-        if self._held is not None and not self._held.replicas:
-            return await self._held.add_replica(replica)
+        if self._dedicated is not None and not self._dedicated.router.replicas:
+            return await self._dedicated.router.add_replica(replica)
         async with self._calls.one():
             pooled = self._pool.add(replica)
             try:
@@ -382,9 +403,9 @@ class GeneratorRouter:
         Raises:
             ValueError: there is no replica of that name.
         """
-        held = self._held
-        if held is not None and held.has_replica(name):
-            held.remove_replica(name)
+        dedicated = self._dedicated
+        if dedicated is not None and dedicated.router.has_replica(name):
+            dedicated.router.remove_replica(name)
             if name not in self._pool:
                 return
         self._remove(name)
@@ -400,10 +421,10 @@ class GeneratorRouter:
         Raises:
             ValueError: there is no replica of that name.
         """
-        if self._held is not None and self._held.has_replica(name):
+        if self._dedicated is not None and self._dedicated.router.has_replica(name):
             with suppress(TimeoutError):  # the replica first finishes the requests for its version
                 async with asyncio.timeout(finish_s):
-                    await self._released.wait()
+                    await self._dedicated.ended.wait()
         if name not in self._pool and self.has_replica(name):
             self.remove_replica(name)
             return
@@ -431,26 +452,26 @@ class GeneratorRouter:
         """
         async with self._calls.one(), self._pause.changing:
             await self._shards.join(link, self.paused)
-            await self._share_held(link)
+            await self._share_dedicated(link)
 
     def leave(self, link: ShardLink) -> None:
         """Forget a shard that has ended."""
         self._shards.leave(link)
-        held_link = self._held_links.pop(link, None)
-        if held_link is not None and self._held is not None:
-            self._held.leave(held_link)
+        if self._dedicated is not None and (own_link := self._dedicated.links.pop(link, None)) is not None:
+            self._dedicated.router.leave(own_link)
 
     def receive(self, link: ShardLink, report: FromShard) -> None:
         """Handle a report of a shard."""
+        dedicated = self._dedicated
         if isinstance(report, ReplicaFailed):
             self._shards.receive(link, report)
-        elif self._held is not None and report.hold == self._hold and link in self._held_links:
-            self._held.receive(self._held_links[link], report.failed)
+        elif dedicated is not None and report.dedication == dedicated.number and link in dedicated.links:
+            dedicated.router.receive(dedicated.links[link], report.failed)
 
     async def close(self) -> None:
         """Fail all calls in flight with `EngineDeadError` and close every replica. Closing again does nothing."""
-        if self._held is not None:
-            await self._held.close()
+        if self._dedicated is not None:
+            await self._dedicated.router.close()
         self._calls.end(EngineDeadError("the router is closed"))
         self._dispatcher.moves.close()
         limits = self._pool.limits

@@ -16,16 +16,16 @@ from titan_rl.core.errors import GenerationError, TitanRLError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.pool import Pool, PooledReplica, Service
 from titan_rl.generation.router.replica import Limits, Replica
-from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.generation.router.router import Dedication, GeneratorRouter
 from titan_rl.generation.router.shards import (
     AbortRequests,
+    DedicatedFailed,
     Drain,
+    EndDedication,
     Ended,
-    ForHeld,
+    ForDedicated,
     FromShard,
-    HeldFailed,
     PauseShard,
-    Release,
     ReplicaFailed,
     ReplicaState,
     ResumeShard,
@@ -322,6 +322,7 @@ class RouterShard(GeneratorRouter):
         self._report = report
         self._next = 0
         self._reported = ShardLoad()
+        self._least_dedication = 0  # messages of earlier dedications arrive too late
         self._turns: dict[int, asyncio.Event] = {}  # set when the turn of a message that arrived early has come
         self._pool.origin = origin
 
@@ -332,8 +333,8 @@ class RouterShard(GeneratorRouter):
             number: Number of the message, counted from 0.
             message: The message.
         """
-        if isinstance(message, ForHeld):
-            return await self._receive_held(message)
+        if isinstance(message, ForDedicated):
+            return await self._receive_for_dedicated(message)
         if number != self._next:
             turn = self._turns[number] = asyncio.Event()
             await turn.wait()
@@ -363,40 +364,41 @@ class RouterShard(GeneratorRouter):
                 return await self._drain(message)
             case AbortRequests(request_ids):
                 return Ended(cancelled=await self.abort(request_ids))
-            case Release(hold):
-                await self._release(hold)
-            case ForHeld():
-                return await self._receive_held(message)
+            case EndDedication(dedication):
+                await self._end_dedication(dedication)
+            case ForDedicated():
+                return await self._receive_for_dedicated(message)
         return Ended()
 
-    async def _receive_held(self, message: ForHeld) -> Ended:
-        """Carry out a message of the router of a held replica, in a shard of that router."""
-        if message.hold < self._hold:
+    async def _receive_for_dedicated(self, message: ForDedicated) -> Ended:
+        """Carry out a message of the router of a dedicated replica, in a shard of that router."""
+        if (before := self._dedicated) is not None and before.number < message.dedication:
+            await self._end_dedication(before.number)
+        if message.dedication < self._least_dedication:
             return Ended()
-        if message.hold > self._hold or self._held is None:
-            if self._held is not None:
-                await self._release(self._hold)
-            self._hold = message.hold
-            self._held = RouterShard(
+        self._least_dedication = message.dedication
+        if self._dedicated is None:
+            shard = RouterShard(
                 self._connect,
-                self._report_held,
-                origin=f"{self._pool.origin}.{message.hold}",
+                self._report_dedicated,
+                origin=f"{self._pool.origin}.{message.dedication}",
                 limits=self._pool.limits,
                 stall_timeout_s=self._stall_timeout_s,
             )
-        assert isinstance(self._held, RouterShard)
-        return await self._held.receive_message(message.number, message.message)
+            self._dedicated = Dedication(message.dedication, shard)
+        shard = self._dedicated.router
+        assert isinstance(shard, RouterShard)
+        return await shard.receive_message(message.number, message.message)
 
-    async def _release(self, hold: int) -> None:
-        held = self._held
-        if held is not None and hold == self._hold:
-            self._held = None
-            await held.close()
-        self._hold = max(self._hold, hold + 1)
+    async def _end_dedication(self, dedication: int) -> None:
+        self._least_dedication = max(self._least_dedication, dedication + 1)
+        if (ended := self._dedicated) is not None and ended.number == dedication:
+            self._dedicated = None
+            await ended.router.close()
 
-    def _report_held(self, report: FromShard) -> None:
+    def _report_dedicated(self, report: FromShard) -> None:
         assert isinstance(report, ReplicaFailed)
-        self._report(HeldFailed(self._hold, report))
+        self._report(DedicatedFailed(self._least_dedication, report))
 
     @property
     def _shard_pool(self) -> ShardPool:

@@ -128,29 +128,29 @@ class AbortRequests:
 
 
 @dataclass(frozen=True, slots=True)
-class ForHeld:
-    """Message of the router of a held replica to its own shard in the receiving process. It is not numbered with the
-    other messages.
+class ForDedicated:
+    """Message of the router of a dedicated replica to its own shard in the receiving process. It is not numbered with
+    the other messages.
 
     Attributes:
-        hold: Number of the hold.
-        number: Number of the message among those of the held replica's router.
+        dedication: Number of the dedication.
+        number: Number of the message among those of the dedicated replica's router.
         message: Message to that router's shard.
     """
 
-    hold: int
+    dedication: int
     number: int
     message: ToShard
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """End of a hold."""
+class EndDedication:
+    """End of the dedication with this number."""
 
-    hold: int
+    dedication: int
 
 
-ToShard = Update | Totals | PauseShard | ResumeShard | Drain | AbortRequests | TellLoad | ForHeld | Release
+ToShard = Update | Totals | PauseShard | ResumeShard | Drain | AbortRequests | TellLoad | ForDedicated | EndDedication
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +200,14 @@ class ReplicaFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldFailed:
-    """Report that a held replica failed in a shard."""
+class DedicatedFailed:
+    """Report that a dedicated replica failed in a shard."""
 
-    hold: int
+    dedication: int
     failed: ReplicaFailed
 
 
-FromShard = ReplicaFailed | HeldFailed
+FromShard = ReplicaFailed | DedicatedFailed
 
 
 class ShardLink(Protocol):
@@ -352,9 +352,8 @@ class Shards:
             if isinstance(replica.handle, AddressedReplica):
                 replica.handle.forget(link.name)
 
-    async def release(self, hold: int) -> None:
-        """End a hold in all shards."""
-        await self._call_all(Release(hold))
+    async def end_dedication(self, dedication: int) -> None:
+        await self._call_all(EndDedication(dedication))
 
     def receive(self, link: ShardLink, report: ReplicaFailed) -> None:
         """Handle the report of a shard. Reports of shards that have left are ignored."""

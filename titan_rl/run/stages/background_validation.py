@@ -2,8 +2,8 @@
 
 The version stays available in one of two ways:
 
-    pinned   engines that can pin versions keep it besides the newest ones, and requests name it
-    held     one generator stays at this version and answers only validation requests, while the others go on
+    pinned       engines that can pin versions keep it besides the newest ones, and requests name it
+    dedicated    one generator stays at this version and answers only validation requests, while the others go on
 
 The trainer keeps the published version until the validation has ended, so that a generator that replaces a dead one can
 load it: the death of a generator loses nothing. A checkpoint of a later version is written only after the validation
@@ -37,7 +37,7 @@ class BackgroundValidation:
 
     Args:
         published: Manifests of published versions, for the router's replicas.
-        pins: Whether engines pin versions. Otherwise one generator is held.
+        pins: Whether engines pin versions. Otherwise one generator is dedicated to the version.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BackgroundValidation:
         self._pins = pins
         self._version: int | None = None  # version of the validation begun last
         self._task: asyncio.Task[None] | None = None
-        self._alone: asyncio.Task[None] | None = None  # waits until the held generator runs no training request
+        self._alone: asyncio.Task[None] | None = None  # waits until the dedicated generator runs no training request
 
     async def begin(self, version: int, background: asyncio.TaskGroup) -> bool:
         """Begin the suites that are due, once the previous validation has ended. All generators must have the version.
@@ -82,8 +82,8 @@ class BackgroundValidation:
         return True
 
     async def before_next_version(self) -> None:
-        """Wait until the next version may be published: the held generator, which must not load it, first finishes its
-        training requests."""
+        """Wait until the next version may be published: the dedicated generator, which must not load it, first finishes
+        its training requests."""
         if self._alone is not None:
             await asyncio.wait([self._alone])
 
@@ -123,11 +123,11 @@ class BackgroundValidation:
             return "the trainer or its transport cannot keep a published version"
         if self._pins:
             self._router.pin(version)
-        elif not await self._router.hold(version):
+        elif not await self._router.dedicate_replica(version):
             await self._trainer.hold_published(None)
             return "too few generators serve to hold one"
         else:
-            self._alone = asyncio.create_task(self._router.held_alone(), name=f"hold-{version}")
+            self._alone = asyncio.create_task(self._router.wait_dedicated(), name=f"dedicate-{version}")
         self._published.hold(version, pinned=self._pins)
         return None
 
@@ -143,7 +143,7 @@ class BackgroundValidation:
     async def _let_go(self) -> None:
         self._router.pin(None)
         self._published.let_go()
-        await self._router.release()
+        await self._router.release_replica()
         assert isinstance(self._trainer, HoldingTrainer)
         try:
             await self._trainer.hold_published(None)

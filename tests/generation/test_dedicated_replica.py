@@ -1,4 +1,4 @@
-"""A replica that is held at a version while the others go on, in random interleavings. Virtual time."""
+"""A replica that is dedicated to a version while the others go on, in random interleavings. Virtual time."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ async def play(moves: Sequence[Move], num_shards: int) -> None:
     replicas = Replicas(num_shards)
     router = replicas.router
     await router.pull_state_dict(1)
-    assert await router.hold(1)
-    assert not await router.hold(1), "one at a time"
+    assert await router.dedicate_replica(1)
+    assert not await router.dedicate_replica(1), "one at a time"
     asking: list[tuple[bool, asyncio.Task[Completion]]] = []
-    alone = asyncio.ensure_future(router.held_alone())
+    alone = asyncio.ensure_future(router.wait_dedicated())
     version = 1
     for number, (what, argument, seconds) in enumerate(moves):
         if what == "train":
@@ -91,7 +91,7 @@ async def play(moves: Sequence[Move], num_shards: int) -> None:
         if is_held_out:
             assert {span.version for span in completion.version_spans} == {1}
     await alone
-    await router.release()
+    await router.release_replica()
     await router.pull_state_dict(version + 1)
     assert {status.version for status in router.replicas} == {version + 1}
     assert all(status.serving for status in router.replicas)
@@ -116,8 +116,8 @@ async def hold_over_deaths_and_joins() -> None:
     held, other = FakeReplica("a"), FakeReplica("b")
     router = router_of([held, other], num_shards=2, limits=LIMITS)
     await router.pull_state_dict(1)
-    assert await router.hold(1)
-    await router.held_alone()
+    assert await router.dedicate_replica(1)
+    await router.wait_dedicated()
     await router.pull_state_dict(2)
     if held.version == 2:
         held, other = other, held
@@ -132,7 +132,7 @@ async def hold_over_deaths_and_joins() -> None:
     for completion in await asyncio.gather(*asking):
         assert {span.version for span in completion.version_spans} == {1}
     assert {span.version for span in (await joining.shard.stream(request("t", 2))).version_spans} == {2}
-    await router.release()
+    await router.release_replica()
     await router.pull_state_dict(3)
     assert {(status.version, status.serving) for status in router.replicas} == {(3, True)}
     await joining.shard.close()
@@ -147,11 +147,11 @@ def test_the_last_replicas_are_not_held():
     async def run() -> None:
         alone = GeneratorRouter([FakeReplica("a")])
         await alone.pull_state_dict(1)
-        assert not await alone.hold(1)
+        assert not await alone.dedicate_replica(1)
         two = GeneratorRouter([FakeReplica("a"), FakeReplica("b")], least_replicas=2)
         await two.pull_state_dict(1)
-        assert not await two.hold(1)
-        assert not await two.hold(7), "no replica has the version"
+        assert not await two.dedicate_replica(1)
+        assert not await two.dedicate_replica(7), "no replica has the version"
 
     in_virtual_time(run())
 
@@ -160,8 +160,8 @@ def test_a_replica_that_is_to_leave_finishes_its_requests_for_the_held_version_f
     async def run() -> None:
         router = GeneratorRouter([FakeReplica("a"), FakeReplica("b")], limits=LIMITS)
         await router.pull_state_dict(1)
-        assert await router.hold(1)
-        await router.held_alone()
+        assert await router.dedicate_replica(1)
+        await router.wait_dedicated()
         (held,) = {status.name for status in router.replicas} - {
             status.name
             for status in router.replicas
@@ -171,7 +171,7 @@ def test_a_replica_that_is_to_leave_finishes_its_requests_for_the_held_version_f
         leaving = asyncio.ensure_future(router.retire_replica(held, 60.0))
         await asked
         assert not leaving.done()
-        await router.release()
+        await router.release_replica()
         await leaving
         assert [status.name for status in router.replicas] == [{"a": "b", "b": "a"}[held]]
         await router.close()
