@@ -9,6 +9,8 @@ import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Protocol
 
 from cachetools import LRUCache
@@ -222,6 +224,9 @@ class StickySession(WithFallback):
         super().finish_session(session_id)
 
 
+Position = tuple[int, str, Candidate]  # hash, name and candidate; a name belongs to one candidate
+
+
 class ConsistentHash(WithFallback):
     """Consistent hashing: the same session goes to the same replica without remembering sessions, even across restarts
     and several routers.
@@ -243,33 +248,27 @@ class ConsistentHash(WithFallback):
             raise ValueError(f"ConsistentHash.points is {points}; it must be at least 1")
         self._points = points
         super().__init__(fallback)
-        self._owners: dict[int, list[Candidate]] = {}  # owners of each position; several only if hashes are equal
-        self._positions: list[int] | None = None  # sorted; None if the positions have to be sorted again
+        self._positions: dict[str, list[Position]] = {}  # by name
+        self._ring: list[Position] | None = None  # all positions, sorted; None if they have to be sorted again
 
     def admit(self, candidate: Candidate) -> None:
         super().admit(candidate)
-        for position in self._positions_of(candidate):
-            self._owners.setdefault(position, []).append(candidate)
-        self._positions = None
+        name = candidate.name
+        self._positions[name] = [(_hash(f"{name}\n{point}"), name, candidate) for point in range(self._points)]
+        self._ring = None
 
     def withdraw(self, candidate: Candidate) -> None:
         super().withdraw(candidate)
-        for position in self._positions_of(candidate):
-            self._owners[position].remove(candidate)
-            if not self._owners[position]:
-                del self._owners[position]
-        self._positions = None
+        del self._positions[candidate.name]
+        self._ring = None
 
     def choose(self, session_id: str | None, cost: int) -> Candidate:
         if session_id is None:
             return self._fallback.choose(None, cost)
-        if self._positions is None:  # once, however many replicas have joined or left since the last choice
-            self._positions = sorted(self._owners)
-        index = bisect.bisect(self._positions, _hash(session_id))
-        return self._owners[self._positions[index % len(self._positions)]][0]
-
-    def _positions_of(self, candidate: Candidate) -> list[int]:
-        return [_hash(f"{candidate.name}\n{point}") for point in range(self._points)]
+        if self._ring is None:  # once, however many replicas have joined or left since the last choice
+            self._ring = sorted(chain.from_iterable(self._positions.values()))
+        index = bisect.bisect(self._ring, _hash(session_id), key=itemgetter(0))
+        return self._ring[index % len(self._ring)][2]
 
 
 class GroupAffinity(WithFallback):
@@ -338,22 +337,13 @@ BY_NAME: dict[str, StrategyFn] = {
 """Built-in strategies that `routing.strategy` can name."""
 
 
-def find_strategy(name: str) -> StrategyFn:
-    """The factory of strategies that `routing.strategy` names.
-
-    Raises:
-        ConfigError: there is no strategy of that name.
-    """
-    return find_function("routing.strategy", name, BY_NAME)
-
-
 def make_strategy(name: str) -> Strategy:
     """Make the strategy that `routing.strategy` names, for one router.
 
     Raises:
         ConfigError: there is no strategy of that name, or it cannot be made.
     """
-    make = find_strategy(name)
+    make = find_function("routing.strategy", name, BY_NAME)
     try:
         strategy: Any = make(MAX_SESSIONS)
     except Exception as error:
