@@ -329,10 +329,9 @@ class Shards:
         shard = _Shard()
         states = self._states(self._pool, shard)
         self._shards[link] = shard
-        joining = self._begin(link, Update(states))
-        if mode is not None:
-            joining = self._begin(link, PauseShard(mode), self._limits.finish_s + self._limits.abort_s)
-        await asyncio.shield(joining)
+        if mode is not None:  # before it has replicas
+            self._begin(link, PauseShard(mode))
+        await asyncio.shield(self._begin(link, Update(states)))
         if link not in self._shards:
             raise ActorDiedError(f"{link.name} did not join the router")
         self._shared = None  # the new shard has no totals yet
