@@ -27,8 +27,9 @@ class FunctionReplica:
         router = GeneratorRouter([FunctionReplica(my_generate)])
     """
 
-    def __init__(self, generate: GenerateFn, name: str = "generate") -> None:
-        self.name = name
+    name = "generate"
+
+    def __init__(self, generate: GenerateFn) -> None:
         self._generate = generate
         self._version = 0
         self._going = asyncio.Event()

@@ -26,7 +26,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")  # NVIDIA, N
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def gpu_share_of(total_bytes: int, *, weight_bytes: int, kv_bytes: int, work_bytes: int = WORK_BYTES) -> float:
+def gpu_share_of(total_bytes: int, *, weight_bytes: int, kv_bytes: int) -> float:
     """Share of a GPU's memory that weights, KV cache and work space need.
 
     Example: 16 GB of weights and 20 GB of KV cache are 0.28 of 141 GB.
@@ -34,13 +34,13 @@ def gpu_share_of(total_bytes: int, *, weight_bytes: int, kv_bytes: int, work_byt
     Raises:
         ModelError: together they need more memory than the GPU has.
     """
-    need = weight_bytes + kv_bytes + work_bytes
+    need = weight_bytes + kv_bytes + WORK_BYTES
     if need > total_bytes:
         gib = 2**30
-        left = max(0.0, (total_bytes - weight_bytes - work_bytes) / gib)
+        left = max(0.0, (total_bytes - weight_bytes - WORK_BYTES) / gib)
         raise ModelError(
             f"weights of {weight_bytes / gib:.1f} GiB, a KV cache of {kv_bytes / gib:.1f} GiB and "
-            f"{work_bytes / gib:.1f} GiB to work in do not fit a GPU of {total_bytes / gib:.1f} GiB; lower "
+            f"{WORK_BYTES / gib:.1f} GiB to work in do not fit a GPU of {total_bytes / gib:.1f} GiB; lower "
             f"generation.kv_cache_gib to at most {left:.1f}, or raise generation.tensor_parallel_size"
         )
     return need / total_bytes

@@ -294,8 +294,8 @@ class Pool:
         strategy: Strategy,
         limits: Limits,
         tasks: BackgroundTasks,
-        on_failed: OnReplicaFailed | None = None,
-        least: int = 1,
+        on_failed: OnReplicaFailed | None,
+        least: int,
     ) -> None:
         if least < 1:
             raise ValueError(f"the least number of replicas is {least!r}; it must be at least 1")
