@@ -186,7 +186,7 @@ async def test_steps_without_tokens_are_signs_of_life_and_silence_is_none() -> N
 def watched(limit_s: float, on_failed: OnReplicaFailed) -> tuple[RequestsInFlight, PooledReplica]:
     """Requests under the watchdog, and a replica that serves again a moment after each stall."""
     limits = Limits(quarantine_s=1e-4, max_quarantine_s=1e-4)
-    pool = Pool([FakeReplica("a")], RoundRobin(), limits, BackgroundTasks(OpenCalls()), on_failed)
+    pool = Pool([FakeReplica("a")], RoundRobin(), limits, BackgroundTasks(OpenCalls()), on_failed, 1)
     return RequestsInFlight(pool, limit_s), pool.find("a")
 
 
