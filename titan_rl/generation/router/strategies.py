@@ -224,7 +224,7 @@ class StickySession(WithFallback):
         super().finish_session(session_id)
 
 
-Position = tuple[int, str, Candidate]  # hash, name and candidate; a name belongs to one candidate
+RingPoint = tuple[int, str, Candidate]  # hash, name and candidate; a name belongs to one candidate
 
 
 class ConsistentHash(WithFallback):
@@ -248,8 +248,8 @@ class ConsistentHash(WithFallback):
             raise ValueError(f"ConsistentHash.points is {points}; it must be at least 1")
         self._points = points
         super().__init__(fallback)
-        self._positions: dict[str, list[Position]] = {}  # by name
-        self._ring: list[Position] | None = None  # all positions, sorted; None if they have to be sorted again
+        self._positions: dict[str, list[RingPoint]] = {}  # by name
+        self._ring: list[RingPoint] | None = None  # all positions, sorted; None if they have to be sorted again
 
     def admit(self, candidate: Candidate) -> None:
         super().admit(candidate)
