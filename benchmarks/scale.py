@@ -69,7 +69,7 @@ from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.group.running import RunningGroups
 from titan_rl.scheduling.curriculum import InOrder
 from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.task_mix import Share, TaskMix
+from titan_rl.scheduling.task_mix import TaskMix, WeightedTask
 from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.manifest import ShardLayout
 from titan_rl.weights.types import Manifest, Probe, PublishedWeights, Shard, TensorEntry
@@ -131,7 +131,7 @@ class ScaledRun:
         self.figures: dict[str, float] = {}
         self._traffic = Traffic()
         self._published = PublishedWeights()
-        self._mix = TaskMix({"first": Share(2.0, InOrder()), "second": Share(1.0, InOrder())})
+        self._mix = TaskMix({"first": WeightedTask(2.0, InOrder()), "second": WeightedTask(1.0, InOrder())})
         self._announcements: list[float] = []
 
     async def run(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.config.load import load_config
-from titan_rl.scheduling.task_mix import Share, TaskMix
+from titan_rl.scheduling.task_mix import TaskMix, WeightedTask
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/how_to/several_tasks.md").read_text()
@@ -32,7 +32,7 @@ def test_its_curriculum_gives_a_sample_until_it_is_solved() -> None:
     (code,) = blocks("python")
     names: dict[str, Any] = {"__name__": "several_tasks_page"}
     exec(code, names)
-    mix, given = TaskMix({"task": Share(1.0, names["UntilSolved"]())}), list[int]()
+    mix, given = TaskMix({"task": WeightedTask(1.0, names["UntilSolved"]())}), list[int]()
     for index, reward in enumerate([1.0, 0.0, 0.0, 1.0, 1.0]):
         given.append(mix.assignment(index).sample)
         mix.finished(index, [0.0, reward])

@@ -25,7 +25,7 @@ from titan_rl.run.journal.log import frame, read_log
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
 from titan_rl.scheduling.curriculum import ByDifficulty, InOrder, Stages
-from titan_rl.scheduling.task_mix import Share, TaskMix
+from titan_rl.scheduling.task_mix import TaskMix, WeightedTask
 
 
 class Filtered(Counting):
@@ -153,7 +153,7 @@ async def test_no_run_that_is_killed_and_goes_on_ends_because_of_the_age_of_toke
 def test_a_group_that_is_generated_again_is_told_of(tmp_path: Path):
     told = ConsoleLines()
     journal = RunJournal(tmp_path)
-    mix = TaskMix({"task": Share(1.0, InOrder())})
+    mix = TaskMix({"task": WeightedTask(1.0, InOrder())})
     records = GroupRecords(mix, journal, RolloutLog(RunDirectory(tmp_path), 0, told), told)
     records.discarded(3, group_of(3))
     assert told[0].startswith("group train-3 is generated again: it has tokens of version 2, which are too old")

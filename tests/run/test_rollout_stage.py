@@ -21,7 +21,7 @@ from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.run.stages.rollout_stage import EvaluatedVersion, RolloutStage
 from titan_rl.scheduling.curriculum import InOrder
-from titan_rl.scheduling.task_mix import Share, TaskMix
+from titan_rl.scheduling.task_mix import TaskMix, WeightedTask
 from titan_rl.training.settings import ModelConfig
 
 
@@ -72,7 +72,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
     await router.pull_state_dict(0)
     groups = RolloutStage(
         config,
-        TaskMix({"counting": Share(1.0, InOrder())}),
+        TaskMix({"counting": WeightedTask(1.0, InOrder())}),
         group_runners={"counting": Rollouter(Flaky, task.rubric(), max_context=16, limits=limits)},
         router=router,
         journal=RunJournal(tmp_path),

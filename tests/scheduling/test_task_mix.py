@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from titan_rl.core.errors import CheckpointError, DataError
 from titan_rl.scheduling.curriculum import ByDifficulty, Curriculum, CurriculumState, InOrder, Stages
-from titan_rl.scheduling.task_mix import Assigned, Dropped, MixEvent, Share, TaskMix
+from titan_rl.scheduling.task_mix import Assigned, Dropped, MixEvent, TaskMix, WeightedTask
 
 SLOTS = 8
 
@@ -49,7 +49,7 @@ class Play:
     """Admits groups into slots, has them end in any order and drops some, as a scheduler does."""
 
     def __init__(self, weights: dict[str, float], seed: int, drops: dict[str, float] | None = None, **curricula: Any):
-        self.tasks = {name: Share(weight, curricula.get(name, InOrder())) for name, weight in weights.items()}
+        self.tasks = {name: WeightedTask(weight, curricula.get(name, InOrder())) for name, weight in weights.items()}
         self.random = random.Random(seed)
         self.drops = drops or {}
         self.events = Events()
@@ -228,7 +228,7 @@ def test_weights_that_change_count_from_then_on():
     for index in range(100):
         play.mix.assignment(index)
         play.mix.trained([index])
-    tasks = {"a": Share(3.0, InOrder()), "b": Share(1.0, InOrder())}
+    tasks = {"a": WeightedTask(3.0, InOrder()), "b": WeightedTask(1.0, InOrder())}
     again = TaskMix(tasks, state=in_json(play.mix))
     dealt = [again.assignment(index) for index in range(100, 200)]
     assert Counter(played.task for played in dealt) == {"a": 75, "b": 25}
@@ -239,9 +239,9 @@ def test_weights_that_change_count_from_then_on():
 
 
 def test_a_state_of_other_tasks_is_refused():
-    state = TaskMix({"a": Share(1.0, InOrder())}).state()
+    state = TaskMix({"a": WeightedTask(1.0, InOrder())}).state()
     with pytest.raises(CheckpointError, match="saved with the tasks a, and continues with b"):
-        TaskMix({"b": Share(1.0, InOrder())}, state=state)
+        TaskMix({"b": WeightedTask(1.0, InOrder())}, state=state)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_a_state_of_other_tasks_is_refused():
     ],
 )
 def test_what_is_no_state_of_a_mix_is_told_of_with_what_to_do(changes: dict[str, Any], complaint: str):
-    tasks = {"a": Share(1.0, InOrder())}
+    tasks = {"a": WeightedTask(1.0, InOrder())}
     state = {key: value for key, value in (TaskMix(tasks).state() | changes).items() if value is not ...}
     with pytest.raises(CheckpointError, match=f"cannot be read: .*{complaint}.*titan-rl export"):
         TaskMix(tasks, state=state)
@@ -265,7 +265,7 @@ def test_what_is_no_state_of_a_mix_is_told_of_with_what_to_do(changes: dict[str,
 
 def sequence(curriculum: Curriculum, rewards: Any, count: int) -> list[int]:
     """The samples given, where each group ends before the next begins."""
-    mix, samples = TaskMix({"task": Share(1.0, curriculum)}), list[int]()
+    mix, samples = TaskMix({"task": WeightedTask(1.0, curriculum)}), list[int]()
     for index in range(count):
         samples.append(mix.assignment(index).sample)
         mix.finished(index, rewards(samples[-1]))
@@ -355,7 +355,7 @@ def test_a_mix_looks_at_a_large_state_for_few_of_its_groups():
         def begin(self) -> CurriculumState:
             return {**super().begin(), "seen": Large()}
 
-    mix = TaskMix({"task": Share(1.0, Curious())})
+    mix = TaskMix({"task": WeightedTask(1.0, Curious())})
     for index in range(1000):
         mix.assignment(index)
     assert looks <= 2 * 11

@@ -24,7 +24,7 @@ from titan_rl.scheduling.curriculum import InOrder
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.scheduling.task_mix import MixEvent, Share, TaskMix
+from titan_rl.scheduling.task_mix import MixEvent, TaskMix, WeightedTask
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Play:
 
     def __init__(self, kinds: dict[str, Kind], config: SchedulingConfig, steps: int, seed: int) -> None:
         self.kinds, self.config, self.steps, self.random = kinds, config, steps, random.Random(seed)
-        self.mix = TaskMix({name: Share(kind.weight, InOrder()) for name, kind in kinds.items()})
+        self.mix = TaskMix({name: WeightedTask(kind.weight, InOrder()) for name, kind in kinds.items()})
         self.version = 0
         self.drops: set[int] = set()
 
@@ -158,7 +158,7 @@ def test_a_group_is_overtaken_by_fewer_of_a_rare_task():
 
 async def test_a_run_that_is_cut_short_ends_with_the_groups_that_there_are():
     """The turn of a group that was dropped comes first, and no group for it fits into what is left to train."""
-    tasks = {"a": Share(1.0, InOrder()), "b": Share(2.0, InOrder())}
+    tasks = {"a": WeightedTask(1.0, InOrder()), "b": WeightedTask(2.0, InOrder())}
     earlier = TaskMix(tasks)
     assert [earlier.assignment(index).task for index in range(3)] == ["b", "a", "b"]
     earlier.dropped(0)
@@ -188,7 +188,7 @@ class Events(list[MixEvent]):
 
 async def test_groups_of_an_earlier_run_are_admitted_in_the_order_of_their_turns():
     """The first turn of "a" was for group 0, which was dropped, and then for group 2. So did 5 take that of 3."""
-    tasks = {"a": Share(1.0, InOrder()), "b": Share(1.0, InOrder())}
+    tasks = {"a": WeightedTask(1.0, InOrder()), "b": WeightedTask(1.0, InOrder())}
     events = Events()
     earlier = TaskMix(tasks, events)
     for index in (0, 1):

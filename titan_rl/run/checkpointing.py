@@ -23,7 +23,7 @@ from titan_rl.run.journal.state import FILE, JournalContents, RunState, list_seg
 from titan_rl.run.machine.requirements import free_bytes, gigabytes, no_space, require_room, size_of
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.stages.training import TrainerCalls
-from titan_rl.scheduling.task_mix import Position
+from titan_rl.scheduling.task_mix import MixState
 from titan_rl.training.state.checkpoint import (
     CHECKSUMS,
     being_written,
@@ -396,7 +396,7 @@ def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) ->
 
 def _check_mix(config: RunConfig, state: RunState, folder: Path) -> None:
     try:
-        Position.from_json(state.tasks, [source.name for source in config.tasks])
+        MixState.from_json(state.tasks, [source.name for source in config.tasks])
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 

@@ -302,7 +302,9 @@ class WaitingGroups:
             return batch if are_done else []
         if self._num_finished < size:
             return []
-        batch = self._first_finished(size, version)
+        turns, batch = self._next_turns(size), list[int]()
+        if turns.total() >= size and all(self._can_give(self._queues[task], task, turns, version) for task in turns):
+            batch = sorted(index for task, count in turns.items() for index in self._queues[task].first(count))
         if not batch and are_all and self._num_finished == len(self._leases):
             batch = sorted(self._leases)[:size]
         return batch
@@ -358,16 +360,11 @@ class WaitingGroups:
             for task in turns
         )
 
-    def _first_finished(self, size: int, version: int) -> list[int]:
-        """Positions of the groups of the next batch; empty if it is not available."""
-        turns = self._next_turns(size)
-        if turns.total() < size or not all(self._can_give(self._queues[task], task, turns, version) for task in turns):
-            return []
-        return sorted(index for task, count in turns.items() for index in self._queues[task].first(count))
-
     def _can_give(self, queue: ReadyQueue, task: str | None, turns: Counter[str | None], version: int) -> bool:
         """Whether the task has an eligible group for each of its turns in the next batch."""
-        count, window = turns[task], self._window_of(task)
+        count, window = turns[task], self._window
+        if self._order is not None and task is not None:
+            window = self._order.window(task, window)
         if not isinstance(queue, AgedQueue):
             return queue.count(window) >= count
         if self._order is not None and self._order.has_old_turns:
@@ -388,6 +385,3 @@ class WaitingGroups:
         if self._turns.total() != size:
             self._turns = Counter(self._order.turns(size))
         return self._turns
-
-    def _window_of(self, task: str | None) -> int:
-        return self._window if self._order is None or task is None else self._order.window(task, self._window)

@@ -58,7 +58,7 @@ class RolloutCapacity:
         """Wait until `count` more rollouts fit, and take permits for them. A group larger than the limit starts when
         nothing else is in flight."""
         async with self._turn:
-            while not self._fits(count):
+            while self._limit is not None and self.in_flight > 0 and self.in_flight + count > self._limit:
                 self._freed.clear()
                 await self._freed.wait()
             self.in_flight += count
@@ -67,9 +67,6 @@ class RolloutCapacity:
     def give_back(self, count: int) -> None:
         self.in_flight -= count
         self._freed.set()
-
-    def _fits(self, count: int) -> bool:
-        return self._limit is None or self.in_flight == 0 or self.in_flight + count <= self._limit
 
 
 class Budget:

@@ -177,7 +177,7 @@ MixEvent = Assigned | Result | Dropped
 
 
 KEYS = frozenset({"weights", "taken", "places", "turns", "old_turns", "curricula", "open"})
-"""Keys of `Position.to_json`."""
+"""Keys of `MixState.to_json`."""
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class OpenGroup:
 
 
 @dataclass(slots=True)
-class Position:
+class MixState:
     """State of a mix, from which it can continue."""
 
     weights: dict[str, float]
@@ -222,8 +222,8 @@ class Position:
         }
 
     @classmethod
-    def from_json(cls, state: Mapping[str, Any], tasks: Collection[str]) -> Position:
-        """Position from the result of `to_json`.
+    def from_json(cls, state: Mapping[str, Any], tasks: Collection[str]) -> MixState:
+        """State from the result of `to_json`.
 
         Args:
             state: Result of `to_json`.
@@ -240,7 +240,7 @@ class Position:
                 f"{', '.join(tasks)}; name the tasks as they were"
             )
         try:
-            position = cls(
+            restored = cls(
                 dict(state["weights"]),
                 Shares(state["weights"], state["taken"]),
                 dict(state["places"]),
@@ -248,10 +248,10 @@ class Position:
                 TaskTurns(state["turns"], int(state["old_turns"])),
                 {int(index): OpenGroup(*group) for index, *group in state["open"]},
             )
-            for group in position.open.values():
-                if not position.turns.fill(group.task):
+            for group in restored.open.values():
+                if not restored.turns.fill(group.task):
                     raise ValueError(f"a group of task {group.task!r} has no turn")
-            return position
+            return restored
         except (TypeError, ValueError) as error:
             raise _unreadable(str(error)) from error
 
@@ -300,7 +300,7 @@ class MixObserver(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WeightedTask:
     """Weight and curriculum of one task in a mix.
 
     Args:
@@ -338,7 +338,7 @@ class TaskMix:
 
     def __init__(
         self,
-        tasks: Mapping[str, Share],
+        tasks: Mapping[str, WeightedTask],
         observer: MixObserver | None = None,
         *,
         state: Mapping[str, Any] | None = None,
@@ -349,23 +349,23 @@ class TaskMix:
         self._observer = observer
         self._unchecked = {(name, kind) for name in tasks for kind in (Assigned, Result)}
         weights = {name: share.weight for name, share in tasks.items()}
-        self._at = Position.from_json(state, tasks) if state else self._beginning(weights)
+        self._state = MixState.from_json(state, tasks) if state else self._beginning(weights)
         for event in events:
             self._apply(event)
-        for index in [index for index in self._at.open if is_dropped(index)]:
+        for index in [index for index in self._state.open if is_dropped(index)]:
             self._apply(Dropped(index))  # otherwise its turn would wait for a group that never runs
-        in_task_order = sorted(self._at.open, key=lambda index: self._at.open[index].task_index)
-        self._restored = {  # groups that are not admitted yet, by task, in the order of their task indices
-            name: {index: None for index in in_task_order if self._at.open[index].task == name} for name in tasks
-        }
-        if self._at.weights != weights:  # turns dealt with other weights are not compensated
-            self._at.weights, self._at.shares = weights, Shares(weights)
-            self._at.turns.become_old()
+        # groups that are not admitted yet, by task, in the order of their task indices
+        self._restored: dict[str, dict[int, None]] = {name: {} for name in tasks}
+        for index, group in sorted(self._state.open.items(), key=lambda item: item[1].task_index):
+            self._restored[group.task][index] = None
+        if self._state.weights != weights:  # turns dealt with other weights are not compensated
+            self._state.weights, self._state.shares = weights, Shares(weights)
+            self._state.turns.become_old()
 
     def assignment(self, index: int) -> Assigned:
         """Task and sample of the group at a position; the same at every call until it is settled."""
-        if (group := self._at.open.get(index)) is None:
-            task = self._at.turns.first_free() or self._at.shares.next()
+        if (group := self._state.open.get(index)) is None:
+            task = self._state.turns.first_free() or self._state.shares.next()
             event = Assigned(index, task, self._next_sample(task))
             self._happens(event)
             return event
@@ -374,7 +374,7 @@ class TaskMix:
     def admitted(self, index: int) -> OpenGroup:
         """Note that the group at a position has a slot."""
         self._restored[self.assignment(index).task].pop(index, None)
-        return self._at.open[index]
+        return self._state.open[index]
 
     def next_restored(self) -> int | None:
         """Position of the group of an earlier run to admit next: the group of the first turn without an admitted group.
@@ -382,29 +382,29 @@ class TaskMix:
         None if that turn is free, or there are no turns; then a new group must be admitted. This ensures that fewer
         turns precede an admitted group than there are slots.
         """
-        task = self._at.turns.first_free({name: len(groups) for name, groups in self._restored.items()})
+        task = self._state.turns.first_free({name: len(groups) for name, groups in self._restored.items()})
         return None if task is None else next(iter(self._restored[task]), None)
 
     def turns(self, count: int) -> list[str]:
         """Tasks of the next `count` turns that are not in a batch, or of as many as there are, the next one first."""
-        return self._at.turns.next(count)
+        return self._state.turns.next(count)
 
     def turns_before(self, task: str, number: int) -> int:
         """Number of turns that are not in a batch before a task's turn; see `TaskTurns.before`."""
-        return self._at.turns.before(task, number)
+        return self._state.turns.before(task, number)
 
     def batched(self, indices: Iterable[int]) -> None:
         """Note that groups are in a batch."""
         for index in indices:
-            group = self._at.open[index]
+            group = self._state.open[index]
             if not group.in_batch:
                 group.in_batch = True
-                self._at.turns.batched(group.task)
+                self._state.turns.batched(group.task)
 
     @property
     def has_old_turns(self) -> bool:
         """Whether some turns were dealt with earlier weights."""
-        return self._at.turns.num_old > 0
+        return self._state.turns.num_old > 0
 
     def window(self, task: str, window: int) -> int:
         """Window of a task in places of its own groups, such that no group of another task is delayed by `window`
@@ -414,27 +414,27 @@ class TaskMix:
         """
         if self.has_old_turns:
             return 1
-        share = self._at.shares.of(task)
+        share = self._state.shares.of(task)
         return window if share == 1 else max(1, math.floor((window - 1) * share))
 
     def task_of(self, index: int) -> str | None:
         """Task of the group at a position; None if it has not begun, or is settled."""
-        return None if (group := self._at.open.get(index)) is None else group.task
+        return None if (group := self._state.open.get(index)) is None else group.task
 
     def finished(self, index: int, rewards: Sequence[float]) -> None:
         """Note that the group at a position has ended with these rewards. Its curriculum receives them once."""
-        if not self._at.open[index].has_result:
+        if not self._state.open[index].has_result:
             self._happens(Result(index, tuple(rewards)))
 
     def dropped(self, index: int) -> None:
         """Note that the group at a position is not trained on."""
-        if index in self._at.open:  # otherwise it had not begun
+        if index in self._state.open:  # otherwise it had not begun
             self._happens(Dropped(index))
 
     def frozen(self, task: str, version: int) -> None:
         """Add a version to the league of a task. The caller repeats this if the run resumes from a checkpoint before
         that version."""
-        state = self._at.curricula[task]
+        state = self._state.curricula[task]
         curriculum = self._tasks[task].curriculum
         assert isinstance(curriculum, VersionedCurriculum)
         curriculum.frozen(state, version)
@@ -442,8 +442,8 @@ class TaskMix:
     def trained(self, indices: Iterable[int]) -> None:
         """Remove groups that the saved weights were trained on; `state` leaves them out."""
         for index in indices:
-            if (group := self._at.open.pop(index, None)) is not None:
-                self._at.turns.take(group.task, in_batch=group.in_batch)
+            if (group := self._state.open.pop(index, None)) is not None:
+                self._state.turns.take(group.task, in_batch=group.in_batch)
 
     def state(self) -> dict[str, Any]:
         """State of the mix as JSON values.
@@ -451,56 +451,56 @@ class TaskMix:
         Raises:
             DataError: the state of a curriculum cannot be written as JSON.
         """
-        return self._at.to_json()
+        return self._state.to_json()
 
     def curriculum_state(self, task: str) -> CurriculumState:
         """Copy of the state of a task's curriculum."""
-        return json_copy(task, self._at.curricula[task])
+        return json_copy(task, self._state.curricula[task])
 
-    def _beginning(self, weights: dict[str, float]) -> Position:
+    def _beginning(self, weights: dict[str, float]) -> MixState:
         curricula: dict[str, CurriculumState] = {}
         for name, share in self._tasks.items():
             with calling(f"curriculum.begin, {name!r}"):
                 curricula[name] = share.curriculum.begin()
             json_copy(name, curricula[name])
-        return Position(weights, Shares(weights), dict.fromkeys(weights, 0), curricula)
+        return MixState(weights, Shares(weights), dict.fromkeys(weights, 0), curricula)
 
     def _happens(self, event: MixEvent) -> None:
-        task = event.task if isinstance(event, Assigned) else self._at.open[event.index].task
+        task = event.task if isinstance(event, Assigned) else self._state.open[event.index].task
         self._apply(event)
         if (task, type(event)) in self._unchecked:  # fail early on a state that cannot be saved
             self._unchecked.discard((task, type(event)))
-            json_copy(task, self._at.curricula[task])
+            json_copy(task, self._state.curricula[task])
         if self._observer is not None:
             self._observer.note(event)
 
     def _apply(self, event: MixEvent) -> None:
         """Apply an event. A repeated event, or one of an unknown group, changes nothing."""
-        at = self._at
-        group = at.open.get(event.index)
+        state = self._state
+        group = state.open.get(event.index)
         match event:
             case Assigned(index, task, sample) if group is None:
-                if not at.turns.fill(task):
-                    at.shares.take(task)
-                    at.turns.deal(task)
+                if not state.turns.fill(task):
+                    state.shares.take(task)
+                    state.turns.deal(task)
                 with calling(f"curriculum.given({sample}), {task!r}"):
-                    self._tasks[task].curriculum.given(at.curricula[task], sample)
-                at.open[index] = OpenGroup(task, sample, at.num_assigned[task])
-                at.num_assigned[task] += 1
+                    self._tasks[task].curriculum.given(state.curricula[task], sample)
+                state.open[index] = OpenGroup(task, sample, state.num_assigned[task])
+                state.num_assigned[task] += 1
             case Result(rewards=rewards) if group is not None and not group.has_result:
                 group.has_result = True
                 with calling(f"curriculum.finished({group.sample}, {list(rewards)}), {group.task!r}"):
-                    self._tasks[group.task].curriculum.finished(at.curricula[group.task], group.sample, rewards)
+                    self._tasks[group.task].curriculum.finished(state.curricula[group.task], group.sample, rewards)
             case Dropped(index) if group is not None:
-                del at.open[index]
-                at.turns.free(group.task, in_batch=group.in_batch)
+                del state.open[index]
+                state.turns.free(group.task, in_batch=group.in_batch)
             case _:
                 pass
 
     def _next_sample(self, task: str) -> int:
         with calling(f"curriculum.next_sample, {task!r}"):
-            state = self._at.curricula[task]
-            num_assigned = self._at.num_assigned[task]
+            state = self._state.curricula[task]
+            num_assigned = self._state.num_assigned[task]
             is_checked = num_assigned & (num_assigned - 1) == 0  # 0, 1, 2, 4, 8 ...: a state may be large
             before = repr(state) if is_checked else ""
             sample: Any = self._tasks[task].curriculum.next_sample(state)

@@ -74,7 +74,7 @@ class _Game:
     """Game of one environment with a scripted player."""
 
     def __init__(self, env: MessageEnv, player: Player, limit_s: float) -> None:
-        self._calls = EnvCalls(env)  # pyright: ignore[reportArgumentType]  it can call any environment with `step`
+        self._calls = EnvCalls(env)
         self._player = player
         self._limit_s = limit_s
         self._ends_by = time.monotonic() + limit_s  # time limit of the current call

@@ -18,7 +18,7 @@ from titan_rl.core.calls.user_code import Failure, describe, record_location, ta
 from titan_rl.core.errors import PromptTooLongError, StrayCancellationError
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.environment.threaded import EnvMethods
-from titan_rl.rollout.environment.types import AgentEnv, RolloutPolicy, SeatedEnv, TokenEnv, TokenSeat
+from titan_rl.rollout.environment.types import AgentEnv, RolloutPolicy, SeatedEnv, TokenSeat
 from titan_rl.rollout.types import Rollout, RolloutStatus
 
 
@@ -123,8 +123,8 @@ class EnvCalls:
     After that it is abandoned with a warning, and the environment is closed when the call ends, if it ever does.
     """
 
-    def __init__(self, env: TokenEnv | AgentEnv | SeatedEnv) -> None:
-        self.env: Any = env
+    def __init__(self, env: Any) -> None:
+        self.env = env
         self._methods = EnvMethods(env)
         self._calls: deque[_Call] = deque()  # calls that have not begun
         self._closes = False  # whether the last call is `close`

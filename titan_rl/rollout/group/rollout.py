@@ -65,7 +65,7 @@ class RolloutRunner:
         players: Mapping[str, Player] = {}
         try:
             async with ends_with(RolloutStatus.ERROR_ENV):
-                env = EnvCalls(self._make_env())
+                env = EnvCalls(ThreadedEnv(self._checked_env) if self.limits.env_in_thread else self._checked_env())
                 if env.has_seats:
                     players = env.env.players(rollout.sibling)
                     rollouts[:] = rollouts_of_seats(rollout, players)
@@ -89,11 +89,6 @@ class RolloutRunner:
                         rollout.error = rollout.error or f"close: {failure.error}"
                     rollout.metrics |= {"seconds": loop.time() - start, "own_seconds": watch.used_s}
                     rollout.metrics["env_seconds"] = 0.0 if env is None else env.own_seconds(watch.request_s)
-
-    def _make_env(self) -> TokenEnv | AgentEnv | SeatedEnv:
-        if self.limits.env_in_thread:
-            return cast("TokenEnv", ThreadedEnv(self._checked_env))
-        return self._checked_env()
 
     def _checked_env(self) -> TokenEnv | AgentEnv | SeatedEnv:
         env = self.make_env()

@@ -224,8 +224,10 @@ class _RunningGroup:
         """
         if self._failed is None and not group.is_aborted:
             try:
-                # In a separate task: a judge that cancels the current task must not cancel the group.
-                await asyncio.ensure_future(self._score(group))
+                with _timed(group.rollouts):
+                    # In a separate task: a judge that cancels the current task must not cancel the group.
+                    scoring = self._rollouter.judging_pause.run(lambda: self._rubric.score(group, self._values))
+                    await asyncio.ensure_future(scoring)
             except RewardError as error:
                 self._failed = error
         if self._failed is None:
@@ -292,10 +294,6 @@ class _RunningGroup:
                 self._stop_judging()
                 for task in self._tasks:
                     task.cancel()
-
-    async def _score(self, group: RolloutGroup) -> None:
-        with _timed(group.rollouts):
-            await self._rollouter.judging_pause.run(lambda: self._rubric.score(group, self._values))
 
     def _stop_judging(self) -> None:
         for judge in self._judges:

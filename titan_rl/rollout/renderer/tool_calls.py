@@ -148,8 +148,9 @@ class PythonCalls(BlockCalls):
     def _calls(self, block: str, tools: Tools | None) -> list[ParsedCall]:
         try:
             lines = ast.parse(block.strip()).body
-            listed = [each for line in lines if isinstance(line, ast.Expr) for each in _elements(line.value)]
-            return [_call_of_python(each) for each in listed]
+            values = [line.value for line in lines if isinstance(line, ast.Expr)]
+            listed = [value.elts if isinstance(value, ast.List | ast.Tuple) else [value] for value in values]
+            return [_call_of_python(each) for elements in listed for each in elements]
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return []
 
@@ -256,10 +257,6 @@ def _call_of(value: Any) -> ParsedCall:
             return ParsedCall(name, arguments, INVALID_JSON, call_id)
     given: Any = {} if arguments is None else arguments
     return ParsedCall(name, given, OK if isinstance(given, dict) else MALFORMED, call_id)
-
-
-def _elements(value: ast.expr) -> Sequence[ast.expr]:
-    return value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
 
 
 def _call_of_python(value: ast.expr) -> ParsedCall:

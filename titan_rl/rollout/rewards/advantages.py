@@ -183,32 +183,24 @@ def compare(group: RolloutGroup, advantage: AdvantageFn) -> None:
     Raises:
         RewardError: the function raised, or did not return one finite number per reward.
     """
-    for name, rollouts in group.compared.items():
-        _compare(rollouts, advantage, f"group {group.group_id!r}" + (f", {name}" if name else ""))
-
-
-def _compare(rollouts: Sequence[Rollout], advantage: AdvantageFn, whose: str) -> None:
-    compared = [rollout for rollout in rollouts if rollout.reward is not None and not rollout.status.is_fault]
-    rewards = [rollout.reward for rollout in compared if rollout.reward is not None]
-    if not rewards:
-        return
     name = getattr(advantage, "__name__", type(advantage).__name__)
-    try:
-        given = list(advantage(list(rewards)))
-        values = [float(value) for value in given]
-    except BaseException as error:  # including a CancelledError, which without an await cannot come from the caller
-        if is_ctrl_c(error):
-            raise
-        raise RewardError(
-            f"advantage {name!r} failed on the rewards {rewards} of {whose}: {summary(error)}",
-            where(error),
-        ) from error
-    if len(values) != len(compared) or not all(map(math.isfinite, values)):
-        raise RewardError(
-            f"advantage {name!r} gave {given} for the rewards {rewards} of {whose}; it must give as many finite numbers"
-        )
-    for rollout, value in zip(compared, values, strict=True):
-        rollout.advantage = value
+    for level, rollouts in group.compared.items():
+        compared = [rollout for rollout in rollouts if rollout.reward is not None and not rollout.status.is_fault]
+        rewards = [rollout.reward for rollout in compared if rollout.reward is not None]
+        if not rewards:
+            continue
+        whose = f"the rewards {rewards} of group {group.group_id!r}" + (f", {level}" if level else "")
+        try:
+            given = list(advantage(list(rewards)))
+            values = [float(value) for value in given]
+        except BaseException as error:  # including a CancelledError, which without an await cannot come from the caller
+            if is_ctrl_c(error):
+                raise
+            raise RewardError(f"advantage {name!r} failed on {whose}: {summary(error)}", where(error)) from error
+        if len(values) != len(compared) or not all(map(math.isfinite, values)):
+            raise RewardError(f"advantage {name!r} gave {given} for {whose}; it must give as many finite numbers")
+        for rollout, value in zip(compared, values, strict=True):
+            rollout.advantage = value
 
 
 def compare_batch(groups: Sequence[RolloutGroup], advantage: AdvantageFn, state: dict[str, Any] | None = None) -> None:

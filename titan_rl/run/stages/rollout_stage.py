@@ -25,7 +25,7 @@ from titan_rl.scheduling.backlog import SchedulerObserver
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
-from titan_rl.scheduling.task_mix import Share, TaskMix
+from titan_rl.scheduling.task_mix import TaskMix, WeightedTask
 from titan_rl.tasks.league import split_number
 from titan_rl.training.teaching import Teacher
 from titan_rl.types import SamplingParams
@@ -35,7 +35,7 @@ def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix
     """Build the task mix with the weights and curricula of the config, and restore its state from the checkpoint and
     the journal. The journal records the mix's further events."""
     return TaskMix(
-        {source.name: Share(source.weight, curriculum_of(source, config.seed)) for source in config.tasks},
+        {source.name: WeightedTask(source.weight, curriculum_of(source, config.seed)) for source in config.tasks},
         journal,
         state=start.tasks,
         events=[event for event in journal.events if not start.position.is_settled(event.index)],
