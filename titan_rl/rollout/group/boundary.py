@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -146,16 +146,16 @@ class EnvCalls:
         return max(0.0, self._seconds - request_s) if requests_policy else self._seconds
 
     async def reset(self) -> Any:
-        return await self._run("env reset", "reset")
+        return await self._run("env reset", self._methods.result, "reset")
 
     async def step(self, given: Any) -> Any:
-        return await self._run("env step", "step", given)
+        return await self._run("env step", self._methods.result, "step", given)
 
     async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
-        await self._run("env play", "play", policy, rollout)
+        await self._run("env play", self._play, "play", policy, rollout)
 
     async def play_seats(self, seats: Mapping[str, TokenSeat]) -> None:
-        await self._run("env play", "play_seats", seats)
+        await self._run("env play", self._play, "play_seats", seats)
 
     async def close(self, timeout_s: float) -> Failure | None:
         """Close the environment and return its failure, if any. A cancellation is delayed until the environment is
@@ -163,7 +163,7 @@ class EnvCalls:
         abandoned; the environment is then closed after that call."""
         timeout_s = min(timeout_s, MAX_CLOSE_S)
         self._closes = True
-        call, task = self._begin("close")
+        call, task = self._begin(self._methods.close)
         if self._left_behind:
             call.logs_failure = True
             return None
@@ -183,17 +183,24 @@ class EnvCalls:
             raise cancelled
         return None if call.failure is None else Failure.of(call.failure)
 
-    async def _run(self, name: str, method: str, *arguments: Any) -> Any:
+    async def _play(self, name: str, *arguments: Any) -> None:
+        playing = getattr(self.env, name)(*arguments)
+        if not inspect.isawaitable(playing):
+            kind = type(self.env).__name__
+            raise TypeError(f"{name} of {kind} is a plain function; it must be async, since it awaits the policy")
+        await playing
+
+    async def _run(self, name: str, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
             with span(name, "environment", fine=True):
-                return await self._ask(method, arguments)
+                return await self._ask(partial(method, *arguments))
         finally:
             self._seconds += clock() - began
 
-    async def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        call, task = self._begin(method, *arguments)
+    async def _ask(self, method: Callable[[], Awaitable[Any]]) -> Any:
+        call, task = self._begin(method)
         try:
             await call.wait()
         except asyncio.CancelledError as error:
@@ -213,8 +220,8 @@ class EnvCalls:
             raise StrayCancellationError("the environment's task was cancelled, although nobody requested it")
         return call.result
 
-    def _begin(self, method: str, *arguments: Any) -> tuple[_Call, asyncio.Task[None]]:
-        call = _Call(self._methods, method, arguments)
+    def _begin(self, method: Callable[[], Awaitable[Any]]) -> tuple[_Call, asyncio.Task[None]]:
+        call = _Call(method, type(self.env).__name__)
         self._calls.append(call)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._work())
@@ -254,22 +261,25 @@ class EnvCalls:
 class _Call:
     """One call of an environment's method.
 
+    Args:
+        method: The method, with its arguments.
+        env_name: Class of the environment, for messages.
+
     Attributes:
         is_over: Whether the call has ended.
         is_given_up: Whether the caller no longer waits.
         logs_failure: Whether a failure is logged when the call ends.
     """
 
-    def __init__(self, methods: EnvMethods, method: str, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, method: Callable[[], Awaitable[Any]], env_name: str) -> None:
         self.has_started = False
         self.is_over = False
         self.is_given_up = False
         self.result: Any = None
         self.failure: BaseException | None = None
         self.logs_failure = False
-        self._methods = methods
         self._method = method
-        self._arguments = arguments
+        self._env_name = env_name
         self._waiter: asyncio.Future[None] | None = None
 
     async def wait(self) -> None:
@@ -286,7 +296,7 @@ class _Call:
         self.has_started = True
         task = asyncio.current_task()
         try:
-            self.result = await self._made()
+            self.result = await self._method()
         except BaseException as error:  # including SystemExit, which would end the event loop
             self.failure = error
             if passes(error, task):
@@ -299,23 +309,9 @@ class _Call:
         if self.is_given_up and task is not None:
             task.uncancel()
 
-    async def _made(self) -> Any:
-        if self._method == "close":
-            return await self._methods.close()
-        if self._method not in ("play", "play_seats"):
-            return await self._methods.result(self._method, *self._arguments)
-        env = self._methods.env
-        playing = getattr(env, self._method)(*self._arguments)
-        if not inspect.isawaitable(playing):
-            name = type(env).__name__
-            raise TypeError(
-                f"{self._method} of {name} is a plain function; it must be async, since it awaits the policy"
-            )
-        return await playing
-
     def log_failure(self) -> None:
         if self.failure is not None:
-            logger.warning("closing %s failed: %s", type(self._methods.env).__name__, describe(self.failure))
+            logger.warning("closing %s failed: %s", self._env_name, describe(self.failure))
 
 
 async def _settle(call: _Call, seconds: float) -> asyncio.CancelledError | None:
