@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.runs import CONFIG, print_imports
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
@@ -54,7 +54,7 @@ def set_up(parser: Parser) -> None:
         help="keep results and transcripts here; an evaluation that was interrupted here continues",
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    add_verbosity(parser)
+    parser.add_verbosity()
     parser.add_options(EvalConfig)
     parser.add_settings("titan_rl.config.run:RunConfig")
     parser.set_defaults(run=run)
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     evaluations: list[Evaluation] = []
     ratings: list[Ratings] = []
     try:
-        with Progress(0, sys.stderr, unit="sample", verbosity=verbosity_of(arguments), vanish=True) as progress:
+        with Progress(0, sys.stderr, unit="sample", verbosity=arguments.verbosity, vanish=True) as progress:
             code = run_evaluations(config, settings, policies, out, evaluations, ratings, progress)
     finally:
         if evaluations:

@@ -52,6 +52,16 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs=nargs, help="the run's settings")
         self.add_settings("titan_rl.config.run:RunConfig")
 
+    def add_verbosity(self) -> None:
+        """Accept --quiet and --verbose, and set `verbosity` to a `Verbosity`."""
+        self.set_defaults(verbosity=Verbosity.NORMAL)
+        either = self.add_mutually_exclusive_group()
+        for short, name, level, shown in (
+            ("-q", "--quiet", Verbosity.QUIET, "show warnings and the result only"),
+            ("-v", "--verbose", Verbosity.VERBOSE, "also show what is written to the log"),
+        ):
+            either.add_argument(short, name, action="store_const", dest="verbosity", const=level, help=shown)
+
     def declare_settings(self) -> None:
         """Declare the options of `add_settings`, for completion and other listings."""
         from titan_rl.config.reference import SettingEntry, tables_of
@@ -179,15 +189,3 @@ class _Option(argparse.Action):
         from titan_rl.config.tables import parse_value
 
         namespace.options = {**namespace.options, self.dest: parse_value(str(values))}
-
-
-def add_verbosity(parser: Parser) -> None:
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("-q", "--quiet", action="store_true", help="show warnings and the result only")
-    either.add_argument("-v", "--verbose", action="store_true", help="also show what is written to the log")
-
-
-def verbosity_of(arguments: argparse.Namespace) -> Verbosity:
-    if arguments.quiet:
-        return Verbosity.QUIET
-    return Verbosity.VERBOSE if arguments.verbose else Verbosity.NORMAL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.runs import print_imports
 from titan_rl.config.serve import dump_serve_config, load_serve_config
 from titan_rl.core.errors import ConfigError
@@ -41,7 +41,7 @@ def set_up(parser: Parser) -> None:
         help=f"load newer checkpoints of the run as they appear: --server.follow_s {FOLLOW_S:g}, unless that is set",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings, and stop")
-    add_verbosity(parser)
+    parser.add_verbosity()
     parser.add_settings("titan_rl.config.serve:ServeConfig")
     parser.set_defaults(run=run)
 
@@ -91,4 +91,4 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported after the settings have been checked, because this imports everything that the processes need.
     from titan_rl.evaluation.serve import run_server
 
-    return run_server(config, source, verbosity_of(arguments), adapters)
+    return run_server(config, source, arguments.verbosity, adapters)

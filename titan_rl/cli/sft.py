@@ -9,7 +9,7 @@ import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
-from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.core.console import Verbosity
 from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
 from titan_rl.run.terminal.waiting import WAITING
@@ -31,12 +31,12 @@ def set_up(parser: Parser) -> None:
         help="check settings and demonstrations, print the settings that are not their defaults, or with --verbose "
         "all, and stop",
     )
-    add_verbosity(parser)
+    parser.add_verbosity()
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    verbosity = verbosity_of(arguments)
+    verbosity: Verbosity = arguments.verbosity
     with WAITING.shown("checking the settings") if verbosity is not Verbosity.QUIET else nullcontext():
         from titan_rl.cli.runs import load_run
 

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
+from titan_rl.cli.options import Parser, file_path
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import GenerationError, MissingExtraError
 from titan_rl.run.terminal.standard_streams import StderrConsole, print_next_command, print_result, print_stderr
@@ -38,12 +38,12 @@ def set_up(parser: Parser) -> None:
         help="check everything except other hosts, print the settings that differ from their defaults (with --verbose "
         "all), play a group without a model, report whether the run can start, and stop",
     )
-    add_verbosity(parser)
+    parser.add_verbosity()
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    verbosity = verbosity_of(arguments)
+    verbosity: Verbosity = arguments.verbosity
     with WAITING.shown("checking the settings") if verbosity is not Verbosity.QUIET else nullcontext():
         config, resume = _checked(arguments)
         if arguments.dry_run:
@@ -108,7 +108,7 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
 
         for loss in check_resumption(config, resume):
             print_stderr(f"titan-rl: {loss}")
-    print_result(dump_config(config, with_defaults=verbosity_of(arguments) is Verbosity.VERBOSE))
+    print_result(dump_config(config, with_defaults=arguments.verbosity is Verbosity.VERBOSE))
     print_stderr(f"titan-rl: {describe_transport(config)}")
     print_stderr(f"titan-rl: {describe_implementation(config)}")
     if not (config.hosts.elsewhere or visible_gpus()):

@@ -50,12 +50,7 @@ def call_within(
     outcome: Future[T] = Future()
     context = contextvars.copy_context()
 
-    def work() -> None:
-        try:
-            outcome.set_result(context.run(fn))
-        except BaseException as error:
-            outcome.set_exception(error)
-
+    work = partial(_settle, outcome, partial(context.run, fn))
     thread = threading.Thread(target=work, name="user-call", daemon=True)
     thread.start()
     began, seen = time.monotonic(), progress and progress()
@@ -70,6 +65,16 @@ def call_within(
             record_location(late, location)
             raise late
     return outcome.result()
+
+
+def _settle(future: Future[T], fn: Callable[[], T]) -> None:
+    """Call `fn()`, and set its result or its error."""
+    try:
+        result = fn()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 LOOK_S = 0.5
@@ -95,14 +100,8 @@ class UsersThreads(ThreadPoolExecutor):
         future: Future[T] = Future()
 
         def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = fn(*args, **kwargs)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            if future.set_running_or_notify_cancel():
+                _settle(future, partial(fn, *args, **kwargs))
 
         with self._lock:
             if self._closed:
