@@ -8,6 +8,7 @@ number of requests that an engine runs at a time follows from the slots of the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,8 +29,6 @@ class Concurrency:
     Example: 32 slots of 8 rollouts on 2 generators need to run 128 requests each.
     """
 
-    num_slots: int
-    group_size: int
     in_flight: int  # most rollouts in flight
     wanted: int  # running requests of one engine with which no request waits
     held: int | None  # contexts of half the maximum length that fit one engine's KV cache; None if unknown
@@ -38,18 +37,15 @@ class Concurrency:
     @classmethod
     def of(cls, config: RunConfig) -> Concurrency:
         """Compute the concurrency from the settings, without changing them."""
-        scheduling, generation = config.scheduling, config.generation
-        in_flight = scheduling.num_slots * config.rollout.group_size
-        if scheduling.max_running_rollouts is not None:
-            in_flight = min(in_flight, max(scheduling.max_running_rollouts, config.rollout.group_size))
-        wanted = _round_up(-(-in_flight // generation.num_generators))
-        held = contexts_held(config.model, generation)
+        generation, group_size = config.generation, config.rollout.group_size
+        in_flight = config.scheduling.num_slots * group_size
+        if (limit := config.scheduling.max_running_rollouts) is not None:
+            in_flight = min(in_flight, max(limit, group_size))
+        wanted = STEP * math.ceil(in_flight / generation.num_generators / STEP)
         return cls(
-            num_slots=scheduling.num_slots,
-            group_size=config.rollout.group_size,
             in_flight=in_flight,
             wanted=wanted,
-            held=held,
+            held=contexts_held(config.model, generation),
             max_running=max_running_of(config.model, generation, wanted),
         )
 
@@ -94,8 +90,8 @@ def describe_concurrency(config: RunConfig) -> Iterator[str]:
     limit = config.scheduling.max_running_rollouts
     limited = "" if limit is None else f", limited by scheduling.max_running_rollouts = {limit}"
     yield (
-        f"{sized.in_flight:,} rollouts in flight: {sized.num_slots} slots of the scheduler x rollout.group_size = "
-        f"{sized.group_size}{limited}"
+        f"{sized.in_flight:,} rollouts in flight: {config.scheduling.num_slots} slots of the scheduler x "
+        f"rollout.group_size = {config.rollout.group_size}{limited}"
     )
     at_most = "auto, at most " if config.generation.max_running == "auto" else ""
     yield (
@@ -116,27 +112,29 @@ def throttles(config: RunConfig) -> Iterator[str]:
     fix."""
     sized = Concurrency.of(config)
     scheduling, generation, training = config.scheduling, config.generation, config.training
-    of_a_step = scheduling.groups_per_step * sized.group_size
+    group_size = config.rollout.group_size
+    of_a_step = scheduling.groups_per_step * group_size
     groups_at_once = scheduling.groups_per_step // min(training.minibatches, scheduling.groups_per_step)
-    if (at_once := groups_at_once * sized.group_size) < training.data_parallel:
+    if (at_once := groups_at_once * group_size) < training.data_parallel:
         yield (
             f"training.data_parallel = {training.data_parallel} ranks share an optimizer step of as few as {at_once} "
             f"rollouts (scheduling.groups_per_step = {scheduling.groups_per_step} x rollout.group_size = "
-            f"{sized.group_size} in training.minibatches = {training.minibatches}), so that ranks idle; lower it to "
+            f"{group_size} in training.minibatches = {training.minibatches}), so that ranks idle; lower it to "
             f"{at_once}, or raise scheduling.groups_per_step"
         )
     if (limit := scheduling.max_running_rollouts) is not None and limit < of_a_step:
         yield (
             f"scheduling.max_running_rollouts = {limit} is less than the {of_a_step} rollouts of one step "
-            f"(scheduling.groups_per_step = {scheduling.groups_per_step} x rollout.group_size = {sized.group_size}), "
+            f"(scheduling.groups_per_step = {scheduling.groups_per_step} x rollout.group_size = {group_size}), "
             "which are run in turns; raise it, or leave it out"
         )
     max_running = sized.max_running * generation.num_generators
     if generation.max_running is not None and max_running < sized.in_flight:
         yield (
             f"generation.max_running = {generation.max_running} on {generation.num_generators} generators takes "
-            f"{max_running} of {sized.in_flight} rollouts in flight ({sized.num_slots} slots x rollout.group_size = "
-            f"{sized.group_size}), and the others wait in the engines; set it to {sized.wanted}, or leave it out"
+            f"{max_running} of {sized.in_flight} rollouts in flight ({scheduling.num_slots} slots x "
+            f"rollout.group_size = {group_size}), and the others wait in the engines; set it to {sized.wanted}, or "
+            "leave it out"
         )
     taken = sized.wanted if generation.max_running is None else min(sized.max_running, sized.wanted)
     if sized.held is not None and sized.held < taken:
@@ -148,7 +146,3 @@ def throttles(config: RunConfig) -> Iterator[str]:
             f"some of which wait or are computed anew; raise it to {need:.3g}, or lower "
             "scheduling.max_running_rollouts"
         )
-
-
-def _round_up(count: int) -> int:
-    return count + -count % STEP
