@@ -5,11 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_rl.config.model_files import check_weights, model_identity, read_header, read_json, tensor_shapes
+from titan_rl.config.model_files import (
+    TEMPLATE_FILES,
+    TOKENIZER_CONFIG,
+    check_weights,
+    model_identity,
+    read_header,
+    read_json,
+    tensor_shapes,
+)
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, SpeculativeConfig
 from titan_rl.core.errors import ConfigError, ModelError
@@ -24,11 +33,8 @@ from titan_rl.training.models.choice import (
 from titan_rl.training.models.peft_settings import WEIGHTS, check_same_settings, hf_name, read_adapter_config
 from titan_rl.training.settings import TARGETS, AdapterConfig, ModelConfig
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files that contain a vocabulary; one of them is enough."""
-
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-"""Files that may contain a chat template, besides tokenizer_config.json."""
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
@@ -77,8 +83,8 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, folders
     architecture = read_json(folder, "config.json")
     check_numbers(architecture)
     check_weights(folder)
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ModelError(f"model.path = {path!r} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
+    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+        raise ModelError(f"model.path = {path!r} has no tokenizer: none of {', '.join(VOCABULARY_FILES)} is there")
     _check_vocabulary(folder, architecture)
     check_guesses(generation.speculative, architecture)
     _check_fit(model, generation, architecture)
@@ -143,7 +149,6 @@ def check_adapter_weights(folder: Path, model: Path, rank: int, where: str, trai
         raise ModelError(f"{where}: {error}") from None
     found = {hf_name(name): tuple(shape) for name, (shape, _) in header.items()}
     base = tensor_shapes(model)
-    layers: dict[str, int] = {}
     for name, shape in found.items():
         layer, _, half = name.rpartition(".lora_")
         weight = base.get(f"{layer}.weight", ())
@@ -155,7 +160,7 @@ def check_adapter_weights(folder: Path, model: Path, rank: int, where: str, trai
                 f"{where}: {name} has shape {shape}, and a layer of {model} needs {expected}; is it an adapter of "
                 "another model?"
             )
-        layers[layer] = layers.get(layer, 0) + 1
+    layers = Counter(name.rpartition(".lora_")[0] for name in found)
     if torn := next((layer for layer, count in layers.items() if count == 1), None):
         raise ModelError(f"{where} has only one of the two matrices of {torn}; export the adapter again")
     if trained is not None:
@@ -226,10 +231,9 @@ def check_chat_template(model: ModelConfig) -> None:
     if model.renderer not in ("auto", "chat_template"):
         return
     folder = Path(model.path)
-    if any((folder / name).exists() for name in TEMPLATE_FILES):
+    if any(any(folder.glob(pattern)) for pattern in TEMPLATE_FILES):
         return
-    file = "tokenizer_config.json"
-    if not (folder / file).is_file() or not read_json(folder, file).get("chat_template"):
+    if not (folder / TOKENIZER_CONFIG).is_file() or not read_json(folder, TOKENIZER_CONFIG).get("chat_template"):
         raise ModelError(
             f"model.path = {model.path!r} has no chat template, and model.renderer = {model.renderer!r} needs one; add "
             "a chat_template.jinja to it, such as that of the model that was tuned for conversations"
