@@ -12,7 +12,7 @@ from byte_tokenizer import byte_tokenizer
 from user_project import project
 
 from titan_rl import ChatTemplateRenderer, EngineLoop, GeneratorRouter, LocalReplica, SamplingParams, ScriptedEngine
-from titan_rl.config.load import load_config
+from titan_rl.config.load import given_config, load_config
 from titan_rl.core.console import LOG
 from titan_rl.core.errors import ConfigError, GenerationError
 from titan_rl.generation.scripted_engine import scripted_logprobs
@@ -116,6 +116,12 @@ def test_settings_of_a_teacher_that_do_not_fit_are_refused(
     with pytest.raises(ConfigError) as caught:
         load_config("config.toml", overrides)
     assert problem in str(caught.value)
+
+
+def test_a_teacher_that_python_names_is_looked_for_before_the_run(teaching: Path) -> None:
+    overrides = {"training.teacher": "gone", "training.distill_coef": 1.0}
+    with pytest.raises(ConfigError, match=r"arguments: training.teacher = 'gone' is no folder here"):
+        given_config(load_config("config.toml"), functions={}, overrides=overrides, check_files=True)
 
 
 def test_the_folder_of_a_teacher_is_found_beside_the_file_that_names_it(

@@ -259,7 +259,7 @@ def given_config(
     config = _changed(config, task, changes, origins)
     _check_tasks(config, origins)
     if check_files:
-        config = _with_folders(config, origins)
+        config = _with_teachers(_with_folders(config, origins), origins, check_files=True)
         _check_folders(config, origins)
     return config
 
