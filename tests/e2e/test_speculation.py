@@ -121,7 +121,7 @@ def exact_logprobs(
 
 
 def test_each_token_has_the_value_of_its_request() -> None:
-    from titan_rl.generation.vllm_speculation import spread
+    from titan_rl.generation.vllm_cpu import spread
 
     ends = torch.tensor([2, 2, 3], dtype=torch.int32)
     assert spread(torch.tensor([0.0, 5.0, 0.75]), ends, 3, replace_from=0, replace_to=1).tolist() == [1.0, 1.0, 0.75]

@@ -318,16 +318,16 @@ class GroupedLayer:
         return a_RI.t().contiguous(), b_OR.t().contiguous()
 
 
+_FusedMoEConfig: Any = fused_moe_layer.FusedMoEConfig
+
+
+def _config_without_adapters(**options: Any) -> Any:
+    return _FusedMoEConfig(**options | {"is_lora_enabled": False})
+
+
 def prepare_cpu_adapters() -> None:
     """Make vLLM compute adapters on a CPU with `GroupedPunica`, and experts of a mixture as if there were no adapters:
     experts have none, and vLLM's kernels for experts with adapters need a GPU. Called before an engine is made."""
-    original: Any = fused_moe_layer.FusedMoEConfig
-    if not hasattr(original, "plain"):
-
-        def plain_config(**options: Any) -> Any:
-            return original(**options | {"is_lora_enabled": False})
-
-        plain_config.plain = original  # pyright: ignore[reportFunctionMemberAccess]
-        fused_moe_layer.FusedMoEConfig = plain_config  # pyright: ignore[reportAttributeAccessIssue]
+    fused_moe_layer.FusedMoEConfig = _config_without_adapters  # pyright: ignore[reportAttributeAccessIssue]
     name = f"{GroupedPunica.__module__}.{GroupedPunica.__qualname__}"
     type(current_platform).get_punica_wrapper = classmethod(lambda cls: name)  # pyright: ignore[reportAttributeAccessIssue]

@@ -127,40 +127,6 @@ def adapter_targets(adapters: Iterable[AdapterSpec]) -> list[str]:
     return list(dict.fromkeys(target for each in adapters for target in each.targets))
 
 
-def prepare_cpu(spec: EngineSpec) -> None:
-    """Adapt vLLM to CPUs in this process, and check that it supports the specification on CPUs.
-
-    Raises:
-        ModelError: vLLM does not support the specification on CPUs.
-    """
-    if spec.routed_experts:  # vLLM's model runner for them needs a Triton that compiles for CPUs
-        raise ModelError(
-            "vLLM does not return routed experts on CPU; set generation.return_routed_experts = false or use a GPU"
-        )
-    if spec.sleeps:
-        raise ModelError(
-            "vLLM cannot sleep on CPU; set scheduling.on_batch_ready to 'continue', 'keep' or 'abort', or use a GPU"
-        )
-    import torch._dynamo.config
-
-    from titan_rl.generation.vllm_held_weights import note_packing
-    from titan_rl.generation.vllm_rotation import repair_rotation
-    from titan_rl.generation.vllm_speculation import keep_kernels, repair_sampler
-
-    # Compiling takes 20 s or more at start and at the first step, and gains nothing for models that fit a CPU.
-    torch._dynamo.config.disable = True
-
-    keep_kernels()
-    repair_rotation()
-    note_packing()
-    if spec.speculative is not None:
-        repair_sampler()
-    if spec.adapters:
-        from titan_rl.generation.vllm_adapters import prepare_cpu_adapters
-
-        prepare_cpu_adapters()
-
-
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
     """Make vLLM's arguments for an engine.
 
@@ -217,17 +183,6 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
     options = dict(spec.options)
     options["hf_overrides"] = _overrides(Path(spec.model_path)) | options.get("hf_overrides", {})
     return EngineArgs(**arguments | options)
-
-
-def cache_no_states(arguments: EngineArgs) -> None:
-    """Switch the prefix cache off for a model with recurrent layers. vLLM caches their states only with split prompts,
-    which are off on a CPU.
-
-    Raises:
-        ValueError: vLLM does not know the model.
-    """
-    if arguments.enable_prefix_caching and arguments.create_model_config().has_inner_state:
-        arguments.enable_prefix_caching = False
 
 
 def _overrides(model: Path) -> dict[str, Any]:

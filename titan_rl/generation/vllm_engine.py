@@ -17,7 +17,7 @@ from titan_rl.core.calls.imports import require
 from titan_rl.core.errors import ModelError, RequestError
 from titan_rl.generation.engine import EngineSpec, HeldTensor, TokenDelta
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.vllm_arguments import ENVIRONMENT, cache_no_states, engine_arguments, prepare_cpu
+from titan_rl.generation.vllm_arguments import ENVIRONMENT, engine_arguments
 from titan_rl.types import EXTRA_SAMPLING, FinishReason, PromptScores, TopLogprobs
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class VLLMEngine:
         self._ends_with_process = ends_with_process
         self._on_cpu: bool = current_platform.is_cpu()
         if self._on_cpu:
+            from titan_rl.generation.vllm_cpu import cache_no_states, keep_transformers_classes, prepare_cpu
+
             prepare_cpu(spec)
         self._internal: dict[str, str] = {}  # core ids by request id
         self._external: dict[str, EngineRequest] = {}  # requests by core id
@@ -142,6 +144,8 @@ class VLLMEngine:
             return
         pairs = with_tied_head(items) if self._tied and self._has_output_layer else iter(items)
         if self._on_cpu:
+            from titan_rl.generation.vllm_cpu import drop_packed_experts
+
             self._core.collective_rpc(drop_packed_experts)
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
 
@@ -365,25 +369,3 @@ def with_tied_head(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]
         yield name, tensor
     if embedding is not None and "lm_head.weight" not in names:
         yield "lm_head.weight", embedding
-
-
-def keep_transformers_classes() -> None:
-    """Prevent vLLM from changing transformers' classes when it runs their modeling code. It would prepare them for
-    compilation, which is off on a CPU, and a trainer's model of the same class in this process would then fail."""
-    from vllm.model_executor.models.transformers.base import Base
-
-    backend: Any = Base
-    backend._decorate_for_torch_compile = _leave
-
-
-def _leave(model: Any) -> None:
-    """Do nothing with a model's class."""
-
-
-def drop_packed_experts(worker: Any) -> None:
-    """Make vLLM pack the experts of a mixture again at a reload. Otherwise a reload on a CPU does not pack them, and
-    vLLM then reads the unpacked weights as packed ones."""
-    for module in worker.get_model().modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None

@@ -97,25 +97,22 @@ def _part_sums(layer: Any, weight: torch.Tensor) -> list[torch.Tensor]:
 
 
 _turns = count()
+_pack: Any = utils.dispatch_cpu_unquantized_gemm
 
 
 def note_packing() -> None:
     """Make vLLM record the checksums of each weight that it packs for a CPU. Called before an engine is made."""
-    original: Any = utils.dispatch_cpu_unquantized_gemm
-    if hasattr(original, "packs"):
-        return
+    utils.dispatch_cpu_unquantized_gemm = _pack_and_note
 
-    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        weight: torch.Tensor = layer.weight
-        is_matrix = weight.ndim == 2  # before packing, which turns a convolution's weight into a matrix in place
-        original(layer, remove_weight)
-        if is_matrix and not weight.is_meta:
-            # vLLM's parameters, and its default device, would add Python code to each operation.
-            with torch._C.DisableTorchFunction():
-                layer.packed_weight = _Packed.of(layer, weight.detach().as_subclass(torch.Tensor), next(_turns))
 
-    dispatch_cpu_unquantized_gemm.packs = original  # pyright: ignore[reportFunctionMemberAccess]
-    utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+def _pack_and_note(layer: Any, remove_weight: bool) -> None:
+    weight: torch.Tensor = layer.weight
+    is_matrix = weight.ndim == 2  # before packing, which turns a convolution's weight into a matrix in place
+    _pack(layer, remove_weight)
+    if is_matrix and not weight.is_meta:
+        # vLLM's parameters, and its default device, would add Python code to each operation.
+        with torch._C.DisableTorchFunction():
+            layer.packed_weight = _Packed.of(layer, weight.detach().as_subclass(torch.Tensor), next(_turns))
 
 
 def held_weights(worker: Any, is_tied: bool) -> list[HeldTensor]:

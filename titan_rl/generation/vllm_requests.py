@@ -8,7 +8,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -143,6 +143,7 @@ def log_allowed(before: torch.Tensor, after: torch.Tensor, temperatures: torch.T
     return left.clamp(max=0.0)
 
 
+@cache
 def install_measuring() -> None:
     """Make vLLM's model runners in this process measure the probability of the tokens that each grammar allows. Further
     calls change nothing.
@@ -150,40 +151,29 @@ def install_measuring() -> None:
     A runner applies the grammars to the logits in place, before it samples and before it computes logprobs, so the
     policy's own distribution is not available afterwards.
     """
-    apply = gpu_model_runner.apply_grammar_bitmask
-    if not hasattr(apply, "measures"):
+    apply: Any = gpu_model_runner.apply_grammar_bitmask
 
-        def measuring(scheduler_output: Any, grammar_output: Any, input_batch: Any, logits: torch.Tensor) -> None:
-            ids = grammar_output.structured_output_request_ids
-            rows = {request_id: input_batch.req_id_to_index[request_id] for request_id in ids}
-            _measured(lambda: apply(scheduler_output, grammar_output, input_batch, logits), ids, rows, logits)
+    def measuring(scheduler_output: Any, grammar_output: Any, input_batch: Any, logits: torch.Tensor) -> None:
+        ids = grammar_output.structured_output_request_ids
+        rows = {request_id: input_batch.req_id_to_index[request_id] for request_id in ids}
+        _measured(lambda: apply(scheduler_output, grammar_output, input_batch, logits), ids, rows, logits)
 
-        measuring.measures = True  # pyright: ignore[reportFunctionMemberAccess]
-        gpu_model_runner.apply_grammar_bitmask = measuring
-    _install_in_second_runner()
-
-
-def _install_in_second_runner() -> None:
-    """Install the measurement in vLLM's model runner for GPUs. Without Triton it cannot be imported, and is not
-    used."""
-    try:
+    gpu_model_runner.apply_grammar_bitmask = measuring
+    try:  # the model runner for GPUs cannot be imported without Triton, and is not used then
         from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
     except ImportError:
         return
-    apply: Any = StructuredOutputsWorker.apply_grammar_bitmask
-    if hasattr(apply, "measures"):
-        return
+    apply_on_gpu: Any = StructuredOutputsWorker.apply_grammar_bitmask
 
-    def measuring(
+    def measuring_on_gpu(
         self: Any, logits: torch.Tensor, input_batch: Any, grammar_req_ids: list[str], grammar_bitmask: Any
     ) -> None:
         first = input_batch.cu_num_logits_np
         rows = {request_id: int(first[index]) for index, request_id in enumerate(input_batch.req_ids)}
         given = logits, input_batch, grammar_req_ids, grammar_bitmask
-        _measured(lambda: apply(self, *given), grammar_req_ids, rows, logits)
+        _measured(lambda: apply_on_gpu(self, *given), grammar_req_ids, rows, logits)
 
-    measuring.measures = True  # pyright: ignore[reportFunctionMemberAccess]
-    StructuredOutputsWorker.apply_grammar_bitmask = measuring
+    StructuredOutputsWorker.apply_grammar_bitmask = measuring_on_gpu
 
 
 def _measured(apply: Any, ids: Any, rows: dict[str, int], logits: torch.Tensor) -> None:
