@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache, cached_property
@@ -311,10 +310,7 @@ class VLLMRequests:
             raise RequestError(f"request {request_id!r}: {error}") from error
 
     def _token_ids(self, whose: str, tokens: Sequence[int]) -> list[int]:
-        try:
-            ids = array("q", tokens).tolist()
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RequestError(f"{whose} has something else than token ids: {error}") from error
+        ids = list(tokens)
         if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
             wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
             raise RequestError(f"{whose} has token {wrong}; the vocabulary has {self._vocab_size} tokens")
