@@ -7,7 +7,6 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,9 +137,9 @@ class VLLMEngine:
         if adapter in self._adapters:
             self._adapters[adapter].pinned = version
 
-    def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
+    def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int, adapter: str = "") -> None:
         if self._adapters:
-            self.load_adapter("", items, version)
+            self._adapters[adapter].load(items, version, set(self._adapter_ids.values()))
             return
         pairs = with_tied_head(items) if self._tied and self._has_output_layer else iter(items)
         if self._on_cpu:
@@ -149,39 +148,21 @@ class VLLMEngine:
             self._core.collective_rpc(drop_packed_experts)
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
 
-    def load_adapter(self, adapter: str, items: Iterable[tuple[str, Any]], version: int) -> None:
-        """Load a version of one adapter; see `LoadedPolicy.load_state_dict`."""
-        self._adapters[adapter].load(items, version, set(self._adapter_ids.values()))
-
-    def held_adapter(self, adapter: str) -> list[HeldTensor]:
-        """The matrices of one adapter; see `ReadableEngine.held_weights`."""
-        return self._adapters[adapter].held()
-
-    def held_weights(self) -> list[HeldTensor]:
+    def held_weights(self, adapter: str = "") -> list[HeldTensor]:
         if self._adapters:
-            return self.held_adapter("")
+            return self._adapters[adapter].held()
         from titan_rl.generation.vllm_held_weights import held_weights
 
         (held,) = self._core.collective_rpc(held_weights, args=(self._tied,))
         return held
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._score(sequences, "", self._scheduler.alone())
-
-    def score_adapter(self, adapter: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Score with one adapter; see `LoadedPolicy.score`. Requests are suspended only if the KV cache is full."""
-        has_room = self._scheduler.has_room_for(map(len, sequences))
-        return self._score(
-            sequences, adapter, self._scheduler.with_extra_slots() if has_room else self._scheduler.alone()
-        )
-
-    def _score(
-        self, sequences: Sequence[Sequence[int]], adapter: str, scheduling: AbstractContextManager[None]
-    ) -> list[list[float]]:
+    def score(self, sequences: Sequence[Sequence[int]], adapter: str = "") -> list[list[float]]:
+        # Scoring with one of several adapters suspends the requests only if the KV cache is full.
+        continues = bool(adapter) and self._scheduler.has_room_for(map(len, sequences))
         requests = self._requests.scoring(sequences, adapter)
         scores: list[list[float]] = [[] for _ in sequences]
         unscored = {request.request_id: index for index, request in enumerate(requests) if request is not None}
-        with scheduling:
+        with self._scheduler.with_extra_slots() if continues else self._scheduler.alone():
             for request in requests:
                 if request is not None:
                     self._core.add_request(request)
@@ -198,12 +179,8 @@ class VLLMEngine:
                 self._ahead += self._deltas_of(outputs)
         return scores
 
-    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
-        self.leave_cache("", recompute_running=recompute_running)
-
-    def leave_cache(self, adapter: str, *, recompute_running: bool = False) -> None:
-        """Reset the prefix cache of an adapter; see `LoadedPolicy.reset_prefix_cache`. `recompute_running` applies to
-        the requests of all adapters."""
+    def reset_prefix_cache(self, *, recompute_running: bool = False, adapter: str = "") -> None:
+        """See `Engine.reset_prefix_cache`. `recompute_running` applies to the requests of all adapters."""
         # vLLM cannot empty the cache while requests run. Salting the cache keys of later requests hides it from them.
         self._requests.leave_cache(adapter)
         if recompute_running or not self._external:
@@ -292,16 +269,16 @@ class AdapterPolicy:
     adapter: str
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
-        self.engine.load_adapter(self.adapter, items, version)
+        self.engine.load_state_dict(items, version, self.adapter)
 
     def held_weights(self) -> list[HeldTensor]:
-        return self.engine.held_adapter(self.adapter)
+        return self.engine.held_weights(self.adapter)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self.engine.score_adapter(self.adapter, sequences)
+        return self.engine.score(sequences, self.adapter)
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
-        self.engine.leave_cache(self.adapter, recompute_running=recompute_running)
+        self.engine.reset_prefix_cache(recompute_running=recompute_running, adapter=self.adapter)
 
 
 def _likeliest(logprobs: Any, count: int) -> TopLogprobs | None:
