@@ -26,7 +26,7 @@ from titan_rl.core.arrays import (
 )
 from titan_rl.core.calls.plain import plain
 from titan_rl.core.calls.user_code import Failure
-from titan_rl.rollout.copies import Contexts, context_after, end_on_line, num_shared
+from titan_rl.rollout.copies import Contexts, context_after, end_in_buffer, num_shared
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, Turn
 from titan_rl.scheduling.task_mix import Assigned, Dropped, MixEvent, Result
 from titan_rl.types import Completion, FinishReason, PromptScores, SamplingParams, VersionSpan
@@ -138,7 +138,7 @@ def stored_rollout(rollout: Rollout) -> StoredRollout:
                 None if turn.teacher is None else _stored_scores(turn.teacher),
             )
         )
-        if (end := end_on_line(turn)) is not None:
+        if (end := end_in_buffer(turn)) is not None:
             last_on_line[id(end[0])] = index
     return StoredRollout(replace(rollout, turns=[]), turns)
 

@@ -25,7 +25,7 @@ from titan_rl.core.arrays import (
     logprob_array,
     token_array,
 )
-from titan_rl.rollout.copies import goes_on
+from titan_rl.rollout.copies import extends
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.choices import Constrained, DistillKind
 from titan_rl.training.data.sample import SampleRewards, TrainingSample
@@ -227,7 +227,7 @@ def extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
     """Longest runs of turns in which each prompt begins with all tokens before it."""
     run: list[Turn] = []
     for turn in rollout.turns:
-        if run and not goes_on(run[-1], turn):
+        if run and not extends(run[-1], turn):
             yield run
             run = []
         run.append(turn)
