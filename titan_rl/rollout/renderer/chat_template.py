@@ -244,9 +244,10 @@ class ChatTemplateRenderer:
         found = known.format.read(text.rpartition("</think>")[2], tools)
         if found is None:
             return None
-        content = self._special.sub("", found.content)
-        more = () if known.several else tuple(replace(call, status=MALFORMED) for call in found.calls[1:])
-        return ReadCalls(content, found.calls if known.several else (*found.calls[:1], *more))
+        calls = found.calls
+        if not known.several:
+            calls = (*calls[:1], *(replace(call, status=MALFORMED) for call in calls[1:]))
+        return ReadCalls(self._special.sub("", found.content), calls)
 
     @property
     def _special(self) -> re.Pattern[str]:
@@ -354,7 +355,7 @@ class ChatTemplateRenderer:
         if not copied.get("tool_calls"):
             return copied
         as_text = self._template_calls.as_text
-        copied["tool_calls"] = [_with_arguments(call, as_text) for call in copied["tool_calls"]]
+        copied["tool_calls"] = [_call_with_arguments(call, as_text) for call in copied["tool_calls"]]
         return copied
 
     def _find_answers(self) -> tuple[str, str]:
@@ -451,7 +452,7 @@ def _with_calls(new_messages: Sequence[Message]) -> tuple[list[Message], list[Me
     return both[0], both[1]
 
 
-def _with_arguments(call: Any, as_text: bool) -> Any:
+def _call_with_arguments(call: Any, as_text: bool) -> Any:
     """Copy of a tool call with its arguments as a JSON text, or as an object."""
     if not isinstance(call, Mapping):
         return call
