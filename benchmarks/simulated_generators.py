@@ -174,7 +174,7 @@ class SimulatedGenerator:
     async def _reply_to(self, caller: str, pipe: Pipe, replaced: tuple[str, ...]) -> None:
         self._pipe = pipe
 
-    async def _pull(self, packed: Any) -> tuple[int, dict[str, float], None]:
+    async def _pull(self, packed: Any, adapter: str) -> tuple[int, dict[str, float], None]:
         payload = pickle.dumps(packed)
         self._traffic.count(payload)
         self._traffic.told_at = now()
@@ -207,7 +207,7 @@ class SimulatedProcesses(GeneratorProcesses):
     async def _start_generator(self, process: ProcessId) -> ActorReplica:
         phase_s = (process.index % CHUNK + 1) * STEP_S
         remote = RemoteProcess(process, self)
-        self._remotes[remote.id], self._hosts_of[remote.id] = remote, frozenset()
+        self._remotes[remote.id] = remote
         generator = self.generators[str(process)] = SimulatedGenerator(self.traffic, self.length_of, phase_s)
         with patch.object(request_stream, "Channel", Pipe):
             replica = ActorReplica(remote, generator, self._published)

@@ -28,7 +28,9 @@ class Endpoint:
         self._function = function
 
     async def call_one(self, *args: Any) -> Any:
-        answer = self._function(*args)
+        *own, policy = args
+        assert policy == ""
+        answer = self._function(*own)
         return await answer if isinstance(answer, Awaitable) else answer
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from in_process_shards import Addressed, InProcessShards
 from virtual_time import in_virtual_time
 
-from titan_rl.cluster.router_settings import router_options
+from titan_rl.cluster.actor_replica import router_options
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.core.errors import ActorDiedError, ConfigError, EngineDeadError, GenerationError, UnavailableWeightsError
 from titan_rl.generation.router import GeneratorRouter, Limits

@@ -1,4 +1,4 @@
-"""A generator actor as the router uses it."""
+"""A generator actor as the router uses it, and the options of the router."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.request_stream import CONTROLLER, RequestClient, call_generator
+from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.router.replica import Limits
 from titan_rl.generation.types import GaugeSummary, PauseMode
 from titan_rl.types import Completion, TokenChunk
 from titan_rl.weights.manifest import pack
@@ -81,9 +83,8 @@ class ActorReplica:
         """
         # After a failed pull it is unknown which layouts the actor has.
         packed = pack(published.manifest_of(version), self._known_layouts.pop(adapter, frozenset()))
-        named = (adapter,) if adapter else ()
         with self._working_for(adapter):
-            loaded, figures, gauges = await call_generator(self.remote, self._actor.pull, packed, *named)
+            loaded, figures, gauges = await call_generator(self.remote, self._actor.pull, packed, adapter)
         self._known_layouts[adapter] = frozenset(packed.digests)
         self.gauges = gauges or self.gauges
         if loaded == version:
@@ -169,3 +170,22 @@ class AdapterReplica:
 
     def _shared_id(self, request_id: str) -> str:
         return f"{self.adapter}:{request_id}"
+
+
+def router_options(
+    generation: GenerationConfig, routing: RoutingConfig, statedict: StateDictConfig, wait_s: float
+) -> dict[str, Any]:
+    """Make the keyword arguments of `GeneratorRouter`, except the strategy.
+
+    A shard whose worker answers nothing for `generation.stall_timeout_s`, because an environment blocks its event loop,
+    is given up like a generator that is silent for that long.
+
+    Args:
+        wait_s: Longest time that requests wait for enough generators, in seconds.
+    """
+    return {
+        "stall_timeout_s": generation.stall_timeout_s,
+        "limits": Limits(pull_s=statedict.pull_timeout_s, no_replica_s=wait_s, shard_s=generation.stall_timeout_s),
+        "least_replicas": generation.least_generators,
+        "move_below": routing.move_below,
+    }

@@ -18,31 +18,6 @@ JOIN_S, ALONE_S = 1.0, 30.0
 """Time in which such a replacement gets requests of one adapter, and the longest time to finish them, in seconds."""
 
 
-class GeneratorDeaths:
-    """Deaths of generators, and the adapters that may have caused all of them.
-
-    Example:
-
-        deaths = GeneratorDeaths()
-        deaths.note({"sort", "sum"})
-        deaths.note({"sort"})
-        deaths.suspects    # {"sort"}
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.suspects: frozenset[str] = frozenset()
-
-    def note(self, at_work: frozenset[str]) -> None:
-        """Count a death.
-
-        Args:
-            at_work: Adapters that had requests or pulls in flight in the generator.
-        """
-        self.suspects = self.suspects & at_work if self.count else at_work
-        self.count += 1
-
-
 class AdapterRouters:
     """A router for each adapter, over replicas that all adapters share. Implements `AdaptersRouter`.
 
@@ -70,7 +45,8 @@ class AdapterRouters:
             )
             for name, published in self.published.items()
         }
-        self._deaths = GeneratorDeaths()
+        self._num_deaths = 0  # of generators
+        self._suspects: frozenset[str] = frozenset()  # adapters that may have caused all deaths
         self._failures: dict[str, asyncio.Future[None]] = {}  # by adapter, for adapters that can be stopped
         self._stopped: set[str] = set()
 
@@ -86,7 +62,7 @@ class AdapterRouters:
 
     async def add_replica(self, replica: ActorReplica) -> bool:
         """Add a replica to all routers. Returns whether it serves all open adapters."""
-        if self._deaths.count >= ALONE_AFTER and len(suspects := sorted(self._stoppable(self._deaths.suspects))) > 1:
+        if self._num_deaths >= ALONE_AFTER and len(suspects := sorted(self._stoppable(self._suspects))) > 1:
             others = await self._join_all(replica, self.by_adapter.keys() - suspects)
             return await self._work_alone(replica, suspects) and await self._join_all(replica, suspects) and others
         return await self._join_all(replica, self.by_adapter)
@@ -98,7 +74,7 @@ class AdapterRouters:
     async def _work_alone(self, replica: ActorReplica, suspects: Sequence[str]) -> bool:
         """Have a replica work for one adapter after another. Returns whether it has survived."""
         self._console.warning(
-            f"{self._deaths.count} deaths of generators may be caused by one of the adapters {', '.join(suspects)}: "
+            f"{self._num_deaths} deaths of generators may be caused by one of the adapters {', '.join(suspects)}: "
             f"{replica.name} works for one of them at a time first"
         )
         for adapter in suspects:
@@ -113,13 +89,14 @@ class AdapterRouters:
         return True
 
     def note_death(self, at_work: frozenset[str]) -> None:
-        self._deaths.note(at_work)
+        self._suspects = self._suspects & at_work if self._num_deaths else at_work
+        self._num_deaths += 1
 
     def stop_cause(self, why: str) -> str | None:
-        if len(self._deaths.suspects) != 1 or not (suspects := self._stoppable(self._deaths.suspects)):
+        if len(self._suspects) != 1 or not (suspects := self._stoppable(self._suspects)):
             return None
         (adapter,) = suspects
-        count, self._deaths = self._deaths.count, GeneratorDeaths()
+        count, self._num_deaths, self._suspects = self._num_deaths, 0, frozenset()
         self._stopped.add(adapter)
         for replica in (router := self.by_adapter[adapter]).replicas:  # a last request would end another generator
             router.remove_replica(replica.name)

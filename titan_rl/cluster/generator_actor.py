@@ -210,9 +210,7 @@ class GeneratorActor(ProcessActor):
         self._callers.start(caller, requests)
 
     @concurrent_endpoint
-    async def pull(
-        self, packed: PackedManifest, adapter: str = ""
-    ) -> tuple[int, dict[str, float], GaugeSummary | None]:
+    async def pull(self, packed: PackedManifest, adapter: str) -> tuple[int, dict[str, float], GaugeSummary | None]:
         """Load a published version and check it against the trainer's logprobs of the manifest's probes.
 
         Args:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from titan_rl.cluster.actor_replica import ActorReplica, AdapterReplica
+from titan_rl.cluster.actor_replica import ActorReplica, AdapterReplica, router_options
 from titan_rl.cluster.generator_actor import GeneratorActor, GeneratorPlan
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.placement import GeneratorPlaces, ProcessPlace
@@ -18,7 +18,6 @@ from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessFiles, ProcessSpec, policy_run_id, transport_of
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
 from titan_rl.cluster.processes.roles import ProcessId, Respawns, Role
-from titan_rl.cluster.router_settings import router_options
 from titan_rl.cluster.supervision import ProcessFailure, SupervisedProcesses, started
 from titan_rl.config.functions import named_modules
 from titan_rl.config.hosts import HostsConfig, Roles, own_address

@@ -17,11 +17,11 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
+from titan_rl.cluster.actor_replica import router_options
 from titan_rl.cluster.processes.answers import ActorHandle
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec
 from titan_rl.cluster.processes.remote_process import call
 from titan_rl.cluster.request_stream import GeneratorStreams, caller_of
-from titan_rl.cluster.router_settings import router_options
 from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.calls.user_code import summary

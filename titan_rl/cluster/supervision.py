@@ -177,7 +177,6 @@ class SupervisedProcesses(HostListener):
         self._remotes: dict[str, RemoteProcess] = {}  # by id, of those not known to have ended
         self._spawned: list[str] = []  # ids
         self._hang_timeout_s = hosts.config.hang_timeout_s
-        self._hosts_of: dict[str, frozenset[str]] = {}  # names of the hosts of each process, by id
         hosts.lifecycles.subscribe(self)
 
     async def start(self) -> None:
@@ -199,8 +198,7 @@ class SupervisedProcesses(HostListener):
             ActorDiedError: A process did not start in time, or failed with an error that is not a `TitanRLError`.
             TitanRLError: A process failed to start with this error. After any error, the whole group has ended.
         """
-        remote = RemoteProcess(process, self, self._hang_timeout_s)
-        self._hosts_of[remote.id] = frozenset(place.host for place in places)
+        remote = RemoteProcess(process, self, self._hang_timeout_s, [place.host for place in places])
         self._remotes[remote.id] = remote
         self._spawned.append(remote.id)
         limit_s = self._start_timeout_s
@@ -281,12 +279,12 @@ class SupervisedProcesses(HostListener):
         """Sorted names of the processes on each host that has any."""
         names: defaultdict[str, list[str]] = defaultdict(list)
         for remote in self._remotes.values():
-            for host in self._hosts_of[remote.id]:
+            for host in remote.hosts:
                 names[host].append(remote.name)
         return {host: sorted(names_here) for host, names_here in names.items()}
 
     def _remotes_on(self, host: str) -> list[RemoteProcess]:
-        return [remote for remote in self._remotes.values() if host in self._hosts_of[remote.id]]
+        return [remote for remote in self._remotes.values() if host in remote.hosts]
 
     async def _leave(self, host: str, why: str, finish: Callable[[RemoteProcess], Awaitable[object]]) -> None:
         """End the processes on a host that is drained, once each of them has finished its work."""
@@ -307,7 +305,6 @@ class SupervisedProcesses(HostListener):
 
     def process_ended(self, remote: RemoteProcess) -> None:
         del self._remotes[remote.id]
-        self._hosts_of.pop(remote.id, None)
 
 
 P = TypeVar("P", bound=SupervisedProcesses)

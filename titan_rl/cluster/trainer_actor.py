@@ -153,7 +153,7 @@ class TrainerActor(ProcessActor):
         logger.info("training the model of %s", settings.model.path)
 
     @concurrent_endpoint
-    async def train(self, plan: StepPlan, policy: str = "") -> StepResult:
+    async def train(self, plan: StepPlan, policy: str) -> StepResult:
         """Run `TrainerCore.train`, which skips minibatches that cannot be trained on. Adds the metric idle_s: the time
         in seconds that this rank was idle since the end of the previous step; 0 in the first step."""
         return await self._run("step", self._train, plan, policy, is_work=True)
@@ -169,11 +169,11 @@ class TrainerActor(ProcessActor):
         return replace(result, metrics={**result.metrics, "idle_s": self._track.take().get("idle", 0.0)})
 
     @concurrent_endpoint
-    async def measure(self, plan: StepPlan, policy: str = "") -> float:
+    async def measure(self, plan: StepPlan, policy: str) -> float:
         return await self._run("measure", self._trainers[policy].measure_plan, plan, is_work=True)
 
     @concurrent_endpoint
-    async def begin_publish(self, policy: str = "") -> None:
+    async def begin_publish(self, policy: str) -> None:
         await self._run("publish", self._begin_publish, policy)
 
     def _begin_publish(self, policy: str) -> None:
@@ -185,18 +185,18 @@ class TrainerActor(ProcessActor):
             torch.accelerator.empty_cache()  # engines use the step's temporary memory until the next step
 
     @concurrent_endpoint
-    async def finish_publish(self, known: frozenset[str], policy: str = "") -> PackedManifest:
+    async def finish_publish(self, known: frozenset[str], policy: str) -> PackedManifest:
         """Finish publishing. Returns this rank's part, packed for a receiver that knows the layouts with these
         digests."""
         return pack(await in_thread(self._publishers[policy].finish), known)
 
     @concurrent_endpoint
-    async def hold_published(self, version: int | None, policy: str = "") -> bool:
+    async def hold_published(self, version: int | None, policy: str) -> bool:
         """Keep a published version in addition to the newest ones; see `WeightPublisher.hold`."""
         return await in_thread(self._publishers[policy].hold, version)
 
     @concurrent_endpoint
-    async def begin_save(self, directory: Path, run_state: dict[str, Any], policy: str = "") -> int:
+    async def begin_save(self, directory: Path, run_state: dict[str, Any], policy: str) -> int:
         return await self._run("save", self._begin_save, directory, run_state, policy)
 
     def _begin_save(self, directory: Path, run_state: dict[str, Any], policy: str) -> int:
@@ -211,12 +211,12 @@ class TrainerActor(ProcessActor):
         return version
 
     @concurrent_endpoint
-    async def finish_save(self, policy: str = "") -> None:
+    async def finish_save(self, policy: str) -> None:
         with span("checkpoint", "checkpoint", lane="save"):
             await in_thread(self._trainers[policy].finish_save)
 
     @concurrent_endpoint
-    async def load(self, checkpoint: Path, policy: str = "") -> int:
+    async def load(self, checkpoint: Path, policy: str) -> int:
         return await self._run("load", self._load_checkpoint, checkpoint, policy)
 
     def _load_checkpoint(self, checkpoint: Path, policy: str) -> int:
@@ -226,12 +226,12 @@ class TrainerActor(ProcessActor):
             return trainer.version
 
     @concurrent_endpoint
-    async def close(self, policy: str = "") -> None:
+    async def close(self, policy: str) -> None:
         """Release the published versions of a policy."""
         if (publisher := self._publishers.get(policy)) is not None:
             await self._run("close", publisher.close)
         await in_thread(flush)
 
     @concurrent_endpoint
-    async def export(self, path: Path, fit: TemplateFit, policy: str = "") -> None:
+    async def export(self, path: Path, fit: TemplateFit, policy: str) -> None:
         await self._run("export", self._trainers[policy].export_hf, path, fit)

@@ -66,7 +66,7 @@ class ActorTrainer:
         adapter: str = "",
     ) -> None:
         self.remote = remote
-        self._named = (adapter,) if adapter else ()
+        self._adapter = adapter
         self.is_leaving = False
         self._training = training
         self._model = model
@@ -171,7 +171,7 @@ class ActorTrainer:
     ) -> list[Any]:
         """Call every rank with its own arguments, and return their results by rank."""
         calls = [
-            self.remote.call(getattr(rank, endpoint), *own, *self._named, timeout_s=timeout_s)
+            self.remote.call(getattr(rank, endpoint), *own, self._adapter, timeout_s=timeout_s)
             for rank, own in zip(self._ranks, arguments, strict=True)
         ]
         try:

@@ -122,13 +122,12 @@ class HostAgent(AnsweringActor):
         return self._folder / "run"
 
     @concurrent_endpoint
-    async def enter(self) -> int:
-        """Set up an agent that has its own process. Called first. Returns the pid."""
+    async def enter(self) -> None:
+        """Set up an agent that has its own process. Called first."""
         clean_up_after_dead_runs(scratch_root())
         self._scratch = make_scratch()
         (self._copy / "logs").mkdir(parents=True)
         enter_actor_process(self._copy / "logs" / f"host-{socket.gethostname()}.log")
-        return os.getpid()
 
     @concurrent_endpoint
     async def look(self, question: Question) -> HostFacts:

@@ -161,9 +161,6 @@ class Hosts:
     def __iter__(self) -> Iterator[Host]:
         return iter([record.host for record in self.lifecycles.present if record.host is not None])
 
-    def __len__(self) -> int:
-        return len(self.lifecycles.present)
-
     @property
     def names(self) -> list[str]:
         return [record.name for record in self.lifecycles.present]

@@ -27,6 +27,7 @@ from titan_rl.config.model_files import model_identity
 from titan_rl.core.console import aligned
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.weights.shard_files import shard_root
+from titan_rl.weights.types import NUM_KEPT
 
 LIMIT_S = 0.5
 """Difference of wall clocks in seconds above which a warning is shown, because timestamps in the logs of the two hosts
@@ -223,7 +224,6 @@ def _free_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-KEPT_VERSIONS = 2  # versions of the weights in shared memory
 UNITS = (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 
@@ -339,7 +339,7 @@ def _memory_differences(model_bytes: int, name: str, facts: HostFacts, roles: Ro
     if facts.memory < model_bytes:
         fix = "free memory there, or leave the host out"
         yield HostDifference(name, "memory", f"{_size(model_bytes, ceil)} free", _size(facts.memory, floor), fix)
-    shared = KEPT_VERSIONS * model_bytes // (1 if name in roles.generate else len(roles.train))
+    shared = NUM_KEPT * model_bytes // (1 if name in roles.generate else len(roles.train))
     if facts.shared_memory < shared:
         fix = f"mount -o remount,size={ceil(2 * shared / (1 << 20))}M /dev/shm"
         found = _size(facts.shared_memory, floor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -61,6 +61,7 @@ class RemoteProcess:
         ended: Event that is set at its end.
         excused: Whether it ended because its host was drained or lost, and not by its own fault.
         pids: Pids of the watched processes on their hosts.
+        hosts: Names of its hosts.
 
     Args:
         name: Name for messages, or the id of a process that has a role in a run.
@@ -73,6 +74,7 @@ class RemoteProcess:
         name: str | ProcessId,
         owner: ProcessOwner | None = None,
         hang_timeout_s: float = math.inf,
+        hosts: Iterable[str] = (),
     ) -> None:
         self.name = str(name)
         self._process = name if isinstance(name, ProcessId) else None
@@ -85,6 +87,7 @@ class RemoteProcess:
         self._calls: set[asyncio.Timeout] = set()
         self._hang_timeout_s = hang_timeout_s
         self.pids: tuple[int, ...] = ()
+        self.hosts = frozenset(hosts)
         self._ranks: list[_Rank] = []
 
     @property
