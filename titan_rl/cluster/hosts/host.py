@@ -298,6 +298,7 @@ class JoiningHost:
         facts: Facts of the host, set by `look`.
         clocks: Offset from this machine's clocks, set by `look`.
         host: Handle of the host, set by `become`.
+        left_out: Reason why the run starts without the host; "" otherwise.
 
     Args:
         silence_s: Longest time without a heartbeat of its worker, in seconds.
@@ -311,6 +312,7 @@ class JoiningHost:
         self.key = key
         self.record = record
         self.worker = record.address
+        self.left_out = ""
         self._supervisor = supervisor
         self._silence_s = silence_s
         self._connection: WorkerConnection | None = None

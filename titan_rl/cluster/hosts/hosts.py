@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -200,37 +200,10 @@ class Hosts:
             await asyncio.gather(*[host_joining.give_back() for host_joining in left])
 
     async def _take_in(self, joining: Sequence[JoiningHost], begins: bool) -> list[Host]:
-        lost: dict[str, str] = {}  # by worker: the reason
         question = self._question()
-
-        async def run_on_all(step: Callable[[JoiningHost], Coroutine[Any, Any, None]]) -> list[JoiningHost]:
-            failed: dict[str, str] = {}  # by worker; all are listed, so that one start reports every problem
-
-            async def one(host_joining: JoiningHost) -> None:
-                try:
-                    await step(host_joining)
-                except ActorDiedError as error:
-                    if begins and await host_joining.is_lost():
-                        lost[host_joining.worker] = str(error)
-                    else:
-                        failed[host_joining.worker] = str(error)
-                except OSError as error:
-                    raise ActorDiedError(f"host at {host_joining.worker}: {summary(error)}") from error
-
-            await all_of([one(host_joining) for host_joining in joining if host_joining.worker not in lost])
-            if failed:
-                raise ActorDiedError("; ".join(failed[each.worker] for each in joining if each.worker in failed))
-            for host_joining in joining:
-                if host_joining.lost:
-                    lost.setdefault(host_joining.worker, f"host at {host_joining.worker} is gone: {host_joining.lost}")
-            if lost and not begins:
-                raise ActorDiedError("; ".join(lost.values()))
-            self._check_enough(lost, [host_joining.worker for host_joining in joining])
-            return [host_joining for host_joining in joining if host_joining.worker not in lost]
-
         with self._token.shown():
             self._expected = await in_thread(look, question)
-            met = await run_on_all(lambda host_joining: host_joining.look(question))
+            met = await self._on_each(joining, lambda host_joining: host_joining.look(question), begins)
         taken = [record.name for record in self.lifecycles if self.lifecycles.named(record.name) is record]
         names = free_names([host_joining.facts.hostname for host_joining in met], taken)
         for host_joining, name in zip(met, names, strict=True):
@@ -241,10 +214,49 @@ class Hosts:
         for host_joining in met:
             self._compare_clocks(host_joining)
         state = HostState.UP if begins else HostState.STARTING
-        prepared = await run_on_all(lambda host_joining: self._prepare(host_joining, state))
-        for worker, reason in lost.items():
-            self.notify(f"the run starts without the host at {worker}: {reason}; it may join later")
+        prepared = await self._on_each(joining, lambda host_joining: self._prepare(host_joining, state), begins)
+        for host_joining in joining:
+            if why := host_joining.left_out:
+                self.notify(f"the run starts without the host at {host_joining.worker}: {why}; it may join later")
         return [host_joining.host for host_joining in prepared]
+
+    async def _on_each(
+        self, joining: Sequence[JoiningHost], step: Callable[[JoiningHost], Awaitable[None]], begins: bool
+    ) -> list[JoiningHost]:
+        """Take a step with each host that is not left out. Returns the hosts that are not left out afterwards.
+
+        Raises:
+            ActorDiedError: The step failed, or the run needs hosts that were lost. All problems are listed, so that one
+                start reports every problem.
+        """
+        problems = await all_of([self._try(step, each, begins) for each in joining if not each.left_out])
+        if any(problems):
+            raise ActorDiedError("; ".join(filter(None, problems)))
+        for each in joining:
+            if each.lost and not each.left_out:
+                each.left_out = f"host at {each.worker} is gone: {each.lost}"
+        left_out = [each.left_out for each in joining if each.left_out]
+        lacks = [*self.config.too_few_of(len(joining) - len(left_out))] if begins else []
+        if begins and self._needs.trains and all(each.left_out for each in joining[: self.config.train]):
+            lacks.append("no host is left of those that were to train")
+        if left_out and (lacks or not begins):
+            raise ActorDiedError("; ".join([*left_out, *lacks]))
+        return [each for each in joining if not each.left_out]
+
+    async def _try(
+        self, step: Callable[[JoiningHost], Awaitable[None]], host_joining: JoiningHost, begins: bool
+    ) -> str:
+        """Take a step with a host. If the host is lost while the run starts, it is left out. Returns any other problem,
+        otherwise ""."""
+        try:
+            await step(host_joining)
+        except ActorDiedError as error:
+            if not begins or not await host_joining.is_lost():
+                return str(error)
+            host_joining.left_out = str(error)
+        except OSError as error:
+            raise ActorDiedError(f"host at {host_joining.worker}: {summary(error)}") from error
+        return ""
 
     def _compare_clocks(self, host_joining: JoiningHost) -> None:
         name, clocks = host_joining.host.name, host_joining.clocks
@@ -254,25 +266,6 @@ class Hosts:
                 f"the clock of host {name} is {clocks}: timestamps in its logs are off by this, and nothing else; "
                 "synchronize it with NTP"
             )
-
-    def _check_enough(self, lost: Mapping[str, str], workers: Sequence[str]) -> None:
-        """Check that enough hosts are left for the start of the run.
-
-        Args:
-            lost: Reasons by worker.
-            workers: Workers of all hosts with which the run was to start.
-
-        Raises:
-            ActorDiedError: The run cannot start without the hosts that were lost.
-        """
-        if not lost:
-            return
-        lost = {worker: lost[worker] for worker in workers if worker in lost}  # in the order of the settings
-        problems = [*self.config.too_few_of(len(workers) - len(lost))]
-        if self._needs.trains and lost.keys() >= {*workers[: self.config.train]}:
-            problems.append("no host is left of those that were to train")
-        if problems:
-            raise ActorDiedError("; ".join([*lost.values(), *problems]))
 
     async def detach(self, name: str, why: str = "the run continues without it") -> None:
         """Collect the rest of a host's output, free the run's resources on the host, and continue without it."""
