@@ -1,8 +1,7 @@
 """Base classes for short tasks of your own: one prompt and one answer, rows of a file, tools from plain functions."""
 
 from titan_rl.tasks.judge import Judge
-from titan_rl.tasks.message_task import MessageTask
-from titan_rl.tasks.prompt_task import PromptTask, answer_of, answer_rubric
+from titan_rl.tasks.message_task import MessageTask, PromptTask, answer_of, answer_rubric
 from titan_rl.tasks.reward_model import LocalClassifier, RewardModel, ServedClassifier
 from titan_rl.tasks.rows import Row, Rows, read_rows
 from titan_rl.tasks.tools import ArgumentsError, Tool, ToolEnv, call_of, tools_of

@@ -1,16 +1,22 @@
-"""`MessageTask`, a task whose samples are drawn at random, and demonstrations made by playing its environments."""
+"""Base classes of tasks, and the demonstrations that they make:
+
+MessageTask    samples drawn at random, each with an environment in chat messages
+PromptTask     one prompt and one answer with a reward, and optionally tools
+demonstrated   conversations made by playing environments with scripted players
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import inspect
+import json
 import random
 import re
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager
 from typing import Any, cast
@@ -18,8 +24,9 @@ from typing import Any, cast
 from pydantic import Field
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
+from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.calls.threads import DaemonThreads
-from titan_rl.core.calls.user_code import Failure, source_location, thread_location
+from titan_rl.core.calls.user_code import Failure, is_async, source_location, thread_location
 from titan_rl.core.errors import ConfigError, DataError, TitanRLError
 from titan_rl.core.settings import Section
 from titan_rl.rollout.environment.messages import MessageTokenEnv
@@ -27,125 +34,14 @@ from titan_rl.rollout.environment.threaded import expected
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
 from titan_rl.rollout.group.boundary import EnvCalls, RolloutEnded, ends_with
 from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, Demonstration
-from titan_rl.rollout.types import Message, RolloutStatus
-
-MOST_TURNS = 64
-"""Largest number of turns of a demonstration."""
-
-GRACE_S = 5.0
-"""Seconds that the event loop has to end a call after its time limit. After that the loop is considered blocked."""
+from titan_rl.rollout.types import Message, Rollout, RolloutStatus
+from titan_rl.tasks.tools import ToolEnv, messages_of
 
 Player = Callable[[Sequence[Message]], str | Message]
 """Function from the conversation so far to the assistant's answer."""
-
-
-def demonstrated(games: Iterable[tuple[MessageEnv, Player]]) -> Iterator[Demonstration]:
-    """Play environments with scripted players, one after the other, and yield the conversations.
-
-    They are played on a separate event loop, in a thread that ends with the iterator, so the caller's event loop may be
-    running.
-
-    Raises:
-        DataError: a conversation does not end, or a call of its environment or player fails or takes too long. Names
-            the line.
-    """
-    limit_s = DEMONSTRATED_CALL_S.get()
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=_run, args=(loop,), name="demonstrations", daemon=True)
-    thread.start()
-    try:
-        for env, player in games:
-            game = _Game(env, player, limit_s)
-            yield game.result(asyncio.run_coroutine_threadsafe(game.play(), loop), thread)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
-
-
-class _Game:
-    """Game of one environment with a scripted player."""
-
-    def __init__(self, env: MessageEnv, player: Player, limit_s: float) -> None:
-        self._calls = EnvCalls(env)
-        self._player = player
-        self._limit_s = limit_s
-        self._ends_by = time.monotonic() + limit_s  # time limit of the current call
-
-    def result(self, playing: Future[Demonstration], thread: threading.Thread) -> Demonstration:
-        """Wait for the demonstration, in another thread than that of the event loop.
-
-        A call that blocks the event loop also blocks the timer that limits it, so the limit is checked here, too.
-        """
-        while not wait([playing], max(0.0, self._ends_by + GRACE_S - time.monotonic())).done:
-            if time.monotonic() >= self._ends_by + GRACE_S:
-                raise DataError(
-                    f"a demonstration failed: the environment took longer than {self._limit_s:g} s: "
-                    f"{thread_location(thread.ident)} blocks the event loop; await there, or make it a plain method"
-                )
-        return playing.result()
-
-    async def play(self) -> Demonstration:
-        try:
-            played = await self._play()
-        except RolloutEnded as end:
-            await self._close()
-            if isinstance(end.__cause__, TitanRLError):
-                raise end.__cause__ from None
-            raise DataError(f"a demonstration failed: {end.failure or end.error}") from end.__cause__
-        except BaseException:
-            await self._close()
-            raise
-        if (wrong := await self._close()) is not None:  # closing would fail in each of thousands of demonstrations
-            raise DataError(f"a demonstration failed: closing {type(self._calls.env).__name__}: {wrong}")
-        return played
-
-    async def _close(self) -> Failure | None:
-        self._ends_by = time.monotonic() + self._limit_s
-        return await self._calls.close(self._limit_s)
-
-    async def _play(self) -> Demonstration:
-        async with self._within():
-            observation = expected(await self._calls.reset(), MessageObservation, self._calls.env, "reset")
-        messages = list(observation.messages)
-        for _ in range(MOST_TURNS):
-            answer = await self._answer(messages)
-            async with self._within():
-                step = expected(await self._calls.step(answer), MessageStep, self._calls.env, "step")
-            messages += [answer, *step.messages]
-            if step.status is not None:
-                return Demonstration(messages, observation.tools)
-        raise DataError(f"a demonstration has not ended after {MOST_TURNS} turns: {messages[-4:]}")
-
-    async def _answer(self, messages: Sequence[Message]) -> Message:
-        async with ends_with(RolloutStatus.ERROR_ENV):
-            self._ends_by = time.monotonic() + self._limit_s
-            try:
-                answer: Any = await DaemonThreads(1, "player").run(lambda: self._player(messages), self._limit_s)
-                if inspect.isawaitable(answer):
-                    self._ends_by = time.monotonic() + self._limit_s
-                    answer = await bounded(answer, self._limit_s, "the player")
-            except OutOfTimeError as error:
-                raise OutOfTimeError("the player took longer than env_timeout_s") from error
-            if isinstance(answer, str):
-                return {"role": "assistant", "content": answer}
-            if not isinstance(answer, Mapping):
-                raise TypeError(
-                    f"the player of {source_location(self._player)} gave {answer!r}; text or a message is expected"
-                )
-        return cast("Message", answer)
-
-    def _within(self) -> AbstractAsyncContextManager[None]:
-        self._ends_by = time.monotonic() + self._limit_s
-        return ends_with(RolloutStatus.ERROR_ENV, asyncio.get_running_loop().time() + self._limit_s)
-
 
 MOST_DRAWS = 1000
 """Largest number of draws for one training or held-out sample."""
@@ -273,3 +169,195 @@ class MessageTask(Section):
             f"{type(self).__name__}.sample gave no {side} sample in {MOST_DRAWS} draws with held_out = "
             f"{self.held_out}; have it draw from more different ones, or set held_out = 0"
         )
+
+
+AnswerReward = Callable[[Any, str], float | Awaitable[float]]
+"""Function `reward(sample, answer)`: reward of an answer to the prompt of a sample."""
+
+
+class PromptTask(MessageTask):
+    """Base class of a `Task` of one prompt and one answer. This one is complete:
+
+        class Sums(PromptTask):
+            def sample(self, rng):
+                return rng.randint(0, 99), rng.randint(0, 99)
+
+            def prompt(self, sample):
+                return f"What is {sample[0]} + {sample[1]}?"
+
+            def reward(self, sample, answer):
+                return answer.strip() == str(sum(sample))
+
+    If there are `tools`, the policy may call them before it answers, as in a `ToolEnv`; override `env` for other
+    limits. Samples with equal prompts are held out together.
+    """
+
+    @abstractmethod
+    def sample(self, rng: random.Random) -> Any:
+        """Draw one sample, with no other randomness than `rng`. It contains what `prompt` and `reward` need."""
+
+    @abstractmethod
+    def prompt(self, sample: Any) -> str | Sequence[Message]:
+        """The user's message, or all opening messages."""
+
+    @abstractmethod
+    def reward(self, sample: Any, answer: str) -> float | Awaitable[float]:
+        """Reward of an answer. The method may be async. It is not called for an answer that is cut off, cannot be
+        parsed, or is missing after tool calls: such an answer has reward 0. Override `rubric` to change that."""
+
+    def tools(self, sample: Any) -> object:
+        """Tools of one rollout: functions, or a fresh object whose public methods are the tools."""
+        return ()
+
+    def env(self, sample: Any) -> MessageEnv:
+        return ToolEnv(self.prompt(sample), self.tools(sample))
+
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether no rollout has a second turn, because the task has neither tools nor its own environment."""
+        kind = type(self)
+        return kind.tools is PromptTask.tools and kind.env is PromptTask.env and kind.make_env is PromptTask.make_env
+
+    def rubric(self) -> Rubric:
+        return answer_rubric(self.reward)
+
+    def key(self, sample: Any) -> str:
+        return json.dumps(plain_json(messages_of(self.prompt(sample))), sort_keys=True)
+
+
+def answer_rubric(reward: AnswerReward, *, in_thread: bool = False) -> Rubric:
+    """Make a rubric of one reward. A rollout whose answer is cut off or cannot be parsed has reward 0.
+
+    Args:
+        reward: Function of the sample and the answer.
+        in_thread: Whether a sync function runs in a worker thread; see `Reward`.
+    """
+
+    def value(rollout: Rollout) -> float:
+        return cast("float", reward(rollout.sample, answer_of(rollout)))
+
+    async def awaited(rollout: Rollout) -> float:
+        return await cast("Awaitable[float]", reward(rollout.sample, answer_of(rollout)))
+
+    name = getattr(reward, "__name__", type(reward).__name__)
+    judge = awaited if is_async(reward) else value
+    return Rubric([Reward(judge, name=name, in_thread=in_thread)], truncated_reward=0.0, error_reward=0.0)
+
+
+def answer_of(rollout: Rollout) -> str:
+    """Text of the last message that the policy wrote; empty if there is none."""
+    answers = [message for message in rollout.messages if message.get("role") == "assistant"]
+    return str(answers[-1].get("content") or "") if answers else ""
+
+
+MOST_TURNS = 64
+"""Largest number of turns of a demonstration."""
+
+GRACE_S = 5.0
+"""Seconds that the event loop has to end a call after its time limit. After that the loop is considered blocked."""
+
+
+def demonstrated(games: Iterable[tuple[MessageEnv, Player]]) -> Iterator[Demonstration]:
+    """Play environments with scripted players, one after the other, and yield the conversations.
+
+    They are played on a separate event loop, in a thread that ends with the iterator, so the caller's event loop may be
+    running.
+
+    Raises:
+        DataError: a conversation does not end, or a call of its environment or player fails or takes too long. Names
+            the line.
+    """
+    limit_s = DEMONSTRATED_CALL_S.get()
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=_run, args=(loop,), name="demonstrations", daemon=True)
+    thread.start()
+    try:
+        for env, player in games:
+            game = _Game(env, player, limit_s)
+            yield game.result(asyncio.run_coroutine_threadsafe(game.play(), loop), thread)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+class _Game:
+    """Game of one environment with a scripted player."""
+
+    def __init__(self, env: MessageEnv, player: Player, limit_s: float) -> None:
+        self._calls = EnvCalls(env)
+        self._player = player
+        self._limit_s = limit_s
+        self._ends_by = time.monotonic() + limit_s  # time limit of the current call
+
+    def result(self, playing: Future[Demonstration], thread: threading.Thread) -> Demonstration:
+        """Wait for the demonstration, in another thread than that of the event loop.
+
+        A call that blocks the event loop also blocks the timer that limits it, so the limit is checked here, too.
+        """
+        while not wait([playing], max(0.0, self._ends_by + GRACE_S - time.monotonic())).done:
+            if time.monotonic() >= self._ends_by + GRACE_S:
+                raise DataError(
+                    f"a demonstration failed: the environment took longer than {self._limit_s:g} s: "
+                    f"{thread_location(thread.ident)} blocks the event loop; await there, or make it a plain method"
+                )
+        return playing.result()
+
+    async def play(self) -> Demonstration:
+        try:
+            played = await self._play()
+        except RolloutEnded as end:
+            await self._close()
+            if isinstance(end.__cause__, TitanRLError):
+                raise end.__cause__ from None
+            raise DataError(f"a demonstration failed: {end.failure or end.error}") from end.__cause__
+        except BaseException:
+            await self._close()
+            raise
+        if (wrong := await self._close()) is not None:  # closing would fail in each of thousands of demonstrations
+            raise DataError(f"a demonstration failed: closing {type(self._calls.env).__name__}: {wrong}")
+        return played
+
+    async def _close(self) -> Failure | None:
+        self._ends_by = time.monotonic() + self._limit_s
+        return await self._calls.close(self._limit_s)
+
+    async def _play(self) -> Demonstration:
+        async with self._within():
+            observation = expected(await self._calls.reset(), MessageObservation, self._calls.env, "reset")
+        messages = list(observation.messages)
+        for _ in range(MOST_TURNS):
+            answer = await self._answer(messages)
+            async with self._within():
+                step = expected(await self._calls.step(answer), MessageStep, self._calls.env, "step")
+            messages += [answer, *step.messages]
+            if step.status is not None:
+                return Demonstration(messages, observation.tools)
+        raise DataError(f"a demonstration has not ended after {MOST_TURNS} turns: {messages[-4:]}")
+
+    async def _answer(self, messages: Sequence[Message]) -> Message:
+        async with ends_with(RolloutStatus.ERROR_ENV):
+            self._ends_by = time.monotonic() + self._limit_s
+            try:
+                answer: Any = await DaemonThreads(1, "player").run(lambda: self._player(messages), self._limit_s)
+                if inspect.isawaitable(answer):
+                    self._ends_by = time.monotonic() + self._limit_s
+                    answer = await bounded(answer, self._limit_s, "the player")
+            except OutOfTimeError as error:
+                raise OutOfTimeError("the player took longer than env_timeout_s") from error
+            if isinstance(answer, str):
+                return {"role": "assistant", "content": answer}
+            if not isinstance(answer, Mapping):
+                raise TypeError(
+                    f"the player of {source_location(self._player)} gave {answer!r}; text or a message is expected"
+                )
+        return cast("Message", answer)
+
+    def _within(self) -> AbstractAsyncContextManager[None]:
+        self._ends_by = time.monotonic() + self._limit_s
+        return ends_with(RolloutStatus.ERROR_ENV, asyncio.get_running_loop().time() + self._limit_s)

@@ -20,8 +20,7 @@ from titan_rl.core.settings import FilePath, FunctionName
 from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message
-from titan_rl.tasks.message_task import MessageTask
-from titan_rl.tasks.prompt_task import answer_rubric
+from titan_rl.tasks.message_task import MessageTask, answer_rubric
 from titan_rl.tasks.tools import ToolEnv, messages_of
 
 Row = dict[str, Any]
