@@ -8,7 +8,7 @@ import socket
 import zlib
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -87,12 +87,10 @@ def _kind(given: Any) -> str | None:
     """Tag of a setting in `PlayerSetting`. Error messages leave out parts in angle brackets, which are not keys."""
     if isinstance(given, str):
         return "<named>"
-    if isinstance(given, Endpoint) or (isinstance(given, Mapping) and "url" in given):
-        return "<endpoint>"
-    if isinstance(given, FrozenPolicy) or (isinstance(given, Mapping) and "policy" in given):
-        return "<frozen>"
-    if isinstance(given, LeagueSeat) or (isinstance(given, Mapping) and "league" in given):
-        return "<league>"
+    kinds = ((Endpoint, "url", "<endpoint>"), (FrozenPolicy, "policy", "<frozen>"), (LeagueSeat, "league", "<league>"))
+    for kind, key, tag in kinds:
+        if isinstance(given, kind) or (isinstance(given, Mapping) and key in given):
+            return tag
     return None
 
 
@@ -314,12 +312,10 @@ class EndpointPlayer:
     async def _post(self, body: dict[str, Any]) -> httpx.Response:
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)  # the caller limits the time
         while True:
-            try:
+            with suppress(self._transient):
                 response = await self._client.post(self._url, json=body)
-            except self._transient:
-                response = None
-            if response is not None and response.status_code == 200:
-                return response
-            if response is not None and response.status_code != 429 and response.status_code < 500:
-                raise GenerationError(f"{self._url} answered {response.status_code}: {response.text[:200]}")
+                if response.status_code == 200:
+                    return response
+                if response.status_code != 429 and response.status_code < 500:
+                    raise GenerationError(f"{self._url} answered {response.status_code}: {response.text[:200]}")
             await backoff.pause()
