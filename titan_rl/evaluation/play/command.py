@@ -130,14 +130,11 @@ def _played_by_person(
     tokenizer = load_tokenizer(config.model.path) if has_model else None
     renderer = make_renderer(config.model) if has_model else NoTokens()
     screen = Screen(write_line, None if tokenizer is None else tokenizer.decode)
-    rollouter = _patient(make_rollouter(config, source, renderer))
-
-    def encode(text: str) -> Sequence[int]:
-        assert tokenizer is not None
-        return tokenizer.encode(text, add_special_tokens=False)
-
+    rollouter = make_rollouter(config, source, renderer)
+    patience = {"rollout_timeout_s": PATIENCE_S, "generate_timeout_s": PATIENCE_S}
+    rollouter.limits = rollouter.limits.model_copy(update=patience)
     console.message(HELP)
-    player = Person(screen, lines, renderer, encode, console, is_terminal=is_terminal)
+    player = Person(screen, lines, renderer, tokenizer, console, is_terminal=is_terminal)
     if has_model:
         _show(rollouter, screen, player)
         return Cast(rollouter, player.generate, renderer, screen, player)
@@ -174,12 +171,6 @@ def _show(rollouter: Rollouter, screen: Screen, player: Person | None) -> None:
         return shown
 
     rollouter.make_env = make_shown_env
-
-
-def _patient(rollouter: Rollouter) -> Rollouter:
-    patience = {"rollout_timeout_s": PATIENCE_S, "generate_timeout_s": PATIENCE_S}
-    rollouter.limits = rollouter.limits.model_copy(update=patience)
-    return rollouter
 
 
 def _source(config: RunConfig, name: str | None) -> TaskSource:
@@ -231,7 +222,7 @@ class Person:
     parsed. Its logprobs are 0. `chat` is a `ChatFn`, for a task whose model does not exist yet.
 
     Args:
-        encode: Function that returns the tokens of a text.
+        tokenizer: Tokenizer of the model; None if the model does not exist, so that only messages can be typed.
         console: Console for messages about the input.
         is_terminal: Whether to show prompts for the input.
 
@@ -245,7 +236,7 @@ class Person:
         screen: Screen,
         lines: TextIO,
         renderer: Renderer,
-        encode: Callable[[str], Sequence[int]],
+        tokenizer: Any,
         console: Console,
         *,
         is_terminal: bool,
@@ -255,7 +246,7 @@ class Person:
         self._screen = screen
         self._lines = lines
         self._renderer = renderer
-        self._encode = encode
+        self._tokenizer = tokenizer
         self._console = console
         self._is_terminal = is_terminal
         self._last: Completion | None = None
@@ -280,7 +271,7 @@ class Person:
             if isinstance(typed, ToolCall):
                 tokens = self._call(typed)
             else:
-                tokens = [*self._encode(typed), *self._stop()] if by_text else self._typed_tokens(typed)
+                tokens = self._text_tokens(typed) if by_text else self._typed_tokens(typed)
         cut = tokens[: sampling.max_tokens]
         if len(tokens) > len(cut):
             self._console.message(
@@ -337,6 +328,10 @@ class Person:
             return None
         return ToolCall(name, arguments)
 
+    def _text_tokens(self, text: str) -> list[int]:
+        stop = self._renderer.get_stop_token_ids()[:1]
+        return [*self._tokenizer.encode(text, add_special_tokens=False), *stop]
+
     def _typed_tokens(self, text: str) -> list[int] | None:
         try:
             return [int(piece) for piece in text.replace(",", " ").split()]
@@ -358,9 +353,6 @@ class Person:
             self._console.message("this renderer does not render calls; type the call as the model would write it")
             return None
         return written[: end + 1]
-
-    def _stop(self) -> list[int]:
-        return self._renderer.get_stop_token_ids()[:1]
 
     async def _read(self, prompt: str) -> str | None:
         """Read a reply or a command; None at the end of the input."""
