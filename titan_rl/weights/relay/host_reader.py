@@ -367,13 +367,12 @@ class HostReader:
         self._name = name
         self._timeout_s = timeout_s
         self._pace = Pace()
-        self._server = RelayServer(interface)
-        self.token = secrets.token_hex(16)
-        self._server.admit(self.token)
-        self._server.answer("fetch", self._fetch_for_another)
         self._stores: dict[str, FileShardStore] = {}
         self._found: dict[tuple[str, int], Future[ReadShard]] = {}
         self._lock = threading.Lock()
+        self._server = RelayServer(interface, fetch=self._fetch_for_another)
+        self.token = secrets.token_hex(16)
+        self._server.admit(self.token)
 
     @property
     def address(self) -> str:

@@ -138,7 +138,6 @@ class ShardOrigin:
     """
 
     def __init__(self, interface: str, *, fanout: int, anchor_interval: int) -> None:
-        self._server = RelayServer(interface)
         self._key, self._token = secrets.token_hex(8), secrets.token_hex(16)
         self._chain = Chain(fanout)
         self._anchor_interval = anchor_interval
@@ -146,8 +145,8 @@ class ShardOrigin:
         self._last_read: int | None = None  # newest version that another host reads
         self._encoding: threading.Thread | None = None
         self._stop = threading.Event()
+        self._server = RelayServer(interface, place=self._assign)
         self._server.admit(self._token)
-        self._server.answer("place", self._assign)
 
     @property
     def sent_bytes(self) -> int:

@@ -194,12 +194,13 @@ class RelayServer:
 
     Args:
         interface: Address at which others reach this process, and the only one at which it listens.
+        answers: Handlers of requests, by name. Each request is handled in a new thread.
 
     Raises:
         StateDictError: the server cannot listen at this address.
     """
 
-    def __init__(self, interface: str) -> None:
+    def __init__(self, interface: str, **answers: Answer) -> None:
         try:
             family = socket.AF_INET6 if ":" in interface else socket.AF_INET
             self._listening = socket.create_server((interface, 0), family=family, backlog=256)
@@ -210,17 +211,13 @@ class RelayServer:
         host, port, *_ = self._listening.getsockname()
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.sent_bytes = 0
-        self._answers: dict[str, Answer] = {}
+        self._answers = answers
         self._tokens: set[str] = set()
         self._copies: dict[tuple[str, int], ShardCopy] = {}
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
-
-    def answer(self, name: str, answer: Answer) -> None:
-        """Register the handler of requests for `name`. Each request is handled in a new thread."""
-        self._answers[name] = answer
 
     def admit(self, token: str) -> None:
         """Accept requests with this token."""
