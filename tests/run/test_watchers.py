@@ -109,7 +109,7 @@ def test_what_a_run_waits_for_is_in_its_status_until_it_goes_on_or_ends(tmp_path
         note_waiting(tmp_path, "")
         assert read_status(tmp_path).waits_for == ""
         note_waiting(tmp_path, "hosts")
-        assert describe_run("x", tmp_path)["waits_for"] == "hosts"
+        assert describe_run(tmp_path)["waits_for"] == "hosts"
     assert read_status(tmp_path).waits_for == ""
 
 

@@ -47,7 +47,7 @@ def write_report(
     for folder in folders:
         run = folder.name if folder.name not in data["of"] else str(folder)
         with contextlib.closing(RunReader(folder, searches=False)) as reader:
-            data["runs"].append({"id": run, **describe_run(folder.name, folder), "named": True})
+            data["runs"].append({"id": run, **describe_run(folder), "named": True})
             data["of"][run], left_out = _data_of(reader, most_bytes // len(folders), patience_s)
         data["left_out"] += left_out if len(folders) == 1 else [f"{run}: {text}" for text in left_out]
     if not folders:

@@ -118,20 +118,20 @@ class RunReader:
                 if name in self._columns
             }
 
-    def rollouts(self, query: RolloutQuery, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+    def rollouts(self, query: RolloutQuery) -> dict[str, Any]:
         """Return the result of `RolloutIndex.find`, with `indexed`: the share of the file that is indexed, in [0,
         1]."""
-        self._read_rollouts(patience_s)
+        self._read_rollouts(PATIENCE_S)
         with self._lock:
             return {**self._index.find(query), "indexed": self._indexed}
 
-    def prompts(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+    def prompts(self) -> dict[str, Any]:
         """Return the result of `RolloutIndex.prompts`."""
-        self._read_rollouts(patience_s)
+        self._read_rollouts(PATIENCE_S)
         with self._lock:
             return self._index.prompts()
 
-    def count_groups(self, patience_s: float = math.inf) -> tuple[dict[str, int], float]:
+    def count_groups(self, patience_s: float) -> tuple[dict[str, int], float]:
         """Return the result of `RolloutIndex.count_groups`, and the share of the file that is indexed, in [0, 1]."""
         self._read_rollouts(patience_s)
         with self._lock:
@@ -255,7 +255,7 @@ class Runs:
     def describe(self) -> list[dict[str, Any]]:
         """Make the answer to /api/runs."""
         return [
-            {"id": run, **describe_run(folder.name, folder), "named": folder in self._given}
+            {"id": run, **describe_run(folder), "named": folder in self._given}
             for run, folder in self.folders().items()
         ]
 

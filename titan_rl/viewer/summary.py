@@ -125,7 +125,7 @@ def _tiles(columns: MetricColumns) -> Iterator[Tile]:
 
 def _tiles_of_cost(folder: Path, config: Mapping[str, Any]) -> Iterator[Tile]:
     """Make the tile of the processes that each hold a device, and of the time for which they do."""
-    run = describe_run(folder.name, folder)
+    run = describe_run(folder)
     training, generation = as_table(config.get("training")), as_table(config.get("generation"))
     ranks = math.prod(_count(training.get(f"{kind}_parallel"), 1) for kind in ("data", "context", "tensor"))
     engines = _count(generation.get("num_generators"), 0) if run["kind"] == "train" else 0
@@ -184,7 +184,7 @@ def _seconds_left(columns: MetricColumns, planned: int | None) -> float | None:
     return max(0.0, planned - points[-1][0]) * fmean(seconds[-RECENT:])
 
 
-def describe_run(name: str, folder: Path) -> dict[str, Any]:
+def describe_run(folder: Path) -> dict[str, Any]:
     """Make an entry of /api/runs, without its id."""
     status, config, record = read_status(folder), read_config(folder), _last_record(folder)
     results = read_results(folder)
@@ -193,7 +193,7 @@ def describe_run(name: str, folder: Path) -> dict[str, Any]:
     if status.state == "running":
         seconds = max(_number(seconds), time.time() - max([status.began, *status.resumed]))
     return {
-        "name": name,
+        "name": folder.name,
         "kind": "evaluation" if results else "sft" if (folder / "supervised.json").exists() else "train",
         "state": status.state,
         "reason": status.reason,
