@@ -29,6 +29,7 @@ from titan_rl.serving.protocols.wire import (
     Count,
     Forced,
     SamplingBody,
+    StopString,
     TemplateKwargs,
     array_schema,
     constraint_of,
@@ -66,7 +67,6 @@ _THREAD = union_schema(
 AnthropicMessage = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
 TextBlock = Annotated[dict[str, Any], WithJsonSchema(_TEXT_BLOCK)]
 Tool = Annotated[dict[str, Any], WithJsonSchema(_TOOL)]
-StopSequence = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class ToolChoice(Body):
@@ -114,7 +114,7 @@ class ConversationBody(SamplingBody):
 
 class MessagesBody(ConversationBody):
     max_tokens: Count
-    stop_sequences: Annotated[Many[StopSequence], Field(max_length=16)] | None = None
+    stop_sequences: Annotated[Many[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     return_token_ids: bool = False
     thread: Annotated[dict[str, Any], WithJsonSchema(_THREAD)] | None = None

@@ -100,16 +100,13 @@ class CallerCache:
             return self._values.pop((caller.name, value_id), None)
 
 
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Temperature = Annotated[float, Field(ge=0, le=2)]
-Probability = Annotated[float, Field(ge=0, le=1)]
-TopP = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 TopCount = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TemplateKwargs = Annotated[dict[str, Any], Field(max_length=64)]
-Biases = Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def object_schema(required: Sequence[str], **properties: Any) -> dict[str, Any]:
@@ -141,14 +138,14 @@ class SamplingBody(Body):
     """Sampling fields of a request. Those from `top_k` on are vLLM's, in every protocol. Without `ignore_eos`, the
     model's own stop tokens end a completion, too."""
 
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    seed: Seed | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Biases | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Probability | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     stop_token_ids: Many[TokenId] | None = None

@@ -12,6 +12,7 @@ from titan_rl.serving.protocols.wire import (
     STRING,
     Count,
     SamplingBody,
+    StopString,
     StreamOptions,
     TemplateKwargs,
     TokenId,
@@ -66,7 +67,6 @@ ToolChoice = Annotated[str | dict[str, Any], WithJsonSchema(union_schema(_MODES,
 ResponsesToolChoice = Annotated[str | dict[str, Any], WithJsonSchema(union_schema(_MODES, _RESPONSES_NAMED))]
 T = TypeVar("T")
 Prompts = Annotated[Many[T], Field(max_length=4096)]
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class TextBody(SamplingBody):
