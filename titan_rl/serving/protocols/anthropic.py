@@ -22,46 +22,28 @@ from titan_rl.serving.conversations.turn import ServedTurn, TurnRequest
 from titan_rl.serving.http.errors import ApiError, Dialect, named_event
 from titan_rl.serving.http.exchange import Answer, Emit, encoded
 from titan_rl.serving.http.request import Body, Many, read
-from titan_rl.serving.protocols.wire import (
-    STRING,
-    Backend,
-    CallerCache,
-    Count,
-    Forced,
-    SamplingBody,
-    StopString,
-    TemplateKwargs,
-    array_schema,
-    constraint_of,
-    object_schema,
-    objects_in,
-    part_text,
-    session_id_of,
-    string_in,
-    tagged_schema,
-    text_in,
-    union_schema,
-    weight_versions,
-    wrong,
-)
+from titan_rl.serving.protocols import wire
 from titan_rl.types import FinishReason
 
-_TEXT_BLOCK = tagged_schema("text", ["text"], text=STRING)
-_TEXT_BLOCKS = union_schema(STRING, array_schema(_TEXT_BLOCK))
-_BLOCK = union_schema(
+_TEXT_BLOCK = wire.tagged_schema("text", ["text"], text=wire.STRING)
+_TEXT_BLOCKS = wire.union_schema(wire.STRING, wire.array_schema(_TEXT_BLOCK))
+_BLOCK = wire.union_schema(
     _TEXT_BLOCK,
-    tagged_schema("thinking", ["thinking"], thinking=STRING, signature=STRING),
-    tagged_schema("tool_use", ["id", "name", "input"], id=STRING, name=STRING, input={"type": "object"}),
-    tagged_schema("tool_result", ["tool_use_id"], tool_use_id=STRING, content=_TEXT_BLOCKS),
+    wire.tagged_schema("thinking", ["thinking"], thinking=wire.STRING, signature=wire.STRING),
+    wire.tagged_schema("tool_use", ["id", "name", "input"], id=wire.STRING, name=wire.STRING, input={"type": "object"}),
+    wire.tagged_schema("tool_result", ["tool_use_id"], tool_use_id=wire.STRING, content=_TEXT_BLOCKS),
 )
-_MESSAGE = object_schema(
+_MESSAGE = wire.object_schema(
     ["role", "content"],
     role={"enum": ["user", "assistant", "system"]},
-    content=union_schema(STRING, array_schema(_BLOCK)),
+    content=wire.union_schema(wire.STRING, wire.array_schema(_BLOCK)),
 )
-_TOOL = object_schema(["name", "input_schema"], name=STRING, description=STRING, input_schema={"type": "object"})
-_THREAD = union_schema(
-    tagged_schema("create"), tagged_schema("continue", ["previous_message_id"], previous_message_id=STRING)
+_TOOL = wire.object_schema(
+    ["name", "input_schema"], name=wire.STRING, description=wire.STRING, input_schema={"type": "object"}
+)
+_THREAD = wire.union_schema(
+    wire.tagged_schema("create"),
+    wire.tagged_schema("continue", ["previous_message_id"], previous_message_id=wire.STRING),
 )
 
 AnthropicMessage = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
@@ -95,7 +77,7 @@ class ContextManagement(Body):
     edits: list[NothingCleared] | None = None
 
 
-class ConversationBody(SamplingBody):
+class ConversationBody(wire.SamplingBody):
     """Fields of both `/v1/messages` and `/v1/messages/count_tokens`."""
 
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
@@ -103,7 +85,7 @@ class ConversationBody(SamplingBody):
     system: str | Many[TextBlock] | None = None
     tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
+    chat_template_kwargs: wire.TemplateKwargs | None = None
     # Fields without effect on the completion: the policy itself decides how much it thinks.
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
@@ -113,8 +95,8 @@ class ConversationBody(SamplingBody):
 
 
 class MessagesBody(ConversationBody):
-    max_tokens: Count
-    stop_sequences: Annotated[Many[StopString], Field(max_length=16)] | None = None
+    max_tokens: wire.Count
+    stop_sequences: Annotated[Many[wire.StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     return_token_ids: bool = False
     thread: Annotated[dict[str, Any], WithJsonSchema(_THREAD)] | None = None
@@ -144,12 +126,12 @@ def messages_from_blocks(body: ConversationBody) -> list[Message]:
         elif role == "assistant":
             messages.append(_of_assistant(content, f"{where}.content"))
         elif role == "system":
-            messages.append({"role": "system", "content": text_in(content, f"{where}.content", _TEXT)})
+            messages.append({"role": "system", "content": wire.text_in(content, f"{where}.content", _TEXT)})
         else:
-            raise wrong(f"{where}.role", "must be one of user, assistant, system")
+            raise wire.wrong(f"{where}.role", "must be one of user, assistant, system")
     if messages[-1].get("role") == "assistant":
         where = f"messages[{len(body.messages) - 1}].role"
-        raise wrong(where, "is the assistant's; a reply that was begun is not gone on with")
+        raise wire.wrong(where, "is the assistant's; a reply that was begun is not gone on with")
     return messages
 
 
@@ -163,12 +145,12 @@ def tools_from_anthropic(given: Sequence[Mapping[str, Any]] | None) -> list[dict
     for index, tool in enumerate(given or ()):
         where = f"tools[{index}]"
         if tool.get("type") not in (None, "custom"):
-            raise wrong(f"{where}.type", "must be 'custom'; this server runs no tools of its own")
+            raise wire.wrong(f"{where}.type", "must be 'custom'; this server runs no tools of its own")
         schema = tool.get("input_schema")
         if not isinstance(schema, Mapping):
-            raise wrong(f"{where}.input_schema", "must be an object")
-        function: dict[str, Any] = {"name": string_in(tool, "name", where)}
-        if description := string_in(tool, "description", where, default=""):
+            raise wire.wrong(f"{where}.input_schema", "must be an object")
+        function: dict[str, Any] = {"name": wire.string_in(tool, "name", where)}
+        if description := wire.string_in(tool, "description", where, default=""):
             function["description"] = description
         function["parameters"] = dict(cast("Mapping[str, Any]", schema))
         tools.append({"type": "function", "function": function})
@@ -228,49 +210,49 @@ def system_of(given: Any) -> str:
     """Return the text of `system` without the billing header of Claude Code. That line differs in each request, so with
     it every turn would begin a new conversation."""
     if not isinstance(given, list):
-        return _BILLING.sub("", text_in(given, "system", _TEXT))
-    blocks = objects_in(given, "system")
-    return "".join(_BILLING.sub("", part_text(block, f"system[{at}]", _TEXT)) for at, block in enumerate(blocks))
+        return _BILLING.sub("", wire.text_in(given, "system", _TEXT))
+    blocks = wire.objects_in(given, "system")
+    return "".join(_BILLING.sub("", wire.part_text(block, f"system[{at}]", _TEXT)) for at, block in enumerate(blocks))
 
 
 def _of_user(content: Any, where: str) -> list[Message]:
     """Convert a user message. Results of tools become separate messages, and text between them user messages."""
     if not isinstance(content, list):
-        return [{"role": "user", "content": text_in(content, where, _TEXT)}]
+        return [{"role": "user", "content": wire.text_in(content, where, _TEXT)}]
     messages: list[Message] = []
-    for index, block in enumerate(objects_in(content, where)):
+    for index, block in enumerate(wire.objects_in(content, where)):
         at = f"{where}[{index}]"
         if block.get("type") == "tool_result":
-            result = text_in(block.get("content"), f"{at}.content", _TEXT)
-            call_id = string_in(block, "tool_use_id", at)
+            result = wire.text_in(block.get("content"), f"{at}.content", _TEXT)
+            call_id = wire.string_in(block, "tool_use_id", at)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
         elif block.get("type") != "text":
             raise _unknown(at)
         elif messages and messages[-1].get("role") == "user":
-            text = f"{messages[-1]['content']}{string_in(block, 'text', at)}"
+            text = f"{messages[-1]['content']}{wire.string_in(block, 'text', at)}"
             messages[-1] = {"role": "user", "content": text}
         else:
-            messages.append({"role": "user", "content": string_in(block, "text", at)})
+            messages.append({"role": "user", "content": wire.string_in(block, "text", at)})
     return messages or [{"role": "user", "content": ""}]
 
 
 def _of_assistant(content: Any, where: str) -> Message:
     if not isinstance(content, list):
-        return {"role": "assistant", "content": text_in(content, where, _TEXT)}
+        return {"role": "assistant", "content": wire.text_in(content, where, _TEXT)}
     text = thinking = ""
     calls: list[dict[str, Any]] = []
-    for index, block in enumerate(objects_in(content, where)):
+    for index, block in enumerate(wire.objects_in(content, where)):
         at = f"{where}[{index}]"
         if block.get("type") == "text":
-            text += string_in(block, "text", at)
+            text += wire.string_in(block, "text", at)
         elif block.get("type") == "thinking":
-            thinking += string_in(block, "thinking", at)
+            thinking += wire.string_in(block, "thinking", at)
         elif block.get("type") == "tool_use":
             given = block.get("input")
             if not isinstance(given, Mapping):
-                raise wrong(f"{at}.input", "must be an object")
-            function = {"name": string_in(block, "name", at), "arguments": json.dumps(given)}
-            calls.append({"id": string_in(block, "id", at), "type": "function", "function": function})
+                raise wire.wrong(f"{at}.input", "must be an object")
+            function = {"name": wire.string_in(block, "name", at), "arguments": json.dumps(given)}
+            calls.append({"id": wire.string_in(block, "id", at), "type": "function", "function": function})
         else:
             raise _unknown(at)
     message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -282,7 +264,7 @@ def _of_assistant(content: Any, where: str) -> Message:
 
 
 def _unknown(where: str) -> ApiError:
-    return wrong(f"{where}.type", "is not supported; text, thinking, tool_use and tool_result are")
+    return wire.wrong(f"{where}.type", "is not supported; text, thinking, tool_use and tool_result are")
 
 
 _TYPES = {
@@ -326,7 +308,7 @@ class Threads:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._held = CallerCache(most_bytes)
+        self._held = wire.CallerCache(most_bytes)
 
     def conversation(self, caller: Caller, body: MessagesBody) -> tuple[Sequence[Message], list[dict[str, Any]] | None]:
         """Return the whole conversation of a request, including the part that its thread holds: its messages and its
@@ -374,7 +356,7 @@ def _differs(field: str) -> ApiError:
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
 
 
-def answer_messages(backend: Backend, threads: Threads, request: Request) -> Answer:
+def answer_messages(backend: wire.Backend, threads: Threads, request: Request) -> Answer:
     """Answer `POST /v1/messages`."""
     turns = backend.require_turns()
     body = read(request, MessagesBody)
@@ -389,7 +371,7 @@ def answer_messages(backend: Backend, threads: Threads, request: Request) -> Ans
     return Answer(backend.exchanges, work, stream=bool(body.stream), dialect=ANTHROPIC)
 
 
-def answer_count_tokens(backend: Backend, request: Request) -> Answer:
+def answer_count_tokens(backend: wire.Backend, request: Request) -> Answer:
     """Answer `POST /v1/messages/count_tokens`."""
     turns = backend.require_turns()
     body = read(request, ConversationBody)
@@ -403,7 +385,7 @@ def answer_count_tokens(backend: Backend, request: Request) -> Answer:
 
 
 def _turn_request(
-    backend: Backend,
+    backend: wire.Backend,
     body: ConversationBody,
     request: Request,
     messages: Sequence[Message],
@@ -412,9 +394,9 @@ def _turn_request(
     policy = backend.policy.named(body.model)
     choice, output = body.tool_choice, body.output_config
     one_call = choice is not None and bool(choice.disable_parallel_tool_use)
-    forced: Forced = None
+    forced: wire.Forced = None
     if choice is not None and choice.type in ("any", "tool"):
-        forced = string_in({"name": choice.name}, "name", "tool_choice") if choice.type == "tool" else True
+        forced = wire.string_in({"name": choice.name}, "name", "tool_choice") if choice.type == "tool" else True
     schema = None if output is None or output.format is None else output.format.json_schema
     params = "tool_choice", "output_config.format"
     return TurnRequest(
@@ -424,8 +406,8 @@ def _turn_request(
         tools,
         one_call=one_call,
         may_call=choice is None or choice.type != "none",
-        session_id=session_id_of(request),
-        constraint=constraint_of(tools, forced, schema, one_call=one_call, params=params),
+        session_id=wire.session_id_of(request),
+        constraint=wire.constraint_of(tools, forced, schema, one_call=one_call, params=params),
         template_kwargs=body.chat_template_kwargs,
     )
 
@@ -451,7 +433,7 @@ class _Work:
         (reply,) = await self._turn.replies(None if emit is None else on_delta)
         self._start()
         more: dict[str, Any] = {"usage": self._usage(len(reply.completion.token_ids))}
-        more["weight_versions"] = weight_versions(reply.completion)
+        more["weight_versions"] = wire.weight_versions(reply.completion)
         if self._body.return_token_ids:
             more["prompt_token_ids"] = list(self._turn.prompt_token_ids)
             more["token_ids"] = list(reply.completion.token_ids)

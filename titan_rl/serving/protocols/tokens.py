@@ -17,32 +17,21 @@ from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.exchange import Answer, Emit, encoded
 from titan_rl.serving.http.request import Body, Many, read
 from titan_rl.serving.policy import CompletionRequest, ServedPolicy
+from titan_rl.serving.protocols import wire
 from titan_rl.serving.protocols.openai.bodies import Chat, Tool, messages_from, take_prefill, tools_from
-from titan_rl.serving.protocols.wire import (
-    Backend,
-    Count,
-    SamplingBody,
-    StreamOptions,
-    TemplateKwargs,
-    TokenId,
-    TopCount,
-    session_id_of,
-    usage,
-    weight_versions,
-)
 from titan_rl.serving.text import Text
 from titan_rl.types import Completion, PromptScores, TokenChunk
 
 
-class TokenSampling(SamplingBody):
+class TokenSampling(wire.SamplingBody):
     """Supported sampling parameters of vLLM."""
 
-    n: Count | None = None
-    max_tokens: Count | None = None
-    logprobs: TopCount | None = None
+    n: wire.Count | None = None
+    max_tokens: wire.Count | None = None
+    logprobs: wire.TopCount | None = None
     """0 and 1 report the logprobs of the sampled tokens alone; a larger number also those of so many of the
     likeliest."""
-    prompt_logprobs: TopCount | None = None
+    prompt_logprobs: wire.TopCount | None = None
     """Number of likeliest tokens whose logprobs are reported at each token of the prompt, besides that token's own."""
     skip_special_tokens: bool = True  # without effect, because no text is made
     spaces_between_special_tokens: bool = True
@@ -59,18 +48,18 @@ class TokenSampling(SamplingBody):
 
 
 class GenerateBody(Body):
-    token_ids: Annotated[Many[TokenId], Field(min_length=1)]
+    token_ids: Annotated[Many[wire.TokenId], Field(min_length=1)]
     sampling_params: TokenSampling = TokenSampling()
     model: str | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None
     output_mode: Literal["tokens"] = "tokens"
     return_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: wire.StreamOptions | None = None
     priority: Literal[0] = 0
 
 
-def answer_generate(backend: Backend, request: Request) -> Answer:
+def answer_generate(backend: wire.Backend, request: Request) -> Answer:
     """Answer `POST /inference/v1/generate`."""
     body = read(request, GenerateBody)
     params = body.sampling_params
@@ -83,7 +72,7 @@ def answer_generate(backend: Backend, request: Request) -> Answer:
     backend.check_choices(num_choices, "sampling_params.n")
     given = params.sampling(backend.stop_token_ids)
     sampling = policy.sampling(len(body.token_ids), params.max_tokens, "token_ids", **given)
-    request_id, session_id = body.request_id or uuid.uuid4().hex, session_id_of(request)
+    request_id, session_id = body.request_id or uuid.uuid4().hex, wire.session_id_of(request)
 
     async def work(emit: Emit | None) -> Any:
         prompt = caller.prompt_of_tokens(body.token_ids, backend.show, session_id)
@@ -110,18 +99,18 @@ def _response(
             {
                 **_choice(body, index, completion),
                 "finish_reason": str(completion.finish_reason),
-                "weight_versions": weight_versions(completion),
+                "weight_versions": wire.weight_versions(completion),
             }
             for index, completion in enumerate(completions)
         ],
-        "usage": usage(len(body.token_ids), completions),
+        "usage": wire.usage(len(body.token_ids), completions),
         "prompt_token_ids": body.token_ids if body.return_token_ids else None,
         "prompt_logprobs": _prompt_logprobs(body.token_ids, completions[0].prompt_scores),
     }
 
 
 async def _stream(
-    backend: Backend,
+    backend: wire.Backend,
     policy: ServedPolicy,
     body: GenerateBody,
     prompt: CallerPrompt,
@@ -143,9 +132,9 @@ async def _stream(
     backend.record(prompt, completions)
     for index, completion in enumerate(completions):
         end = {"index": index, "token_ids": [], "logprobs": None, "finish_reason": str(completion.finish_reason)}
-        emit(envelope(choices=[{**end, "weight_versions": weight_versions(completion)}]))
+        emit(envelope(choices=[{**end, "weight_versions": wire.weight_versions(completion)}]))
     if body.stream_options is not None and body.stream_options.include_usage:
-        emit(envelope(choices=[], usage=usage(len(body.token_ids), completions)))
+        emit(envelope(choices=[], usage=wire.usage(len(body.token_ids), completions)))
 
 
 def _prompt_logprobs(
@@ -194,16 +183,16 @@ class TokenizeBody(Body):
     """Whether a text starts with the special tokens of the tokenizer; true by default."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: TemplateKwargs | None = None
+    chat_template_kwargs: wire.TemplateKwargs | None = None
     return_token_strs: bool = False
 
 
 class DetokenizeBody(Body):
-    tokens: Many[TokenId]
+    tokens: Many[wire.TokenId]
     model: str | None = None
 
 
-def answer_tokenize(backend: Backend, request: Request) -> Answer:
+def answer_tokenize(backend: wire.Backend, request: Request) -> Answer:
     """Answer `POST /tokenize`."""
     text = _require_text(backend)
     body = read(request, TokenizeBody)
@@ -229,7 +218,7 @@ def answer_tokenize(backend: Backend, request: Request) -> Answer:
     return Answer(backend.exchanges, work)
 
 
-def answer_detokenize(backend: Backend, request: Request) -> Answer:
+def answer_detokenize(backend: wire.Backend, request: Request) -> Answer:
     """Answer `POST /detokenize`."""
     text = _require_text(backend)
     body = read(request, DetokenizeBody)
@@ -249,13 +238,13 @@ def _turn_request(policy: ServedPolicy, body: TokenizeBody, request: Request) ->
         policy,
         messages,
         tools_from(body.tools),
-        session_id=session_id_of(request),
+        session_id=wire.session_id_of(request),
         template_kwargs=body.chat_template_kwargs,
         prefill=prefill,
     )
 
 
-def _require_text(backend: Backend) -> Text:
+def _require_text(backend: wire.Backend) -> Text:
     if backend.text is None:
         raise ApiError(400, "this server has no tokenizer")
     return backend.text

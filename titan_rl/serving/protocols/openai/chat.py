@@ -15,21 +15,11 @@ from titan_rl.serving.conversations.turn import ServedTurn, TurnRequest
 from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import Answer, Emit, encoded
 from titan_rl.serving.http.request import read
+from titan_rl.serving.protocols import wire
 from titan_rl.serving.protocols.openai.bodies import ChatBody, messages_from, take_prefill, tools_from
-from titan_rl.serving.protocols.wire import (
-    Backend,
-    Tokens,
-    constraint_of,
-    forced_in,
-    schema_in,
-    session_id_of,
-    token_logprobs,
-    usage,
-    weight_versions,
-)
 
 
-def answer_chat(backend: Backend, request: Request) -> Answer:
+def answer_chat(backend: wire.Backend, request: Request) -> Answer:
     """Answer `POST /v1/chat/completions`."""
     turns = backend.require_turns()
     body = read(request, ChatBody)
@@ -51,7 +41,7 @@ def answer_chat(backend: Backend, request: Request) -> Answer:
         body.stops,
         one_call=body.parallel_tool_calls is False,
         may_call=body.tool_choice != "none",
-        session_id=session_id_of(request),
+        session_id=wire.session_id_of(request),
         constraint=_constraint(body, tools),
         template_kwargs=body.chat_template_kwargs,
         prefill=prefill,
@@ -64,10 +54,10 @@ def _constraint(body: ChatBody, tools: list[dict[str, Any]] | None) -> Constrain
     schema: Any = None
     if (wanted := body.response_format) is not None:
         given = None if wanted.json_schema is None else wanted.json_schema.json_schema
-        schema = schema_in(wanted.type, given, "response_format.json_schema.schema")
-    return constraint_of(
+        schema = wire.schema_in(wanted.type, given, "response_format.json_schema.schema")
+    return wire.constraint_of(
         tools,
-        forced_in(body.tool_choice, ("function", "name")),
+        wire.forced_in(body.tool_choice, ("function", "name")),
         schema,
         one_call=body.parallel_tool_calls is False,
         params=("tool_choice", "response_format"),
@@ -131,15 +121,15 @@ class _Work:
             emit({**envelope, "choices": [], "usage": self._usage(replies)})
 
     def _usage(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        return usage(len(self._turn.prompt_token_ids), [reply.completion for reply in replies])
+        return wire.usage(len(self._turn.prompt_token_ids), [reply.completion for reply in replies])
 
     def _prompt(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self._turn.prompt_token_ids)} if self._body.return_token_ids else {}
 
-    def _tokens(self, tokens: Tokens) -> dict[str, Any]:
+    def _tokens(self, tokens: wire.Tokens) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if self._body.logprobs:
-            fields["logprobs"] = {"content": token_logprobs(self._turn.text, tokens), "refusal": None}
+            fields["logprobs"] = {"content": wire.token_logprobs(self._turn.text, tokens), "refusal": None}
         if self._body.return_token_ids:
             fields["token_ids"] = list(tokens.token_ids)
         return fields
@@ -161,4 +151,4 @@ def _delta_fields(delta: Delta) -> dict[str, Any]:
 
 
 def _ending(reply: Reply) -> dict[str, Any]:
-    return {"finish_reason": str(reply.finish_reason), "weight_versions": weight_versions(reply.completion)}
+    return {"finish_reason": str(reply.finish_reason), "weight_versions": wire.weight_versions(reply.completion)}

@@ -20,20 +20,8 @@ from titan_rl.serving.conversations.turn import ServedTurn, TurnRequest
 from titan_rl.serving.http.errors import OPENAI, UNSUPPORTED_VALUE, ApiError, named_event
 from titan_rl.serving.http.exchange import Answer, Emit, encoded
 from titan_rl.serving.http.request import read
+from titan_rl.serving.protocols import wire
 from titan_rl.serving.protocols.openai.bodies import TEXT_PARTS, ResponsesBody
-from titan_rl.serving.protocols.wire import (
-    Backend,
-    CallerCache,
-    constraint_of,
-    forced_in,
-    schema_in,
-    session_id_of,
-    string_in,
-    text_in,
-    token_logprobs,
-    weight_versions,
-    wrong,
-)
 from titan_rl.types import FinishReason
 
 
@@ -41,7 +29,7 @@ class StoredResponses:
     """Stored responses, each as it was sent, and its conversation as JSON."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._stored = CallerCache(most_bytes)
+        self._stored = wire.CallerCache(most_bytes)
 
     def add(self, caller: Caller, response_id: str, response: msgspec.Raw, messages: Sequence[Message]) -> None:
         self._stored.add(caller, response_id, bytes(response), msgspec.json.encode(messages))
@@ -104,11 +92,11 @@ def messages_from_input(given: str | Sequence[Mapping[str, Any]]) -> list[Messag
             reply = _reply(messages)
             reply.setdefault("tool_calls", []).append(_call(item, where))
         elif kind == "function_call_output":
-            output = text_in(item.get("output"), f"{where}.output", TEXT_PARTS)
-            call_id = string_in(item, "call_id", where)
+            output = wire.text_in(item.get("output"), f"{where}.output", TEXT_PARTS)
+            call_id = wire.string_in(item, "call_id", where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         else:
-            raise wrong(f"{where}.type", "is not supported; messages, reasoning and function calls are")
+            raise wire.wrong(f"{where}.type", "is not supported; messages, reasoning and function calls are")
     return messages
 
 
@@ -122,10 +110,10 @@ def tools_from_responses(given: Sequence[Mapping[str, Any]] | None) -> list[dict
     for index, tool in enumerate(given or ()):
         where = f"tools[{index}]"
         if tool.get("type") != "function":
-            raise wrong(f"{where}.type", "must be 'function'")
-        string_in(tool, "name", where)
+            raise wire.wrong(f"{where}.type", "must be 'function'")
+        wire.string_in(tool, "name", where)
         if not isinstance(tool.get("parameters"), Mapping | None):
-            raise wrong(f"{where}.parameters", "must be an object")
+            raise wire.wrong(f"{where}.parameters", "must be an object")
         function = {name: tool[name] for name in _TOOL_FIELDS if tool.get(name) is not None}
         tools.append({"type": "function", "function": function})
     return tools or None
@@ -240,13 +228,13 @@ class OutputItems:
 
 
 def _add_message(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
-    content = text_in(item.get("content"), f"{where}.content", TEXT_PARTS)
+    content = wire.text_in(item.get("content"), f"{where}.content", TEXT_PARTS)
     if item.get("role") == "assistant":
         _reply(messages, "content", "tool_calls")["content"] = content
         return
-    role = string_in(item, "role", where)
+    role = wire.string_in(item, "role", where)
     if role not in ("user", "system", "developer"):
-        raise wrong(f"{where}.role", "must be one of user, assistant, system, developer")
+        raise wire.wrong(f"{where}.role", "must be one of user, assistant, system, developer")
     messages.append({"role": "system" if role == "developer" else role, "content": content})
 
 
@@ -262,15 +250,15 @@ def _reply(messages: list[Message], *taken: str) -> dict[str, Any]:
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
     parts = item.get("content") or item.get("summary")
     name = "content" if item.get("content") else "summary"
-    return text_in(parts, f"{where}.{name}", ("reasoning_text", "summary_text"))
+    return wire.text_in(parts, f"{where}.{name}", ("reasoning_text", "summary_text"))
 
 
 def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = {"name": string_in(item, "name", where), "arguments": string_in(item, "arguments", where)}
-    return {"id": string_in(item, "call_id", where), "type": "function", "function": function}
+    function = {"name": wire.string_in(item, "name", where), "arguments": wire.string_in(item, "arguments", where)}
+    return {"id": wire.string_in(item, "call_id", where), "type": "function", "function": function}
 
 
-def answer_responses(backend: Backend, stored: StoredResponses, request: Request) -> Answer:
+def answer_responses(backend: wire.Backend, stored: StoredResponses, request: Request) -> Answer:
     """Answer `POST /v1/responses`."""
     turns = backend.require_turns()
     body = read(request, ResponsesBody)
@@ -288,7 +276,7 @@ def answer_responses(backend: Backend, stored: StoredResponses, request: Request
         body.sampling(backend.stop_token_ids),
         one_call=body.parallel_tool_calls is False,
         may_call=body.tool_choice != "none",
-        session_id=session_id_of(request),
+        session_id=wire.session_id_of(request),
         param="input",
         constraint=_constraint(body, tools),
         template_kwargs=body.chat_template_kwargs,
@@ -300,10 +288,10 @@ def answer_responses(backend: Backend, stored: StoredResponses, request: Request
 
 def _constraint(body: ResponsesBody, tools: list[dict[str, Any]] | None) -> Constraint | None:
     wanted = None if body.text is None else body.text.format
-    return constraint_of(
+    return wire.constraint_of(
         tools,
-        forced_in(body.tool_choice, ("name",)),
-        None if wanted is None else schema_in(wanted.type, wanted.json_schema, "text.format.schema"),
+        wire.forced_in(body.tool_choice, ("name",)),
+        None if wanted is None else wire.schema_in(wanted.type, wanted.json_schema, "text.format.schema"),
         one_call=body.parallel_tool_calls is False,
         params=("tool_choice", "text.format"),
     )
@@ -368,7 +356,7 @@ class _Work:
             return []
         return [
             {**_with_bytes(each), "top_logprobs": list(map(_with_bytes, each["top_logprobs"]))}
-            for each in token_logprobs(self._turn.text, delta)
+            for each in wire.token_logprobs(self._turn.text, delta)
         ]
 
     def _ending(self, reply: Reply) -> dict[str, Any]:
@@ -381,7 +369,7 @@ class _Work:
             more = {"prompt_token_ids": list(self._turn.prompt_token_ids), "token_ids": token_ids}
         return {
             "completed_at": int(time.time()),
-            "weight_versions": weight_versions(reply.completion),
+            "weight_versions": wire.weight_versions(reply.completion),
             "usage": {
                 "input_tokens": num_prompt,
                 "input_tokens_details": {"cached_tokens": min(num_prompt, cached), "cache_write_tokens": 0},
