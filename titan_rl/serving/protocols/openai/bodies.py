@@ -8,76 +8,65 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import Field, WithJsonSchema
 
 from titan_rl.serving.http.request import Body, Many
-from titan_rl.serving.protocols.wire import (
-    STRING,
-    Count,
-    SamplingBody,
-    StopString,
-    StreamOptions,
-    TemplateKwargs,
-    TokenId,
-    TopCount,
-    array_schema,
-    object_schema,
-    tagged_schema,
-    text_in,
-    union_schema,
-    wrong,
-)
+from titan_rl.serving.protocols import wire
 
-_TEXT_PART = tagged_schema("text", ["text"], text=STRING)
-_CONTENT = union_schema(STRING, {"type": "null"}, array_schema(_TEXT_PART))
-_FUNCTION = object_schema(["name"], name=STRING, description=STRING, parameters={"type": "object"})
-_CALLED = object_schema(["name"], name=STRING, arguments=STRING)
-_CALL = object_schema(["function"], id=STRING, type={"const": "function"}, function=_CALLED)
-_MESSAGE = object_schema(
+_TEXT_PART = wire.tagged_schema("text", ["text"], text=wire.STRING)
+_CONTENT = wire.union_schema(wire.STRING, {"type": "null"}, wire.array_schema(_TEXT_PART))
+_FUNCTION = wire.object_schema(["name"], name=wire.STRING, description=wire.STRING, parameters={"type": "object"})
+_CALLED = wire.object_schema(["name"], name=wire.STRING, arguments=wire.STRING)
+_CALL = wire.object_schema(["function"], id=wire.STRING, type={"const": "function"}, function=_CALLED)
+_MESSAGE = wire.object_schema(
     ["role"],
     role={"enum": ["system", "developer", "user", "assistant", "tool"]},
     content=_CONTENT,
-    tool_calls=array_schema(_CALL),
-    tool_call_id=STRING,
-    reasoning_content=STRING,
+    tool_calls=wire.array_schema(_CALL),
+    tool_call_id=wire.STRING,
+    reasoning_content=wire.STRING,
 )
-_INPUT_PART = object_schema(["type", "text"], type={"enum": ["input_text", "output_text"]}, text=STRING)
-_INPUT_CONTENT = union_schema(STRING, array_schema(_INPUT_PART))
-_INPUT_MESSAGE = object_schema(
+_INPUT_PART = wire.object_schema(["type", "text"], type={"enum": ["input_text", "output_text"]}, text=wire.STRING)
+_INPUT_CONTENT = wire.union_schema(wire.STRING, wire.array_schema(_INPUT_PART))
+_INPUT_MESSAGE = wire.object_schema(
     ["role", "content"],
     type={"const": "message"},
     role={"enum": ["system", "developer", "user", "assistant"]},
     content=_INPUT_CONTENT,
 )
-_REASONING_PART = tagged_schema("reasoning_text", ["text"], text=STRING)
-_ITEM = union_schema(
+_REASONING_PART = wire.tagged_schema("reasoning_text", ["text"], text=wire.STRING)
+_ITEM = wire.union_schema(
     _INPUT_MESSAGE,
-    tagged_schema("function_call", ["call_id", "name", "arguments"], call_id=STRING, name=STRING, arguments=STRING),
-    tagged_schema("function_call_output", ["call_id", "output"], call_id=STRING, output=_INPUT_CONTENT),
-    tagged_schema("reasoning", content=array_schema(_REASONING_PART)),
+    wire.tagged_schema(
+        "function_call", ["call_id", "name", "arguments"], call_id=wire.STRING, name=wire.STRING, arguments=wire.STRING
+    ),
+    wire.tagged_schema("function_call_output", ["call_id", "output"], call_id=wire.STRING, output=_INPUT_CONTENT),
+    wire.tagged_schema("reasoning", content=wire.array_schema(_REASONING_PART)),
 )
-_TOOL = tagged_schema("function", ["function"], function=_FUNCTION)
-_RESPONSES_TOOL = tagged_schema("function", ["name"], name=STRING, description=STRING, parameters={"type": "object"})
+_TOOL = wire.tagged_schema("function", ["function"], function=_FUNCTION)
+_RESPONSES_TOOL = wire.tagged_schema(
+    "function", ["name"], name=wire.STRING, description=wire.STRING, parameters={"type": "object"}
+)
 _MODES = {"enum": ["auto", "none", "required"]}
-_NAMED = tagged_schema("function", ["function"], function=object_schema(["name"], name=STRING))
-_RESPONSES_NAMED = tagged_schema("function", ["name"], name=STRING)
+_NAMED = wire.tagged_schema("function", ["function"], function=wire.object_schema(["name"], name=wire.STRING))
+_RESPONSES_NAMED = wire.tagged_schema("function", ["name"], name=wire.STRING)
 
 Chat = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
 Tool = Annotated[dict[str, Any], WithJsonSchema(_TOOL)]
 Item = Annotated[dict[str, Any], WithJsonSchema(_ITEM)]
 ResponsesTool = Annotated[dict[str, Any], WithJsonSchema(_RESPONSES_TOOL)]
-ToolChoice = Annotated[str | dict[str, Any], WithJsonSchema(union_schema(_MODES, _NAMED))]
-ResponsesToolChoice = Annotated[str | dict[str, Any], WithJsonSchema(union_schema(_MODES, _RESPONSES_NAMED))]
+ToolChoice = Annotated[str | dict[str, Any], WithJsonSchema(wire.union_schema(_MODES, _NAMED))]
+ResponsesToolChoice = Annotated[str | dict[str, Any], WithJsonSchema(wire.union_schema(_MODES, _RESPONSES_NAMED))]
 T = TypeVar("T")
 Prompts = Annotated[Many[T], Field(max_length=4096)]
 
 
-class TextBody(SamplingBody):
+class TextBody(wire.SamplingBody):
     """Fields of both chat and text completions."""
 
     model: str | None = None
-    n: Count | None = None
-    max_tokens: Count | None = None
-    stop: StopString | Annotated[Many[StopString], Field(max_length=16)] | None = None
+    n: wire.Count | None = None
+    max_tokens: wire.Count | None = None
+    stop: wire.StopString | Annotated[Many[wire.StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: wire.StreamOptions | None = None
     user: str | None = None
     return_token_ids: bool = False
 
@@ -87,8 +76,8 @@ class TextBody(SamplingBody):
 
 
 class CompletionBody(TextBody):
-    prompt: str | Prompts[str] | Many[TokenId] | Prompts[Many[TokenId]]
-    logprobs: TopCount | None = None
+    prompt: str | Prompts[str] | Many[wire.TokenId] | Prompts[Many[wire.TokenId]]
+    logprobs: wire.TopCount | None = None
     echo: bool = False
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
@@ -100,14 +89,14 @@ class CompletionBody(TextBody):
 
 class ChatBody(TextBody):
     messages: Annotated[Many[Chat], Field(min_length=1)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: wire.Count | None = None
     logprobs: bool | None = None
-    top_logprobs: TopCount | None = None
+    top_logprobs: wire.TopCount | None = None
     tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
+    chat_template_kwargs: wire.TemplateKwargs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     modalities: Annotated[Many[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
@@ -146,22 +135,22 @@ class ResponsesText(Body):
     verbosity: str | None = None
 
 
-class ResponsesBody(SamplingBody):
+class ResponsesBody(wire.SamplingBody):
     input: str | Annotated[Many[Item], Field(min_length=1)]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: wire.Count | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: wire.StreamOptions | None = None
     tools: Many[ResponsesTool] | None = None
     tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
     include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: TopCount | None = None
+    top_logprobs: wire.TopCount | None = None
     text: ResponsesText | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
+    chat_template_kwargs: wire.TemplateKwargs | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     return_token_ids: bool = False
@@ -204,9 +193,9 @@ def tools_from(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     """
     for index, tool in enumerate(given or ()):
         if tool.get("type") != "function":
-            raise wrong(f"tools[{index}].type", "must be 'function'")
+            raise wire.wrong(f"tools[{index}].type", "must be 'function'")
         if not isinstance(_function_in(tool, f"tools[{index}]").get("parameters", {}), Mapping):
-            raise wrong(f"tools[{index}].function.parameters", "must be an object")
+            raise wire.wrong(f"tools[{index}].function.parameters", "must be an object")
     return [dict(tool) for tool in given] if given else None
 
 
@@ -221,34 +210,34 @@ def take_prefill(
     """
     if not continue_final:
         if add_generation_prompt is False:
-            raise wrong("add_generation_prompt", "is false; a prompt without it is gone on with by no reply")
+            raise wire.wrong("add_generation_prompt", "is false; a prompt without it is gone on with by no reply")
         return None
     if add_generation_prompt:
-        raise wrong("add_generation_prompt", "is true beside continue_final_message, which begins no new message")
+        raise wire.wrong("add_generation_prompt", "is true beside continue_final_message, which begins no new message")
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or len(messages) < 2:
         where = f"messages[{len(messages) - 1}]"
-        raise wrong(where, "must be a text that the assistant has begun, behind another message, to be continued")
+        raise wire.wrong(where, "must be a text that the assistant has begun, behind another message, to be continued")
     return messages.pop()["content"]
 
 
 def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = given.get("role")
     if role not in _ROLES:
-        raise wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
+        raise wire.wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
     message = {name: value for name, value in given.items() if value is not None and name != "content"}
     message["role"] = "system" if role == "developer" else role
-    message["content"] = text_in(given.get("content"), f"{where}.content", TEXT_PARTS)
+    message["content"] = wire.text_in(given.get("content"), f"{where}.content", TEXT_PARTS)
     if (calls := message.get("tool_calls")) is not None:
         if not isinstance(calls, list):
-            raise wrong(f"{where}.tool_calls", "must be a list")
+            raise wire.wrong(f"{where}.tool_calls", "must be a list")
         for index, call in enumerate(cast("list[Any]", calls)):
             at = f"{where}.tool_calls[{index}]"
             if not isinstance(_function_in(call, at).get("arguments", ""), str | Mapping):
-                raise wrong(f"{at}.function.arguments", "must be a string")
+                raise wire.wrong(f"{at}.function.arguments", "must be a string")
     for name in ("reasoning_content", "reasoning", "name", "tool_call_id"):
         if not isinstance(message.get(name, ""), str):
-            raise wrong(f"{where}.{name}", "must be a string")
+            raise wire.wrong(f"{where}.{name}", "must be a string")
     return message
 
 
@@ -256,5 +245,5 @@ def _function_in(given: Any, where: str) -> Mapping[str, Any]:
     """Return the function of a tool or of a call."""
     function: Any = given.get("function") if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(cast("Any", function).get("name"), str):
-        raise wrong(f"{where}.function", "must be an object with a name")
+        raise wire.wrong(f"{where}.function", "must be an object with a name")
     return cast("Mapping[str, Any]", function)
