@@ -113,7 +113,7 @@ def make_app(
     backend = Backend(policy, exchanges, tokenizing, text, turns, tuple(stop_token_ids or ()))
     stored = StoredResponses(limits.response_bytes)
     others = [
-        *about_routes(policy, exchanges.metrics, trouble, version),
+        *about_routes(policy, trouble, version),
         stored.route(),
         *(admin_routes(control) if control is not None else ()),
         *(episode_routes(open_episode or _none_to_open) if episodes is not None else ()),

@@ -19,7 +19,6 @@ from titan_rl.core.errors import StateDictError, UnavailableWeightsError
 from titan_rl.serving.access import ADMIN_PREFIX, OPEN_PATHS
 from titan_rl.serving.episode_store import EPISODES, EndBody, OpenBody, RewardBody
 from titan_rl.serving.http.errors import ApiError
-from titan_rl.serving.http.exchange import ServerMetrics
 from titan_rl.serving.http.request import Body, read
 from titan_rl.serving.policy import ServedPolicy
 from titan_rl.serving.protocols.anthropic import ConversationBody, MessagesBody
@@ -29,10 +28,7 @@ from titan_rl.serving.protocols.wire import STRING, object_schema, tagged_schema
 
 
 def about_routes(
-    policy: ServedPolicy,
-    metrics: ServerMetrics,
-    trouble: Callable[[], str | None] | None = None,
-    version: Callable[[], int] | None = None,
+    policy: ServedPolicy, trouble: Callable[[], str | None] | None, version: Callable[[], int] | None
 ) -> list[Route]:
     """Make the routes for health, metrics and models.
 
@@ -40,26 +36,25 @@ def about_routes(
         trouble: Returns the reason why the policy cannot answer at present; None while it can.
         version: Returns the policy version that answers new requests, for the model's entry.
     """
-    # The fields of OpenAI's and of Anthropic's form, because both have the same path.
-    always: dict[str, object] = {
-        "id": policy.model,
-        "type": "model",
-        "display_name": policy.model,
-        "created_at": datetime.fromtimestamp(policy.created, UTC).isoformat(),
-        "object": "model",
-        "created": policy.created,
-        "owned_by": "titan_rl",
-        "max_model_len": policy.max_context,
-    }
 
-    others = policy.versions
+    def card(name: str, weight_version: int | None = None) -> dict[str, object]:
+        # The fields of OpenAI's and of Anthropic's form, because both have the same path.
+        fields: dict[str, object] = {
+            "id": name,
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(policy.created, UTC).isoformat(),
+            "object": "model",
+            "created": policy.created,
+            "owned_by": "titan_rl",
+            "max_model_len": policy.max_context,
+        }
+        return fields if weight_version is None else {**fields, "weight_version": str(weight_version)}
 
     def cards() -> list[dict[str, object]]:
-        found = [always if version is None else {**always, "weight_version": str(version())}]
-        for name in () if others is None else others.names():
-            found.append({**always, "id": name, "display_name": name})
-            if (number := others and others.version_of(name)) is not None:
-                found[-1]["weight_version"] = str(number)
+        found = [card(policy.model, None if version is None else version())]
+        if (others := policy.versions) is not None:
+            found += [card(name, others.version_of(name)) for name in others.names()]
         return found
 
     async def health(request: Request) -> Response:
@@ -68,7 +63,7 @@ def about_routes(
         return JSONResponse({"status": "ok"})
 
     async def metric_text(request: Request) -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(policy.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(request: Request) -> Response:
         data = cards()
@@ -77,7 +72,7 @@ def about_routes(
 
     async def one_model(request: Request) -> Response:
         name = policy.named(request.path_params["name"]).model
-        return JSONResponse(next((card for card in cards() if card["id"] == name), always))
+        return JSONResponse(next((each for each in cards() if each["id"] == name), card(policy.model)))
 
     return [
         Route("/health", health),
