@@ -109,44 +109,37 @@ def admin_routes(control: Control) -> list[Route]:
     """Make the routes of the admin calls. Each answers 204 when it is done, and 409 if the policy's state forbids
     it."""
 
-    async def pause(request: Request) -> Response:
+    async def pause(request: Request) -> None:
         await control.pause(read(request, PauseBody).mode)
-        return Response(status_code=204)
 
-    async def resume(request: Request) -> Response:
+    async def resume(request: Request) -> None:
         read(request, Nothing)
         await control.resume()
-        return Response(status_code=204)
 
-    async def pull(request: Request) -> Response:
+    async def pull(request: Request) -> None:
         version = read(request, PullBody).version
         try:
             await control.pull_state_dict(version)
         except UnavailableWeightsError as error:
             served = "no version is" if control.version is None else f"version {control.version} is the newest"
-            raise ApiError(
-                409,
-                f"version {version} is not published; {served}, and what is served is served on",
-                param="version",
-                code="unknown_version",
-            ) from error
-        return Response(status_code=204)
+            message = f"version {version} is not published; {served}, and what is served is served on"
+            raise ApiError(409, message, param="version", code="unknown_version") from error
 
-    async def abort(request: Request) -> Response:
+    async def abort(request: Request) -> None:
         read(request, Nothing)
         await control.abort()
-        return Response(status_code=204)
 
     def route(endpoint: Any) -> Route:
-        async def checked(request: Request) -> Response:
+        async def answer(request: Request) -> Response:
             try:
-                return await endpoint(request)
+                await endpoint(request)
             except RuntimeError as error:  # already paused, or not paused
                 raise ApiError(409, str(error)) from error
             except StateDictError as error:
                 raise ApiError(409, "no replica could pull this version; the server's log says why") from error
+            return Response(status_code=204)
 
-        return Route(f"{ADMIN_PREFIX}{endpoint.__name__}", checked, methods=["POST"])
+        return Route(f"{ADMIN_PREFIX}{endpoint.__name__}", answer, methods=["POST"])
 
     return [route(endpoint) for endpoint in (pause, resume, pull, abort)]
 
