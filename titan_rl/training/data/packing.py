@@ -113,16 +113,6 @@ class Packing:
     rows: list[list[Family]]  # no row is empty
     dropped: list[Family]  # longer than a row
 
-    @property
-    def row_lengths(self) -> list[int]:
-        return [_length(row) for row in self.rows]
-
-    @property
-    def padding_fraction(self) -> float:
-        """The share of padding when every row is as long as the longest."""
-        lengths = self.row_lengths
-        return 1 - sum(lengths) / (len(lengths) * max(lengths)) if lengths else 0.0
-
 
 def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -> Packing:
     """Pack families into as few rows as best-fit decreasing needs. The same input gives the same rows.

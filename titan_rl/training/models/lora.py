@@ -180,11 +180,6 @@ class Adapter:
                 self.layers.append(AdaptedLayer(name.removesuffix(".weight"), module, rows))
 
     @property
-    def num_elements(self) -> int:
-        """Number of entries of all matrices: the sum of rank x (in + out) over the layers."""
-        return sum(matrix.numel() for layer in self.layers for matrix in layer.matrices)
-
-    @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the matrices by their Hugging Face names."""
         return {
