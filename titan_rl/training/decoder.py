@@ -17,6 +17,9 @@ READS_PARTS = "reads_weights_of_parts"
 """Attribute of modules whose forward pass reads the weights of submodules without calling them, so that the hooks of
 these submodules do not run."""
 
+FREE = -1
+"""Placeholder for an expert that the router chooses itself."""
+
 
 class NameAdapter(Protocol):
     """Translation between the parameters of a module and the tensors of a Hugging Face folder."""

@@ -7,22 +7,16 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
-from titan_rl.training.models.architecture import KEPT
+from titan_rl.training.decoder import FREE
 
 # isort: split
-from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 
 _ALIGNMENT = 16
 """Alignment that torch's grouped kernel needs: matrix rows must have a multiple of this many bytes."""
-
-FREE = -1
-"""Placeholder for an expert that the router chooses itself."""
 
 
 class Experts(GroupedExperts):
@@ -100,37 +94,3 @@ class Router(TokenChoiceTopKRouter):
         if self.route_norm:
             chosen_BLK = chosen_BLK / chosen_BLK.sum(-1, keepdim=True)
         return chosen_BLK, ids_BLK, scores_BLE
-
-
-def moe_config(
-    *,
-    dim: int,
-    hidden_dim: int,
-    num_experts: int,
-    top_k: int,
-    renormalize: bool,
-) -> MoE.Config:
-    """Config of a router that takes the `top_k` experts of a softmax, without shared experts or a balancing bias."""
-    experts_init = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), KEPT["weight"])
-    return MoE.Config(
-        num_experts=num_experts,
-        load_balance_coeff=None,
-        router=Router.Config(
-            num_experts=num_experts,
-            gate=Linear.Config(in_features=dim, out_features=num_experts, bias=False, param_init=KEPT),
-            top_k=top_k,
-            score_func="softmax",
-            route_norm=renormalize,
-        ),
-        routed_experts=RoutedExperts.Config(
-            inner_experts=Experts.Config(
-                dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, param_init=experts_init
-            ),
-            token_dispatcher=LocalTokenDispatcher.Config(num_experts=num_experts, top_k=top_k),
-        ),
-    )
-
-
-def routers(model: nn.Module) -> list[Router]:
-    """The routers in the order of the layers; none in a dense model."""
-    return [module for module in model.modules() if isinstance(module, Router)]

@@ -1,95 +1,377 @@
-"""Model families of torchtitan's implementation: Qwen3, dense and with a mixture of experts, and Llama 3."""
+"""Model families of torchtitan's implementation, built from config.json: Qwen3, dense and with a mixture of experts,
+and Llama 3. The attention, the output layer and the rotary embeddings of torchtitan's models are replaced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.architecture import Architecture, Dimensions, HalvesRoPE, PairsRoPE, rope_scaling
-from titan_rl.training.models.choice import TORCHTITAN_ROPE
-from titan_rl.training.models.experts import moe_config
+from titan_rl.training.attention.attention import Layout
+from titan_rl.training.models.experts import Experts, Router
+from titan_rl.training.selected_logprobs import VocabularyShard, selected_logprobs
 
 # isort: split
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import MoE, RoutedExperts
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.rope import RoPE
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.protocols.module import Module
 
 
-def _build_qwen3(size: Dimensions, hf: Mapping[str, Any]) -> Qwen3Model.Config:
-    rope = HalvesRoPE.Config(
-        dim=size.head_dim,
-        max_seq_len=size.max_context,
-        theta=float(size.rope["rope_theta"]),
-        **rope_scaling(size.rope, TORCHTITAN_ROPE["qwen3"]),
-    )
-    layers = [
-        Qwen3TransformerBlock.Config(
-            attention_norm=size.norm(),
-            ffn_norm=size.norm(),
-            attention=size.attention(rope, qk_norm=size.norm(size.head_dim)),
-            **_mlp(size, hf),
-        )
-        for _ in range(size.num_layers)
-    ]
-    return size.decoder(Qwen3Model.Config, layers)
+class DocumentAttention(Module):
+    """torchtitan inner attention whose attention mask is a `Layout`, which computes the attention."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: Layout,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attend within documents. Batch and length of the result are those of the query.  # [B, L, N, H]"""
+        return attention_masks.attend(q_BLNH, k_BLNH, v_BLNH, scale=scale, enable_gqa=enable_gqa)
 
 
-def _mlp(size: Dimensions, hf: Mapping[str, Any]) -> dict[str, Any]:
-    if hf["model_type"] == "qwen3":
-        return {"feed_forward": size.feed_forward()}
-    num_experts = hf.get("num_experts", hf.get("num_local_experts"))
-    if num_experts is None:
-        raise ModelError("config.json lacks 'num_experts'")
+class VocabularyHead(Linear):
+    """torchtitan's output layer, extended to score tokens. With tensor parallelism each rank has a part of the
+    vocabulary, and scoring gathers no logits."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(
+        self,
+        hidden_ND: torch.Tensor,
+        targets_N: torch.Tensor | None = None,
+        temperatures_N: torch.Tensor | None = None,
+    ) -> Any:
+        """Return the whole logits on every rank, [N, V]. With targets and their temperatures, return the result of
+        `selected_logprobs` instead."""
+        weight_VD, shard = self.weight, None
+        if torch.is_autocast_enabled(hidden_ND.device.type):
+            dtype = torch.get_autocast_dtype(hidden_ND.device.type)
+            hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
+        if isinstance(weight_VD, DTensor):
+            _, (start, _) = compute_local_shape_and_global_offset(
+                weight_VD.shape, weight_VD.device_mesh, weight_VD.placements
+            )
+            weight_VD, shard = weight_VD.to_local(), VocabularyShard(start, weight_VD.device_mesh)
+        if targets_N is None or temperatures_N is None:
+            logits_NV = F.linear(hidden_ND, weight_VD)
+            if shard is None:
+                return logits_NV
+            shape = torch.Size((len(hidden_ND), len(self.weight)))  # ranks may have unequal parts
+            of_all = DTensor.from_local(logits_NV, shard.mesh, [Shard(-1)], shape=shape, stride=(shape[1], 1))
+            return of_all.full_tensor()
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            return selected_logprobs(hidden_ND, weight_VD, targets_N, temperatures_N, shard=shard)
+
+
+class HalvesRoPE(CosSinRoPE):
+    """torchtitan's rotation of the halves of a head, with YaRN's attention factor.
+
+    torchtitan omits YaRN's factor on attention scores. Here it is applied to cosines and sines, as in transformers and
+    vLLM: queries and keys are each scaled by its square root.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        attention_factor: float = 1.0
+
+    config: Config
+
+    def _precompute_cache(self) -> torch.Tensor:
+        return super()._precompute_cache() * self.config.attention_factor
+
+
+class PairsRoPE(ComplexRoPE):
+    """torchtitan's rotation of neighbouring entries, with YaRN's attention factor; see `HalvesRoPE`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ComplexRoPE.Config):
+        attention_factor: float = 1.0
+
+    config: Config
+
+    def _precompute_cache(self) -> torch.Tensor:
+        return super()._precompute_cache() * self.config.attention_factor
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert `rope_parameters` of config.json, of a type in `TORCHTITAN_ROPE`, to arguments of `HalvesRoPE.Config` and
+    `PairsRoPE.Config`.
+
+    Raises:
+        ModelError: A value is missing.
+
+    Example: factor 4 over 32,768 positions, `{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
+    32768}`, scales attention by (0.1 ln 4 + 1)^2.
+    """
+    rope_type = rope["rope_type"]
     try:
-        hidden_dim, top_k = hf["moe_intermediate_size"], hf["num_experts_per_tok"]
+        match rope_type:
+            case "llama3":
+                return {
+                    "scaling": "llama",
+                    "scaling_factor": float(rope["factor"]),
+                    "low_freq_factor": float(rope["low_freq_factor"]),
+                    "high_freq_factor": float(rope["high_freq_factor"]),
+                    "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
+                }
+            case "yarn":
+                return {
+                    "scaling": "yarn",
+                    "rope_factor": float(rope["factor"]),
+                    "beta_fast": float(rope.get("beta_fast") or 32),
+                    "beta_slow": float(rope.get("beta_slow") or 1),
+                    "original_seq_len": int(rope["original_max_position_embeddings"]),
+                    "truncate": bool(rope.get("truncate", True)),
+                    "attention_factor": _attention_factor(rope),
+                }
+            case _:
+                return {}
     except KeyError as error:
-        raise ModelError(f"config.json lacks {error.args[0]!r}") from None
-    return {
-        "moe": moe_config(
-            dim=size.dim,
-            hidden_dim=hidden_dim,
-            num_experts=num_experts,
-            top_k=top_k,
-            renormalize=bool(hf.get("norm_topk_prob", False)),
-        )
-    }
+        raise ModelError(f"config.json lacks {error.args[0]!r} in its rope parameters of type {rope_type!r}") from None
 
 
-QWEN3 = Architecture(
-    build=_build_qwen3,
-    adapter=Qwen3StateDictAdapter,
-    plan_sharding=lambda config: set_qwen3_sharding_config(config, enable_sp=False, enable_ep=False),
+def _attention_factor(rope: Mapping[str, Any]) -> float:
+    """Scale of YaRN's cosines and sines (arXiv:2309.00071, section 3.4)."""
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+
+    weight, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    return scale(weight) / scale(of_all) if weight and of_all else scale(1.0)
+
+
+def _keep(parameter: Any) -> None:
+    """Initializer that does nothing, since weights are always loaded. torchtitan's configs require one."""
+
+
+KEPT: dict[str, Callable[..., Any]] = {"weight": _keep}
+
+REQUIRED = (
+    "hidden_size",
+    "vocab_size",
+    "rms_norm_eps",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
 )
 
 
-def _build_llama3(size: Dimensions, hf: Mapping[str, Any]) -> Llama3Model.Config:
-    rope = PairsRoPE.Config(
-        dim=size.head_dim,
-        max_seq_len=size.max_context,
-        theta=float(size.rope["rope_theta"]),
-        **rope_scaling(size.rope, TORCHTITAN_ROPE["llama"]),
-    )
-    layers = [
-        Llama3TransformerBlock.Config(
-            attention_norm=size.norm(),
-            ffn_norm=size.norm(),
-            attention=size.attention(rope),
-            feed_forward=size.feed_forward(),
-        )
-        for _ in range(size.num_layers)
-    ]
-    return size.decoder(Llama3Model.Config, layers)
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """Dimensions of a decoder, and the parts of a model config that follow from them."""
 
+    dim: int
+    vocab_size: int
+    eps: float
+    num_layers: int
+    hidden_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Mapping[str, Any]  # rope_theta and the scaling
+    tied: bool
+
+    @classmethod
+    def of(cls, hf: Mapping[str, Any], max_context: int) -> Dimensions:
+        """Read the dimensions of a config.json.
+
+        Raises:
+            ModelError: A field is missing, or the model has fewer positions than `max_context`.
+        """
+        if (missing := next((name for name in REQUIRED if name not in hf), None)) is not None:
+            raise ModelError(f"config.json lacks {missing!r}")
+        positions = hf.get("max_position_embeddings", max_context)
+        if positions < max_context:
+            raise ModelError(f"config.json has max_position_embeddings {positions}; {max_context} positions are needed")
+        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        rope.setdefault("rope_type", rope.get("type", "default"))
+        rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
+        rope.setdefault("original_max_position_embeddings", hf.get("original_max_position_embeddings", positions))
+        if rope["rope_type"] == "yarn" and rope.get("factor") is None:
+            rope["factor"] = positions / rope["original_max_position_embeddings"]
+        return cls(
+            dim=hf["hidden_size"],
+            vocab_size=hf["vocab_size"],
+            eps=hf["rms_norm_eps"],
+            num_layers=hf["num_hidden_layers"],
+            hidden_dim=hf["intermediate_size"],
+            num_heads=hf["num_attention_heads"],
+            num_kv_heads=hf["num_key_value_heads"],
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            rope=rope,
+            tied=bool(hf.get("tie_word_embeddings", False)),
+        )
+
+    def norm(self, size: int | None = None) -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=size or self.dim, eps=self.eps, param_init=KEPT)
+
+    def attention(self, rope: RoPE.Config, *, qk_norm: RMSNorm.Config | None = None) -> Any:
+        return make_gqa_config(
+            dim=self.dim,
+            n_heads=self.num_heads,
+            n_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            wqkv_param_init=KEPT,
+            wo_param_init=KEPT,
+            inner_attention=DocumentAttention.Config(),
+            # Separate projections have the layout of the published weights, so publishing needs no copy.
+            fuse_qkv=False,
+            rope=rope,
+            qk_norm=qk_norm,
+        )
+
+    def feed_forward(self) -> Any:
+        return make_ffn_config(dim=self.dim, hidden_dim=self.hidden_dim, w1_param_init=KEPT, w2w3_param_init=KEPT)
+
+    def mixture(self, hf: Mapping[str, Any]) -> MoE.Config:
+        """Config of a router that takes the best experts of a softmax, without shared experts or a balancing bias.
+
+        Raises:
+            ModelError: A field of config.json is missing.
+        """
+        num_experts = hf.get("num_experts", hf.get("num_local_experts"))
+        if num_experts is None:
+            raise ModelError("config.json lacks 'num_experts'")
+        try:
+            hidden_dim, top_k = hf["moe_intermediate_size"], hf["num_experts_per_tok"]
+        except KeyError as error:
+            raise ModelError(f"config.json lacks {error.args[0]!r}") from None
+        return MoE.Config(
+            num_experts=num_experts,
+            load_balance_coeff=None,
+            router=Router.Config(
+                num_experts=num_experts,
+                gate=Linear.Config(in_features=self.dim, out_features=num_experts, bias=False, param_init=KEPT),
+                top_k=top_k,
+                score_func="softmax",
+                route_norm=bool(hf.get("norm_topk_prob", False)),
+            ),
+            routed_experts=RoutedExperts.Config(
+                inner_experts=Experts.Config(
+                    dim=self.dim,
+                    hidden_dim=hidden_dim,
+                    num_experts=num_experts,
+                    param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _keep),
+                ),
+                token_dispatcher=LocalTokenDispatcher.Config(num_experts=num_experts, top_k=top_k),
+            ),
+        )
+
+    def decoder(self, config_class: type[Any], layers: list[Any]) -> Any:
+        return config_class(
+            dim=self.dim,
+            vocab_size=self.vocab_size,
+            norm=self.norm(),
+            enable_weight_tying=self.tied,
+            tok_embeddings=Embedding.Config(num_embeddings=self.vocab_size, embedding_dim=self.dim, param_init=KEPT),
+            lm_head=VocabularyHead.Config(in_features=self.dim, out_features=self.vocab_size, param_init=KEPT),
+            layers=layers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model family of torchtitan.
+
+    Args:
+        model: Class of the model.
+        block: Class of its layers.
+        rope: Class of its rotary embeddings.
+        adapter: Class that translates parameter names.
+        plan_sharding: Sets the tensor-parallel sharding in a model config.
+        has_qk_norm: Whether queries and keys are normalized.
+    """
+
+    model: type[Any]
+    block: type[Any]
+    rope: type[Any]
+    adapter: type[Any]
+    plan_sharding: Callable[[Any], None]
+    has_qk_norm: bool = False
+
+    def config(self, hf: Mapping[str, Any], max_context: int) -> Any:
+        """Build torchtitan's model config.
+
+        Args:
+            hf: Content of config.json.
+            max_context: Most positions that will be used; this determines the size of the rotary caches.
+
+        Raises:
+            ModelError: A field is missing, or the model has fewer positions than `max_context`.
+        """
+        size = Dimensions.of(hf, max_context)
+        rope = self.rope.Config(
+            dim=size.head_dim,
+            max_seq_len=max_context,
+            theta=float(size.rope["rope_theta"]),
+            **_rope_scaling(size.rope),
+        )
+        is_mixture = hf["model_type"] == "qwen3_moe"
+        layers = [
+            self.block.Config(
+                attention_norm=size.norm(),
+                ffn_norm=size.norm(),
+                attention=size.attention(rope, qk_norm=size.norm(size.head_dim) if self.has_qk_norm else None),
+                **({"moe": size.mixture(hf)} if is_mixture else {"feed_forward": size.feed_forward()}),
+            )
+            for _ in range(size.num_layers)
+        ]
+        return size.decoder(self.model.Config, layers)
+
+
+QWEN3 = Architecture(
+    Qwen3Model,
+    Qwen3TransformerBlock,
+    HalvesRoPE,
+    Qwen3StateDictAdapter,
+    lambda config: set_qwen3_sharding_config(config, enable_sp=False, enable_ep=False),
+    has_qk_norm=True,
+)
 
 LLAMA3 = Architecture(
-    build=_build_llama3,
-    adapter=Llama3StateDictAdapter,
-    plan_sharding=lambda config: set_llama3_sharding_config(config, enable_sp=False),
+    Llama3Model,
+    Llama3TransformerBlock,
+    PairsRoPE,
+    Llama3StateDictAdapter,
+    lambda config: set_llama3_sharding_config(config, enable_sp=False),
 )
 
 ARCHITECTURES: dict[str, Architecture] = {"qwen3": QWEN3, "qwen3_moe": QWEN3, "llama": LLAMA3}

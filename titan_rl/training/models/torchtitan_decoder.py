@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -12,11 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.training.attention.attention import Layout
-from titan_rl.training.attention.document_attention import DocumentAttention
-from titan_rl.training.models.architecture import Architecture, Dimensions
 from titan_rl.training.models.expert_parallel import divide_experts, shard_experts
-from titan_rl.training.models.experts import routers
-from titan_rl.training.models.families import ARCHITECTURES
+from titan_rl.training.models.experts import Router
+from titan_rl.training.models.families import ARCHITECTURES, Architecture, DocumentAttention
 from titan_rl.training.models.lora import with_adapter
 from titan_rl.training.settings import AdapterConfig
 
@@ -25,6 +23,8 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.protocols.sharding import ShardingConfig
+
+T = TypeVar("T")
 
 
 class TorchtitanAdapter:
@@ -71,7 +71,7 @@ class TorchtitanDecoder:
         base_dtype: torch.dtype | None = None,
     ) -> None:
         architecture = ARCHITECTURES[hf["model_type"]]
-        config = architecture.build(Dimensions.of(hf, max_context), hf)
+        config = architecture.config(hf, max_context)
         if splits_matrices:
             architecture.plan_sharding(config)
             # The head takes inputs that every rank has whole, and joins the ranks' results itself.
@@ -91,7 +91,7 @@ class TorchtitanDecoder:
         self.is_tied: bool = self.module.enable_weight_tying
         self.adapter = TorchtitanAdapter(architecture, config)
         self.optional_names = frozenset({"lm_head.weight"}) if self.is_tied else frozenset[str]()
-        self.routers = routers(self.module)
+        self.routers = self._modules_of(Router)
 
     @property
     def blocks(self) -> Mapping[str, nn.Module]:
@@ -103,7 +103,7 @@ class TorchtitanDecoder:
 
     @property
     def uncompiled(self) -> Sequence[nn.Module]:
-        return [module for module in self.module.modules() if isinstance(module, (DocumentAttention, MoE))]
+        return [*self._modules_of(DocumentAttention), *self._modules_of(MoE)]
 
     def hidden(self, token_ids_BL: torch.Tensor, positions_BL: torch.Tensor, layout: Layout) -> torch.Tensor:
         return self.module(token_ids_BL, positions_BL, layout)
@@ -121,7 +121,7 @@ class TorchtitanDecoder:
             self.module.tok_embeddings.weight = self.head.weight  # sharding has untied them
 
     def divide_experts(self, mesh: Any) -> None:
-        for routed in self._experts():
+        for routed in self._modules_of(RoutedExperts):
             divide_experts(routed, mesh)
 
     def shard(self, mesh: Any, dtype: torch.dtype, *, offload: bool, same_experts: Any = None) -> None:
@@ -131,11 +131,12 @@ class TorchtitanDecoder:
             }
             if offload:
                 options["offload_policy"] = CPUOffloadPolicy()
-            for routed in self._experts():
+            for routed in self._modules_of(RoutedExperts):
                 shard_experts(routed.inner_experts, same_experts, **options)
         apply_fsdp_to_decoder(
             self.module, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False, cpu_offload=offload
         )
 
-    def _experts(self) -> list[RoutedExperts]:
-        return [module for module in self.module.modules() if isinstance(module, RoutedExperts)]
+    def _modules_of(self, kind: type[T]) -> list[T]:
+        """Modules of a class, in the order of the layers."""
+        return [module for module in self.module.modules() if isinstance(module, kind)]
