@@ -73,7 +73,7 @@ def test_the_compiled_kernel_of_flex_attention_attends_as_buckets_do():
     block_mask = layout_blocks(documents).block_mask
     found = torch.compile(flex_attention)(q, k, v, block_mask=block_mask, scale=0.3, enable_gqa=True)
     assert isinstance(found, torch.Tensor)
-    expected = layout_documents(documents).attend(*qkv, scale=0.3, enable_gqa=True)
+    expected = layout_documents(documents).attend(*qkv, scale=0.3)
     torch.testing.assert_close(found.transpose(1, 2), expected, rtol=0, atol=1e-5)
 
 

@@ -33,8 +33,7 @@ def test_the_kernel_attends_as_buckets_do_with_gradients(dtype: torch.dtype, tol
         ]
         upstream = torch.randn(qkv[0].shape, generator=generator, device="cuda", dtype=dtype)
         found, expected = (
-            lay_out(documents, "cuda").attend(*qkv, scale=0.1, enable_gqa=True)
-            for lay_out in (layout_blocks, layout_documents)
+            lay_out(documents, "cuda").attend(*qkv, scale=0.1) for lay_out in (layout_blocks, layout_documents)
         )
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         gradients = (torch.autograd.grad(out, qkv, upstream) for out in (found, expected))

@@ -51,7 +51,7 @@ def test_shared_prompts_of_realistic_length_keep_no_scores(lay_out: Any) -> None
     layout = lay_out(documents, "cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    layout.attend(*qkv, enable_gqa=True).float().square().mean().backward()
+    layout.attend(*qkv).float().square().mean().backward()
     peak = torch.cuda.max_memory_allocated() - before
     scores = heads * 7 * 2048 * 3072
     assert peak < 2 * scores, "torch's math kernel keeps 12 bytes of each score"

@@ -67,10 +67,7 @@ def test_flex_attention_attends_as_buckets_do() -> None:
     qkv = [
         torch.randn(1, 680, heads, 64, generator=generator, device="cuda", requires_grad=True) for heads in (4, 2, 2)
     ]
-    outputs = [
-        lay_out(documents, "cuda").attend(*qkv, scale=0.1, enable_gqa=True)
-        for lay_out in (layout_blocks, layout_documents)
-    ]
+    outputs = [lay_out(documents, "cuda").attend(*qkv, scale=0.1) for lay_out in (layout_blocks, layout_documents)]
     torch.testing.assert_close(*outputs, rtol=2e-3, atol=2e-3)
     gradients = (torch.autograd.grad(output.sum(), qkv) for output in outputs)
     for gradient, reference in zip(*gradients, strict=True):
@@ -84,10 +81,9 @@ def test_ranks_that_share_tokens_attend_as_one_does(lay_out: Callable[..., Any])
     qkv = [
         torch.randn(1, 680, heads, 64, generator=generator, device="cuda", requires_grad=True) for heads in (4, 2, 2)
     ]
-    how = {"scale": 0.1, "enable_gqa": True}
     outputs = [
-        attended_by_all(lay_out, documents, 3, qkv, **how),
-        layout_documents(documents, "cuda").attend(*qkv, **how),
+        attended_by_all(lay_out, documents, 3, qkv, scale=0.1),
+        layout_documents(documents, "cuda").attend(*qkv, scale=0.1),
     ]
     torch.testing.assert_close(*outputs, rtol=2e-3, atol=2e-3)
     gradients = (torch.autograd.grad(output.sum(), qkv) for output in outputs)

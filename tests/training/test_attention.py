@@ -37,9 +37,7 @@ def test_equals_dense_masked_attention_with_gradients(lengths: list[int], seed: 
     upstream = torch.randn(2, row, 4, 8, generator=generator)
 
     attention = DocumentAttention.Config().build()
-    out = attention(
-        q, k, v, attention_masks=layout_documents([Document(length) for length in lengths]), scale=0.3, enable_gqa=True
-    )
+    out = attention(q, k, v, attention_masks=layout_documents([Document(length) for length in lengths]), scale=0.3)
     expected = dense(q, k, v, lengths).view_as(out)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     gradients = torch.autograd.grad(out, (q, k, v), upstream)
@@ -72,7 +70,7 @@ def test_heads_repeated_for_a_kernel_without_groups_change_nothing(monkeypatch: 
     qkv = [torch.randn(1, 40, heads, 16, generator=generator, requires_grad=True) for heads in (6, 2, 2)]
 
     def attended() -> tuple[torch.Tensor, ...]:
-        out = layout_documents(documents).attend(*qkv, enable_gqa=True)
+        out = layout_documents(documents).attend(*qkv)
         return out, *torch.autograd.grad(out.square().sum(), qkv)
 
     expected = attended()
@@ -100,7 +98,7 @@ def test_what_a_layer_keeps_for_the_backward_pass_does_not_grow_with_the_scores(
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            layout_documents(documents).attend(*qkv, enable_gqa=True)
+            layout_documents(documents).attend(*qkv)
         return sum(found.values())
 
     vectors = 4 * heads * head_dim * (2 * tokens + 2 * (tokens + siblings * prefix))  # q, out, repeated k and v
@@ -143,7 +141,7 @@ def test_suffixes_see_their_prefix_and_themselves(families: list[tuple[int, list
     upstream = torch.randn(1, position, 4, 8, generator=generator)
 
     attention = DocumentAttention.Config().build()
-    out = attention(q, k, v, attention_masks=layout_documents(documents), scale=0.3, enable_gqa=True)
+    out = attention(q, k, v, attention_masks=layout_documents(documents), scale=0.3)
     parts: list[torch.Tensor] = []
     for prefix, own in spans:
         keys = [*prefix, *own]

@@ -47,8 +47,8 @@ def test_together_they_attend_as_one_rank_does_with_gradients(
     generator = torch.Generator().manual_seed(seed)
     qkv = [torch.randn(1, num_tokens, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
     upstream = torch.randn(1, num_tokens, 4, 8, generator=generator)
-    found = attended_by_all(lay_out, documents, size, qkv, scale=0.3, enable_gqa=True)
-    expected = layout_documents(documents).attend(*qkv, scale=0.3, enable_gqa=True)
+    found = attended_by_all(lay_out, documents, size, qkv, scale=0.3)
+    expected = layout_documents(documents).attend(*qkv, scale=0.3)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     gradients = (torch.autograd.grad(out, qkv, upstream) for out in (found, expected))
     for gradient, reference in zip(*gradients, strict=True):

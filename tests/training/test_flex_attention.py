@@ -52,8 +52,7 @@ def test_attends_as_buckets_do_with_gradients(families: Families, seed: int):
     upstream = torch.randn(2, half, 4, 8, generator=torch.Generator().manual_seed(seed))
     attention = DocumentAttention.Config().build()
     found, expected = (
-        attention(*qkv, attention_masks=lay_out(documents), scale=0.3, enable_gqa=True)
-        for lay_out in (layout_blocks, layout_documents)
+        attention(*qkv, attention_masks=lay_out(documents), scale=0.3) for lay_out in (layout_blocks, layout_documents)
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     gradients = (torch.autograd.grad(out, qkv, upstream) for out in (found, expected))
@@ -122,7 +121,7 @@ def test_torchs_operator_attends_as_buckets_do_under_these_blocks(monkeypatch: p
         found = torch_flex.flex_attention(q, k, v, block_mask=block_mask, scale=0.3, enable_gqa=True)
     assert isinstance(found, torch.Tensor)
     found = found.transpose(1, 2)
-    expected = layout_documents(documents).attend(*qkv, scale=0.3, enable_gqa=True)
+    expected = layout_documents(documents).attend(*qkv, scale=0.3)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(seed))
     gradients = (torch.autograd.grad(out, qkv, upstream) for out in (found, expected))

@@ -313,7 +313,6 @@ class ShapeLayout:
         v_BLNH: torch.Tensor,
         *,
         scale: float | None = None,
-        enable_gqa: bool = False,
         variant: Variant = PLAIN,
     ) -> torch.Tensor:
         """Allocate the tensors that attention allocates: copies of queries, keys and values if they are gathered, the

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_rl.core.errors import ConfigError
 from titan_rl.training.attention.attention import Layout, layout_documents
-from titan_rl.training.attention.flex_attention import layout_blocks
+from titan_rl.training.attention.flex_attention import NO_VARIANTS, layout_blocks
 from titan_rl.training.choices import ActivationCheckpointing, Attention, DType, Implementation
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
@@ -52,10 +52,7 @@ def choose_attention(attention: Attention, device_type: str, head_dim: int, *, h
         ConfigError: The setting is "flex", which cannot compute the model.
     """
     if attention == "flex" and has_variants:
-        raise ConfigError(
-            'training.attention = "flex" has no sliding windows, caps on scores or sinks, which this model needs; '
-            'set it to "auto" or "document"'
-        )
+        raise ConfigError(NO_VARIANTS)
     if attention != "auto":
         return attention
     return "flex" if device_type == "cuda" and head_dim >= FLEX_HEAD_DIM and not has_variants else "document"

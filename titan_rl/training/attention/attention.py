@@ -14,6 +14,7 @@ everything else of a token stays on its rank.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -175,9 +176,27 @@ class Layout(Protocol):
         v_BLNH: torch.Tensor,
         *,
         scale: float | None = None,
-        enable_gqa: bool = False,
         variant: Variant = PLAIN,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Attend within documents. Several query heads may share one head of keys and values.  # [B, L, N, H]"""
+        ...
+
+
+class CurrentLayout:
+    """Layout of the batch that a decoder is computing in this thread, shared by its modules. In a thread of torch,
+    which may recompute a part for the backward pass, it is the layout of the last batch."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        self._last: Layout | None = None
+
+    def set(self, layout: Layout) -> None:
+        self._of_thread.layout = self._last = layout
+
+    def get(self) -> Layout:
+        layout: Layout | None = getattr(self._of_thread, "layout", self._last)
+        assert layout is not None, "a pass sets the layout first"
+        return layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +305,6 @@ class DocumentLayout:
         v_BLNH: torch.Tensor,
         *,
         scale: float | None = None,
-        enable_gqa: bool = False,
         variant: Variant = PLAIN,
     ) -> torch.Tensor:
         """Attend within documents. Value heads may differ in size from query and key heads.
@@ -308,9 +326,7 @@ class DocumentLayout:
                     )
                     for x, own in zip(of_all, (k, v), strict=True)
                 )
-            if torch.is_autocast_enabled(
-                q.device.type
-            ):  # so that the mask is built once in this dtype, not in each layer
+            if torch.is_autocast_enabled(q.device.type):  # here, so that all layers share a mask of this dtype
                 q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
             mask = bucket.mask_of(variant, q.device)
             added = None if mask is None else mask.added(q.dtype, variant.window)
@@ -320,7 +336,8 @@ class DocumentLayout:
             kernel = choose_kernel(
                 q.device.type, q.dtype, q.shape[-1], masked=added is not None or q.shape[-1] != v.shape[-1]
             )
-            if enable_gqa and not kernel.takes_groups:
+            is_grouped = q.shape[2] != k.shape[2]
+            if is_grouped and not kernel.takes_groups:
                 k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
             with sdpa_kernel(list(kernel.backends)) if kernel.backends else nullcontext():
                 out = F.scaled_dot_product_attention(
@@ -328,7 +345,7 @@ class DocumentLayout:
                     attn_mask=added,
                     is_causal=added is None,
                     scale=scale,
-                    enable_gqa=enable_gqa and kernel.takes_groups,
+                    enable_gqa=is_grouped and kernel.takes_groups,
                 )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return _Ungather.apply(torch.cat(outputs), self).view(*q_BLNH.shape[:-1], v_BLNH.shape[-1])

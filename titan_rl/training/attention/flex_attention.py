@@ -27,6 +27,11 @@ KERNEL: FlexKernelOptions = {"BACKEND": "TRITON"}
 """The kernel for sequences of any length. For fewer than `BLOCK` queries torch would otherwise select its decoding
 kernel, which does not compile for a varying number of queries."""
 
+NO_VARIANTS = (
+    'training.attention = "flex" has no sliding windows, caps on scores or sinks, which this model needs; set it to '
+    '"auto" or "document"'
+)
+
 MAX_KERNELS = 64
 """Most kernels to compile. Each combination of dtype, number of heads, scale and use of gradients needs its own, and
 torch stops compiling after 8 by default."""
@@ -48,7 +53,6 @@ class BlockLayout:
         v_BLNH: torch.Tensor,
         *,
         scale: float | None = None,
-        enable_gqa: bool = False,
         variant: Variant = PLAIN,
     ) -> torch.Tensor:
         """Attend within documents.  # [B, L, N, H]
@@ -57,10 +61,7 @@ class BlockLayout:
             ConfigError: The variant is not plain attention.
         """
         if variant is not PLAIN:
-            raise ConfigError(
-                'training.attention = "flex" has no sliding windows, caps on scores or sinks, which this model needs; '
-                'set it to "auto" or "document"'
-            )
+            raise ConfigError(NO_VARIANTS)
         device = q_BLNH.device.type
         tokens = [x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH)]
         if self.share is not None:
@@ -68,6 +69,7 @@ class BlockLayout:
         q, k, v = (x.transpose(0, 1)[None] for x in tokens)  # [1, N, num_queries or num_keys, H]
         if torch.is_autocast_enabled(device):
             q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+        enable_gqa = q.shape[1] != k.shape[1]
         if device == "cpu":  # torch's flex attention has no backward pass there
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(), scale=scale, enable_gqa=enable_gqa)
         else:

@@ -55,11 +55,10 @@ class DocumentAttention(Module):
         *,
         attention_masks: Layout,
         scale: float | None = None,
-        enable_gqa: bool = False,
         **_: Any,
     ) -> torch.Tensor:
         """Attend within documents. Batch and length of the result are those of the query.  # [B, L, N, H]"""
-        return attention_masks.attend(q_BLNH, k_BLNH, v_BLNH, scale=scale, enable_gqa=enable_gqa)
+        return attention_masks.attend(q_BLNH, k_BLNH, v_BLNH, scale=scale)
 
 
 class VocabularyHead(Linear):

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from titan_rl.core.errors import ModelError
-from titan_rl.training.attention.attention import Layout
+from titan_rl.training.attention.attention import CurrentLayout
 from titan_rl.training.decoder import READS_PARTS
 from titan_rl.training.models.choice import RECURRENT
 
@@ -30,27 +30,19 @@ _PARAMETERS = ("A_log", "dt_bias")
 """Parameters of modules that compute a recurrent state."""
 
 
-class LayoutSource(Protocol):
-    """Source of the layout of the batch that is being computed."""
-
-    def get(self) -> Layout:
-        """The current layout."""
-        ...
-
-
 class RecurrentMixer:
     """Replaces the forward pass of a mixer by one that computes each document of the batch separately.
 
     Args:
         mixer: Mixer of transformers, which computes outputs from `hidden_states` of [num_sequences, length,
             hidden_size].
-        layouts: Source of the documents of each batch.
+        current_layout: Documents of the batch that is being computed.
     """
 
-    def __init__(self, mixer: Any, layouts: LayoutSource) -> None:
+    def __init__(self, mixer: Any, current_layout: CurrentLayout) -> None:
         self._name = type(mixer).__name__
         self._forward = mixer.forward
-        self._layouts = layouts
+        self._current_layout = current_layout
         setattr(mixer, READS_PARTS, True)  # for example, of its convolution
         mixer.forward = torch.compiler.disable(self.forward)  # the shapes depend on the documents
 
@@ -66,13 +58,13 @@ class RecurrentMixer:
                 f"transformers passes {', '.join(unknown)} to {self._name}, which the library does not divide into "
                 "documents; this family cannot be trained"
             )
-        layout = self._layouts.get()
+        layout = self._current_layout.get()
         if layout.share is not None:
             raise ModelError(f"{self._name} needs all tokens of a document; set training.context_parallel = 1")
         return layout.sequences.apply(self._forward, hidden_states)
 
 
-def divide_mixers(causal: Any, layouts: LayoutSource) -> None:
+def divide_mixers(causal: Any, current_layout: CurrentLayout) -> None:
     """Make all mixers of a model compute each document separately.
 
     Raises:
@@ -94,7 +86,7 @@ def divide_mixers(causal: Any, layouts: LayoutSource) -> None:
             f"modules that compute it in model_type {family!r}; this family cannot be trained"
         )
     for mixer in mixers.values():
-        RecurrentMixer(mixer, layouts)
+        RecurrentMixer(mixer, current_layout)
 
 
 def _sign(module: nn.Module) -> str | None:

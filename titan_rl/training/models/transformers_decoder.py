@@ -6,7 +6,6 @@ model does not let one of them be plugged in, an error is raised before anything
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -30,7 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from titan_rl.core.errors import ModelError, in_one_line
-from titan_rl.training.attention.attention import Layout
+from titan_rl.training.attention.attention import CurrentLayout, Layout
 from titan_rl.training.attention.variants import PLAIN, Variant
 from titan_rl.training.decoder import FREE, PREFIX
 from titan_rl.training.models.choice import STATEFUL, is_longrope, longest_context
@@ -49,23 +48,6 @@ _WITHOUT_EFFECT = frozenset(
      "logits_to_keep", "num_items_in_batch"}
 )  # fmt: skip
 """Arguments of attention functions that do not affect the scores, or that are the default of a decoder."""
-
-
-class CurrentLayout:
-    """Layout of the batch that a decoder is computing in this thread, shared by its attention modules. In a thread of
-    torch, which may recompute a part for the backward pass, it is the layout of the last batch."""
-
-    def __init__(self) -> None:
-        self._of_thread = threading.local()
-        self._last: Layout | None = None
-
-    def set(self, layout: Layout) -> None:
-        self._of_thread.layout = self._last = layout
-
-    def get(self) -> Layout:
-        layout: Layout | None = getattr(self._of_thread, "layout", self._last)
-        assert layout is not None, "a pass sets the layout first"
-        return layout
 
 
 @torch.compiler.disable
@@ -115,8 +97,7 @@ def attend(
     if sliding_window is not None or softcap is not None or s_aux is not None:
         variant = Variant(sliding_window, softcap, s_aux)
     q_BLNH, k_BLMH, v_BLMH = (x.transpose(1, 2) for x in (query, key, value))
-    is_grouped = q_BLNH.shape[2] != k_BLMH.shape[2]
-    return layout.attend(q_BLNH, k_BLMH, v_BLMH, scale=scaling, enable_gqa=is_grouped, variant=variant), None
+    return layout.attend(q_BLNH, k_BLMH, v_BLMH, scale=scaling, variant=variant), None
 
 
 AttentionInterface.register(ATTENTION, attend)
