@@ -60,19 +60,10 @@ def selected_logprobs(
     """
     chunk = max(1, chunk_logits // max(1, len(weight_VD)))
     targets_NJ = targets_N if targets_N.dim() == 2 else targets_N[:, None]
-    layer = _OutputLayer(softcap, shard)
     logprobs_NJ, entropies_N = _SelectedLogprobs.apply(
-        hidden_ND, weight_VD, bias_V, targets_NJ, temperatures_N, layer, chunk
+        hidden_ND, weight_VD, bias_V, targets_NJ, temperatures_N, softcap, shard, chunk
     )
     return logprobs_NJ.view(targets_N.shape), entropies_N
-
-
-@dataclass(frozen=True, slots=True)
-class _OutputLayer:
-    """Properties of the output layer besides its weights."""
-
-    softcap: float | None
-    shard: VocabularyShard | None
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -86,17 +77,18 @@ class _SelectedLogprobs(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         targets_NJ: torch.Tensor,
         temperatures_N: torch.Tensor,
-        layer: _OutputLayer,
+        softcap: float | None,
+        shard: VocabularyShard | None,
         chunk: int,
     ) -> Any:
-        size, shard = len(targets_NJ), layer.shard
+        size = len(targets_NJ)
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         logprobs_NJ = torch.empty(targets_NJ.shape, device=hidden_ND.device, dtype=dtype)
         entropies_N = torch.empty(size, device=hidden_ND.device, dtype=dtype)
         probs_NV = None
         for rows in _chunks(size, chunk):
             shifted_NV, probs_NV, log_sums_N, _ = _distribution(
-                hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], layer
+                hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], softcap, shard
             )
             at_NJ, is_here_NJ = _local_positions(targets_NJ[rows], weight_VD, shard)
             chosen_NJ = shifted_NV.gather(-1, at_NJ) * is_here_NJ
@@ -106,16 +98,16 @@ class _SelectedLogprobs(torch.autograd.Function):
                 shard.reduce(expected_N)
             logprobs_NJ[rows] = chosen_NJ - log_sums_N[:, None]
             entropies_N[rows] = log_sums_N - expected_N
-        kept_NV = probs_NV if size <= chunk and layer.softcap is None else None  # the slope of a cap needs the logits
+        kept_NV = probs_NV if size <= chunk and softcap is None else None  # the slope of a cap needs the logits
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_NJ, temperatures_N, kept_NV)
-        ctx.layer, ctx.chunk = layer, chunk
+        ctx.softcap, ctx.shard, ctx.chunk = softcap, shard, chunk
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_NJ, entropies_N
 
     @staticmethod
     def backward(ctx: Any, grad_NJ: torch.Tensor, _: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden_ND, weight_VD, bias_V, targets_NJ, temperatures_N, kept_NV = ctx.saved_tensors
-        shard: VocabularyShard | None = ctx.layer.shard
+        shard: VocabularyShard | None = ctx.shard
         grad_hidden_ND = torch.zeros_like(hidden_ND)
         grad_weight_VD = None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
@@ -123,7 +115,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             probs_NV, slope_NV = kept_NV, None
             if probs_NV is None:
                 _, probs_NV, _, slope_NV = _distribution(
-                    hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], ctx.layer
+                    hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], ctx.softcap, shard
                 )
             at_NJ, is_here_NJ = _local_positions(targets_NJ[rows], weight_VD, shard)
             scaled_NJ = grad_NJ[rows] / temperatures_N[rows, None]
@@ -145,7 +137,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             shard.reduce(grad_hidden_ND)
         if grad_weight_VD is None:
             grad_weight_VD = torch.zeros_like(weight_VD)
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias_V, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias_V, None, None, None, None, None
 
 
 def _chunks(size: int, chunk: int) -> Iterator[slice]:
@@ -166,16 +158,16 @@ def _distribution(
     weight_VD: torch.Tensor,
     bias_V: torch.Tensor | None,
     temperatures_N: torch.Tensor,
-    layer: _OutputLayer,
+    softcap: float | None,
+    shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Logits minus the maximum over the whole vocabulary, their probabilities, the log-normalizers to subtract from
     these logits to obtain logprobs, and the slope of the cap on the logits, if there is one.  # [N, V], [N, V], [N],
     [N, V]"""
-    shard = layer.shard
     logits_NV, slope_NV = _wide(F.linear(hidden_ND, weight_VD, bias_V)), None
-    if layer.softcap is not None:
-        logits_NV = capped(logits_NV, layer.softcap)
-        slope_NV = 1 - (logits_NV / layer.softcap).square()
+    if softcap is not None:
+        logits_NV = capped(logits_NV, softcap)
+        slope_NV = 1 - (logits_NV / softcap).square()
     scaled_NV = logits_NV.div_(temperatures_N[:, None])
     greatest_N1 = scaled_NV.amax(-1, keepdim=True)
     if shard is not None:

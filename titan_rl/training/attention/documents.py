@@ -53,16 +53,20 @@ class DocumentSequences:
         Returns:
             The outputs of all tokens, [B, L, C'].
         """
+        batches, position_of_token = self._sequence_batches
         x_TC = x_BLC.flatten(0, 1)
         outputs = [
             layer(x_TC.index_select(0, tokens_SW.flatten()).unflatten(0, tokens_SW.shape)).flatten(0, 1)
-            for tokens_SW in self._sequence_batches.batches
+            for tokens_SW in batches
         ]
-        out_TC = torch.cat(outputs).index_select(0, self._sequence_batches.position_of_token)
+        out_TC = torch.cat(outputs).index_select(0, position_of_token)
         return out_TC.unflatten(0, x_BLC.shape[:2])
 
     @cached_property
-    def _sequence_batches(self) -> _SequenceBatches:
+    def _sequence_batches(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Tokens of the sequences of each batch, padded with token 0, and the position of each token's output among the
+        outputs of all batches, laid end to end. The output of a prefix is that of one of its sequences.
+        # int64, each [num_sequences, width], and int64 [num_tokens]"""
         batches: list[list[tuple[range, range]]] = []
         for sequence in sorted(_sequences(self._documents), key=_length, reverse=True):
             if batches and _length(sequence) >= MIN_FILL * _length(batches[-1][0]):
@@ -81,16 +85,7 @@ class DocumentSequences:
                 position_of_token[own.start : own.stop] = np.arange(len(prefix), len(prefix) + len(own)) + first
                 first += width
             tokens_of_batches.append(torch.from_numpy(tokens_SW).to(self._device))
-        return _SequenceBatches(tuple(tokens_of_batches), torch.from_numpy(position_of_token).to(self._device))
-
-
-@dataclass(frozen=True, slots=True)
-class _SequenceBatches:
-    """Tokens of the sequences of each batch, padded with token 0, and the position of each token's output among the
-    outputs of all batches, laid end to end. The output of a prefix is that of one of its sequences."""
-
-    batches: tuple[torch.Tensor, ...]  # int64, each [num_sequences, width]
-    position_of_token: torch.Tensor  # int64 [num_tokens]
+        return tokens_of_batches, torch.from_numpy(position_of_token).to(self._device)
 
 
 def _sequences(documents: Sequence[Document]) -> list[tuple[range, range]]:
