@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="needs the cpu or gpu extra")
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
 import torch
 
-from titan_rl.training.models.peft_folder import read_peft, write_peft
+from titan_rl.training.models.lora import read_peft, write_peft
 from titan_rl.training.settings import AdapterConfig
 
 LAYER = "model.layers.0.self_attn.q_proj"

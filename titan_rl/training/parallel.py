@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -250,23 +250,48 @@ def owned_slice(tensor: torch.Tensor, world: World) -> TensorSlice | None:
     return own if own.tensor.numel() else None
 
 
-def own_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a tensor, and copy it to memory of its own if it is a view, which would keep the whole gathered parameter
-    allocated."""
-    converted = tensor.to(dtype)
-    return converted.clone() if converted.untyped_storage().nbytes() > converted.nbytes else converted
+def fill(piece: TensorSlice, whole: Any) -> None:
+    """Fill a slice with its part of the whole tensor, which may be in a safetensors file."""
+    sizes = zip(piece.position.start, piece.tensor.shape, strict=True)
+    piece.tensor.copy_(whole[tuple(slice(first, first + size) for first, size in sizes)])
 
 
-def entries_of(
-    name: str, piece: TensorSlice | None, shape: torch.Size, dtype: torch.dtype, world: World
-) -> Iterator[tuple[str, TensorSlice]]:
-    """The (name, slice) pair that this rank publishes for a tensor. The first rank also names tensors of which it holds
-    nothing, so that readers notice a missing part."""
-    if piece is not None:
-        yield name, piece
-    elif world.is_first:
-        empty = torch.empty((0, *shape[1:]), dtype=dtype)
-        yield name, TensorSlice(empty, SlicePosition((0,) * len(shape), tuple(shape)))
+class HeldSlices:
+    """Collects the slices that this rank publishes. The first rank also names tensors of which it holds nothing, so
+    that readers notice a missing part.
+
+    Args:
+        dtype: Dtype of gathered tensors.
+
+    Attributes:
+        named: Pairs of a name and a slice.
+    """
+
+    def __init__(self, world: World, dtype: torch.dtype) -> None:
+        self.named: list[tuple[str, TensorSlice]] = []
+        self._world = world
+        self._dtype = dtype
+        self._num_gathered = 0
+
+    def add(self, name: str, piece: TensorSlice | None, shape: Sequence[int]) -> None:
+        """Add this rank's slice of a tensor; None if another rank publishes it."""
+        if piece is not None:
+            self.named.append((name, piece))
+        elif self._world.is_first:
+            empty = torch.empty((0, *shape[1:]), dtype=self._dtype)
+            self.named.append((name, TensorSlice(empty, SlicePosition((0,) * len(shape), tuple(shape)))))
+
+    def add_gathered(self, name: str, whole: torch.Tensor) -> None:
+        """Add a tensor that all ranks have gathered. The ranks take turns in publishing such tensors."""
+        is_owner = self._num_gathered % self._world.size == self._world.rank
+        self._num_gathered += 1
+        piece = None
+        if is_owner:
+            own = whole.to(self._dtype)
+            if own.untyped_storage().nbytes() > own.nbytes:  # a view would keep the whole gathered parameter allocated
+                own = own.clone()
+            piece = local_slice(own)
+        self.add(name, piece, whole.shape)
 
 
 def _compile_blocks(model: DecoderModel) -> None:

@@ -18,7 +18,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +31,7 @@ from titan_rl.training.choices import Implementation
 from titan_rl.training.decoder import DecoderModel
 from titan_rl.training.models.choice import choose_implementation
 from titan_rl.training.models.lora import Adapter
-from titan_rl.training.parallel import World, entries_of, full_tensor, local_slice, own_copy, owned_slice
+from titan_rl.training.parallel import HeldSlices, World, fill, full_tensor, local_slice, owned_slice
 from titan_rl.training.settings import AdapterConfig
 from titan_rl.weights.types import SlicePosition, TensorSlice
 
@@ -133,12 +132,11 @@ class HFModel:
         for parameter, tensor in self._base():
             piece = local_slice(tensor)
             if (direct := self._names[parameter]) is None:
-                full = self._computed(parameter, piece.position)
-                piece.tensor.copy_(_cut(full, piece))
+                fill(piece, self._computed(parameter, piece.position))
             else:
                 for name, part in direct.items():
                     if (own := _of_part(piece, part)) is not None:
-                        self._weights.copy_into(own.tensor, name, own.position)
+                        self._weights.copy_into(own, name)
         if self.adapter is not None:
             self.adapter.begin(self._seed)
 
@@ -165,14 +163,13 @@ class HFModel:
         """Iterate over all parameters, detached and whole, with their Hugging Face names. A tensor shares the model's
         memory if possible.
 
-        An adapter is merged into the weights: W + (alpha / rank) B A, computed in float32. All ranks iterate at the
-        same time. With tied embeddings there is no `lm_head.weight`.
+        An adapter is merged into the weights. All ranks iterate at the same time. With tied embeddings there is no
+        `lm_head.weight`.
         """
         translation = self.decoder.adapter
-        deltas = {} if self.adapter is None else self.adapter.deltas()
         for parameter, tensor in self._base():
             for name, weight in translation.to_hf({parameter: full_tensor(tensor)}).items():
-                yield name, weight.float() + deltas[name]() if name in deltas else weight
+                yield name, weight if self.adapter is None else self.adapter.merged(name, weight)
 
     def held_slices(self, dtype: torch.dtype) -> list[tuple[str, TensorSlice]]:
         """(Hugging Face name, slice) pairs that this rank publishes: those of the adapter if there is one. All ranks
@@ -187,22 +184,18 @@ class HFModel:
         """
         if self.adapter is not None:
             return self.adapter.held_slices(dtype, self._world)
-        translation, world = self.decoder.adapter, self._world
-        turns = count()
-        found: list[tuple[str, TensorSlice]] = []
+        translation, held = self.decoder.adapter, HeldSlices(self._world, dtype)
         for parameter, tensor in self._base():
             if (direct := self._names[parameter]) is None:
                 for name, made in translation.to_hf({parameter: full_tensor(tensor)}).items():
-                    is_owner = next(turns) % world.size == world.rank
-                    piece = local_slice(own_copy(made, dtype)) if is_owner else None
-                    found += entries_of(name, piece, made.shape, dtype, world)
+                    held.add_gathered(name, made)
             else:
-                piece = owned_slice(tensor, world)
+                piece = owned_slice(tensor, self._world)
                 for name, part in direct.items():
                     own = None if piece is None else _of_part(piece, part)
                     shape = tensor.shape if part is None else torch.Size((part.size, *tensor.shape[2:]))
-                    found += entries_of(name, own, shape, dtype, world)
-        return found
+                    held.add(name, own, shape)
+        return held.named
 
     def _computed(self, parameter: str, position: SlicePosition) -> torch.Tensor:
         """Read the Hugging Face tensors of a parameter, and translate them to the whole parameter."""
@@ -220,11 +213,6 @@ class HFModel:
         """Translate one weight to its Hugging Face name and layout."""
         ((name, weight),) = self.decoder.adapter.to_hf({parameter: tensor}).items()
         return name, weight
-
-
-def _cut(full: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
-    sizes = zip(piece.position.start, piece.tensor.shape, strict=True)
-    return full[tuple(slice(first, first + size) for first, size in sizes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +286,8 @@ class HFWeights:
         self,
         folder: Path,
         expected: Mapping[str, tuple[int, ...]],
-        optional: Collection[str] = (),
-        patterns: Collection[str] = (),
+        optional: Collection[str],
+        patterns: Collection[str],
     ) -> None:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
@@ -324,18 +312,16 @@ class HFWeights:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ModelError(f"the weights in {folder} lack {missing[0]!r}{more}, which config.json describes")
 
-    def copy_into(self, target: torch.Tensor, name: str, position: SlicePosition | None = None) -> None:
-        """Fill a tensor, on any device and of any dtype, with the tensor of that name, or with its slice at a position.
+    def copy_into(self, piece: TensorSlice, name: str) -> None:
+        """Fill a slice, on any device and of any dtype, from the tensor of that name.
 
         The file is mapped only during the call, because mapped pages count as this process's memory.
 
         Raises:
             ModelError: The file cannot be read.
         """
-        start = position.start if position else (0,) * target.dim()
-        box = tuple(slice(first, first + size) for first, size in zip(start, target.shape, strict=True))
         with _opened(self._files[name]) as tensors:
-            target.copy_(tensors.get_slice(name)[box])
+            fill(piece, tensors.get_slice(name))
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor.

@@ -1,4 +1,5 @@
-"""LoRA adapters: low-rank changes of a frozen model's linear layers (arXiv:2106.09685).
+"""LoRA adapters: low-rank changes of a frozen model's linear layers (arXiv:2106.09685), and their folders in PEFT's
+format: `adapter_config.json` and `adapter_model.safetensors`.
 
 torchtitan's converter adapts torchtitan's models, and `adapt_layers` those of transformers.
 
@@ -9,24 +10,35 @@ switched off the model is its base, which is the reference model of `training.kl
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.peft_folder import read_peft, write_peft
-from titan_rl.training.parallel import World, entries_of, full_tensor, local_slice, own_copy, owned_slice
+from titan_rl.training.models.peft_settings import (
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    check_same_settings,
+    hf_name,
+    read_adapter_config,
+)
+from titan_rl.training.parallel import HeldSlices, World, fill, full_tensor, local_slice, owned_slice
 from titan_rl.training.settings import TARGETS, AdapterConfig
+from titan_rl.training.state.checkpoint import atomic_directory
+from titan_rl.training.state.train_state import write_tensors
 from titan_rl.weights.types import TensorSlice
 
 # isort: split
@@ -135,31 +147,32 @@ def adapt_layers(model: nn.Module, blocks: nn.Module, adapter: AdapterConfig) ->
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptedLayer:
-    """One linear layer and its matrices A, [rank, in], and B, [out, rank].
+class AdapterMatrix:
+    """Matrix A, [rank, in], or B, [out, rank], of an adapted layer.
 
     Attributes:
-        name: Hugging Face name of the layer: "model.layers.0.self_attn.q_proj".
-        module: Layer whose `lora_a` and `lora_b` have the matrices.
-        rows: Order of the rows of B in Hugging Face; None if it is the same as in the module.  # int64 [out]
+        name: Hugging Face name, without PEFT's prefix: "model.layers.0.self_attn.q_proj.lora_A.weight".
+        layer: Layer whose weight the matrix is.
+        rows: Order of the rows in Hugging Face; None if it is the same as in the layer.  # int64 [out]
     """
 
     name: str
-    module: Any
+    layer: Any
     rows: torch.Tensor | None
 
     @property
-    def names(self) -> tuple[str, str]:
-        """Hugging Face names of A and B, without PEFT's prefix "base_model.model."."""
-        return f"{self.name}.lora_A.weight", f"{self.name}.lora_B.weight"
+    def weight(self) -> torch.Tensor:
+        """The matrix in the layer, detached. Sharding replaces the layer's parameter."""
+        return self.layer.weight.detach()
 
-    @property
-    def matrices(self) -> tuple[nn.Parameter, nn.Parameter]:
-        return self.module.lora_a.weight, self.module.lora_b.weight
+    def gathered(self) -> torch.Tensor:
+        """The whole matrix as in Hugging Face. All ranks call this at the same time."""
+        whole = full_tensor(self.weight)
+        return whole if self.rows is None else whole[self.rows.to(whole.device)]
 
 
 class Adapter:
-    """The adapted layers of a model. It must be created before the model is sharded.
+    """The matrices of a model's adapted layers. It must be created before the model is sharded.
 
     Args:
         hf_weight: Function from the module's name of a weight and a tensor of its shape to Hugging Face's name and
@@ -173,32 +186,27 @@ class Adapter:
         hf_weight: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]],
     ) -> None:
         self.settings = settings
-        self.layers: list[AdaptedLayer] = []
+        self._layers: list[Any] = []
+        self._matrices: dict[str, AdapterMatrix] = {}  # by name; A and B of each layer in turn
         for path, module in model.named_modules():
             if hasattr(module, "lora_a") and hasattr(module, "lora_b"):
-                name, rows = _order(f"{path}.weight", cast(torch.Tensor, module.weight).shape, hf_weight)
-                self.layers.append(AdaptedLayer(name.removesuffix(".weight"), module, rows))
-
-    @property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the matrices by their Hugging Face names."""
-        return {
-            name: tuple(matrix.shape)
-            for layer in self.layers
-            for name, matrix in zip(layer.names, layer.matrices, strict=True)
-        }
+                layer = cast(Any, module)
+                name, rows = _order(f"{path}.weight", layer.weight.shape, hf_weight)
+                a, b = _names_of(name)
+                self._layers.append(layer)
+                self._matrices[a] = AdapterMatrix(a, layer.lora_a, None)
+                self._matrices[b] = AdapterMatrix(b, layer.lora_b, rows)
 
     @contextmanager
     def off(self) -> Generator[None]:
         """Switch the adapter off in the block, so that the model computes as its base."""
-        scales = [layer.module._lora_scaling for layer in self.layers]
-        for layer in self.layers:
-            layer.module._lora_scaling = 0.0
+        for layer in self._layers:
+            layer._lora_scaling = 0.0
         try:
             yield
         finally:
-            for layer, scale in zip(self.layers, scales, strict=True):
-                layer.module._lora_scaling = scale
+            for layer in self._layers:
+                layer._lora_scaling = self.settings.scale
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
@@ -210,23 +218,17 @@ class Adapter:
         """
         start = None
         if self.settings.start is not None:
-            start = read_peft(Path(self.settings.start), self.settings, self._shapes)
-        for layer in self.layers:
-            for name, matrix in zip(layer.names, layer.matrices, strict=True):
-                full = _initial(name, matrix.shape, seed) if start is None else start[name]
-                if layer.rows is not None and name == layer.names[1]:
-                    full = full[torch.argsort(layer.rows)]
-                piece = local_slice(matrix)
-                box = zip(piece.position.start, piece.tensor.shape, strict=True)
-                piece.tensor.copy_(full[tuple(slice(first, first + size) for first, size in box)])
+            shapes = {name: tuple(each.weight.shape) for name, each in self._matrices.items()}
+            start = read_peft(Path(self.settings.start), self.settings, shapes)
+        for name, each in self._matrices.items():
+            whole = _initial(name, each.weight.shape, seed) if start is None else start[name]
+            fill(local_slice(each.weight), whole if each.rows is None else whole[each.rows.argsort()])
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over all matrices, whole and detached, with their Hugging Face names. All ranks iterate at the same
         time."""
-        for layer in self.layers:
-            a, b = (full_tensor(matrix.detach()) for matrix in layer.matrices)
-            yield layer.names[0], a
-            yield layer.names[1], b if layer.rows is None else b[layer.rows.to(b.device)]
+        for name, each in self._matrices.items():
+            yield name, each.gathered()
 
     def held_slices(self, dtype: torch.dtype, world: World) -> list[tuple[str, TensorSlice]]:
         """(Hugging Face name, slice) pairs that this rank publishes, as `HFModel.held_slices` returns them.
@@ -234,42 +236,37 @@ class Adapter:
         Args:
             dtype: Dtype of matrices whose rows are reordered, which have memory of their own.
         """
-        turns, found = count(), list[tuple[str, TensorSlice]]()
-        for layer in self.layers:
-            for name, matrix in zip(layer.names, layer.matrices, strict=True):
-                matrix = matrix.detach()
-                if layer.rows is not None and name == layer.names[1]:
-                    full = full_tensor(matrix)[layer.rows.to(matrix.device)]
-                    is_owner = next(turns) % world.size == world.rank
-                    piece = local_slice(own_copy(full, dtype)) if is_owner else None
-                else:
-                    piece = owned_slice(matrix, world)
-                found += entries_of(name, piece, matrix.shape, dtype, world)
-        return found
+        held = HeldSlices(world, dtype)
+        for name, each in self._matrices.items():
+            if each.rows is None:
+                held.add(name, owned_slice(each.weight, world), each.weight.shape)
+            else:
+                held.add_gathered(name, each.gathered())
+        return held.named
 
     def write_peft(self, directory: Path, *, base: str) -> None:
-        """Write the adapter as a folder in PEFT's format; see `peft_folder.write_peft`."""
-        targets = sorted({layer.name.rpartition(".")[2] for layer in self.layers})
+        """Write the adapter as a folder in PEFT's format; see `write_peft`."""
+        targets = sorted({name.split(".")[-3] for name in self._matrices})
         write_peft(directory, dict(self.named_tensors()), self.settings, base=base, targets=targets)
 
-    def deltas(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Functions that compute (alpha / rank) B A in float32, by the Hugging Face name of the weight to which this
-        change is added. All ranks call each function at the same time."""
-        return {f"{layer.name}.weight": WeightChange(layer, self.settings.scale) for layer in self.layers}
-
-
-@dataclass(frozen=True, slots=True)
-class WeightChange:
-    """Function that computes the change of one weight by its adapter: [out, in], float32."""
-
-    layer: AdaptedLayer
-    scale: float
-
     @torch.no_grad()
-    def __call__(self) -> torch.Tensor:
-        a, b = (full_tensor(matrix).float() for matrix in self.layer.matrices)
-        b = b if self.layer.rows is None else b[self.layer.rows.to(b.device)]
-        return self.scale * (b @ a)
+    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Add the adapter's change to a weight of the model: W + (alpha / rank) B A, computed in float32. All ranks
+        call this at the same time.
+
+        Args:
+            name: Hugging Face name of the weight. If its layer is not adapted, the weight is returned unchanged.
+        """
+        a, b = (self._matrices.get(each) for each in _names_of(name))
+        if a is None or b is None:
+            return weight
+        return weight.float() + self.settings.scale * (b.gathered().float() @ a.gathered().float())
+
+
+def _names_of(weight: str) -> tuple[str, str]:
+    """Hugging Face names of the matrices A and B of a weight."""
+    layer = weight.removesuffix(".weight")
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 def _order(
@@ -291,3 +288,72 @@ def _initial(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (seed % 2**32))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def write_peft(
+    directory: Path, tensors: Mapping[str, torch.Tensor], settings: AdapterConfig, *, base: str, targets: list[str]
+) -> None:
+    """Write a folder that `peft.PeftModel.from_pretrained` loads, all or nothing.
+
+    Args:
+        tensors: Matrices by their Hugging Face names, without PEFT's prefix.
+        base: Folder of the model that the adapter changes.
+        targets: Last parts of the names of the changed layers, such as "q_proj".
+
+    Raises:
+        NoSpaceError: The disk is full.
+        CheckpointError: The folder could not be written; `directory` is unchanged.
+    """
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "target_modules": targets,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+    with atomic_directory(directory) as temporary:
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+        write_tensors(temporary / WEIGHTS, named, named.items(), {"format": "pt"})
+
+
+def read_peft(folder: Path, settings: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Read the matrices of the folder `training.adapter.start`, by their Hugging Face names.
+
+    Args:
+        shapes: Shapes of the matrices that the model needs, by their Hugging Face names.
+
+    Raises:
+        ModelError: The folder lacks a file; its adapter is of another kind or has another rank, alpha or other layers;
+            or it has values that are not finite.
+    """
+    where = f"training.adapter.start = {str(folder)!r}"
+    check_same_settings(read_adapter_config(folder, where), settings, where)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{where}: {WEIGHTS} cannot be read: {error}") from error
+    found = {hf_name(name): each for name, each in tensors.items()}
+    if strange := sorted(found.keys() - shapes.keys()):
+        raise ModelError(
+            f"{where} has {strange[0]} and {len(strange) - 1} more, which training.adapter.targets does not name; "
+            "set targets to the layers of the folder, unless that is an adapter of another model"
+        )
+    if missing := sorted(shapes.keys() - found.keys()):
+        raise ModelError(
+            f"{where} lacks {missing[0]} and {len(missing) - 1} more; set training.adapter.targets to the layers of "
+            "the folder, unless that is an adapter of another model"
+        )
+    for name, shape in shapes.items():
+        if tuple(found[name].shape) != shape:
+            raise ModelError(f"{where}: {name} has shape {tuple(found[name].shape)}; this model needs {shape}")
+        if not found[name].isfinite().all():
+            raise ModelError(f"{where}: {name} has values that are not finite; export the adapter of an earlier step")
+    return found
