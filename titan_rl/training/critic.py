@@ -34,9 +34,10 @@ from titan_rl.core.errors import TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import span
 from titan_rl.training.choices import GAEOver
 from titan_rl.training.gae import AdvantageEstimate, estimate
+from titan_rl.training.gradient_pass import average_and_clip
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
-from titan_rl.training.parallel import World, by_mesh, full_tensor
+from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import TrainingConfig
 from titan_rl.training.state.train_state import Trained
@@ -199,7 +200,9 @@ class Critic:
             for _ in range(self._epochs if count else 0):
                 with span("critic", "trainer"):
                     losses.append(self._accumulate(judged, count))
-                    norm = self._average_and_clip(count)
+                    self._sum_gradients_of_head()
+                    parameters = [each for module in self._modules.values() for each in module.parameters()]
+                    norm = average_and_clip(parameters, count, self._max_grad_norm)
                     if not (math.isfinite(losses[-1]) and math.isfinite(norm)):
                         rollout_ids = [*chain(*self._world.gather(minibatch.rollout_ids))]
                         raise UntrainableError(f"the critic has loss {losses[-1]}, gradient norm {norm}", rollout_ids)
@@ -233,25 +236,12 @@ class Critic:
         clipped_K = old_K + (values_K - old_K).clamp(-CLIP, CLIP)
         return 0.5 * torch.maximum((values_K - targets_K).square(), (clipped_K - targets_K).square()).sum()
 
-    def _average_and_clip(self, count: float) -> float:
-        """Average the gradients, and scale them down together to `training.max_grad_norm`. Return the norm before
-        scaling."""
+    def _sum_gradients_of_head(self) -> None:
+        """Sum the gradients of w and b over the ranks. FSDP sums those of the trunk."""
         own: list[Any] = [each.grad for each in self._head.parameters()]
         flat = self._world.sum(torch.cat([each.flatten() for each in own]).tolist())
         for each, part in zip(own, torch.tensor(flat).split([each.numel() for each in own]), strict=True):
             each.copy_(part.view_as(each))
-        gradients = [own]
-        if self._trains_trunk:
-            gradients += by_mesh(each.grad for each in self._trunk.model.parameters() if each.grad is not None)
-        norms = []
-        for each in gradients:
-            torch._foreach_div_(each, count)
-            norms.append(float(full_tensor(torch.nn.utils.get_total_norm(each))))
-        norm = math.hypot(*norms)
-        if norm > self._max_grad_norm:
-            for each in gradients:
-                torch._foreach_mul_(each, self._max_grad_norm / (norm + 1e-6))
-        return norm
 
     def _spread(self, values: Sequence[NDArray[np.float64]]) -> tuple[float, float, float]:
         """Number, mean and standard deviation of the values of all ranks."""

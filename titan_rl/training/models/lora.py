@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +68,7 @@ def with_adapter(config: Any, adapter: AdapterConfig) -> Any:
     names = {name.rpartition(".")[2] for name, part, *_ in config.traverse(Module.Config, recurse=True)
              if isinstance(part, Linear.Config)}  # fmt: skip
     has = [target for target, name in TITAN_NAMES.items() if name in names]
-    if missing := [target for target in adapter.targets if target not in has]:
-        raise ModelError(
-            f"training.adapter.targets has {missing[0]!r}, and the model has no linear layer of that name; it has "
-            f"{', '.join(has)}"
-        )
+    _require_targets(adapter, has)
     if len({"k_proj", "v_proj"} & {*adapter.targets}) == 1:
         raise ModelError(
             "training.adapter.targets has one of k_proj and v_proj, which torchtitan builds from one config; name both "
@@ -81,6 +77,14 @@ def with_adapter(config: Any, adapter: AdapterConfig) -> Any:
     chosen = sorted({TITAN_NAMES[target] for target in adapter.targets or has})
     settings = LoRAConverter.Config(rank=adapter.rank, alpha=adapter.alpha, target_modules=chosen)
     return LoRAConverter(settings).convert(config)
+
+
+def _require_targets(adapter: AdapterConfig, has: Sequence[str]) -> None:
+    if missing := [target for target in adapter.targets if target not in has]:
+        raise ModelError(
+            f"training.adapter.targets has {missing[0]!r}, and the model has no linear layer of that name; it has "
+            f"{', '.join(has)}"
+        )
 
 
 class AdaptedLinear(nn.Module):
@@ -128,11 +132,7 @@ def adapt_layers(model: nn.Module, blocks: nn.Module, adapter: AdapterConfig) ->
     }
     names = sorted({path.rpartition(".")[2] for path in layers})
     has = [name for name in TARGETS if name in names]
-    if missing := [target for target in adapter.targets if target not in has]:
-        raise ModelError(
-            f"training.adapter.targets has {missing[0]!r}, and the model has no linear layer of that name; it has "
-            f"{', '.join(has)}"
-        )
+    _require_targets(adapter, has)
     if not adapter.targets and (others := [name for name in names if name not in has]):
         raise ModelError(
             f"training.adapter.targets is empty, which stands for all linear layers, and the model has "
