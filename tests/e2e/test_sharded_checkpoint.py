@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from titan_rl.core.errors import CheckpointError
 from titan_rl.training.parallel import World
 from titan_rl.training.state import train_state
-from titan_rl.training.state.train_state import TrainStateWriter, load_train_state
+from titan_rl.training.state.train_state import TrainState, TrainStateWriter, load_train_state
 
 
 def make_model(mesh: Any, seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -52,17 +52,17 @@ def save_and_load(root: Path) -> dict[str, Any]:
     model, optimizers = make_model(mesh, seed=0)
     writer = TrainStateWriter(world)
     whole = root / "step-000003"
-    writer.begin(whole, model, optimizers, 3, {"note.json": "{}"})
+    writer.begin(whole, TrainState((model, optimizers)), 3, {"note.json": "{}"})
     writer.finish()
     other, its_optimizers = make_model(mesh, seed=1)
-    version = load_train_state(whole, other, its_optimizers, world)
+    version = load_train_state(whole, TrainState((other, its_optimizers)), world)
     equal = all(map(torch.equal, map(full, model.parameters()), map(full, other.parameters())))
 
     no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with patch.object(
         train_state, "write_slices", side_effect=no_room if world.rank == 1 else train_state.write_slices
     ):
-        writer.begin(root / "step-000004", model, optimizers, 4, {})
+        writer.begin(root / "step-000004", TrainState((model, optimizers)), 4, {})
         full_disk = complaint(writer.finish)
     dist.barrier()
     if world.is_first:
@@ -74,7 +74,7 @@ def save_and_load(root: Path) -> dict[str, Any]:
         "version": version,
         "equal": equal,
         "full_disk": full_disk,
-        "damage": complaint(lambda: load_train_state(whole, other, its_optimizers, world)),
+        "damage": complaint(lambda: load_train_state(whole, TrainState((other, its_optimizers)), world)),
     }
 
 

@@ -15,22 +15,22 @@ from torch import nn
 from titan_rl.core.errors import CheckpointError
 from titan_rl.training.parallel import World
 from titan_rl.training.state.checkpoint import read_checksums, write_checksums, write_summed
-from titan_rl.training.state.train_state import STATE, TrainStateWriter, load_train_state
+from titan_rl.training.state.train_state import STATE, TrainState, TrainStateWriter, load_train_state
 
 OTHER = "is of another model or optimizer; set model.path to a model like the one that its run began with, or begin a"
 
 
-def trained(model: nn.Module) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+def trained(model: nn.Module) -> TrainState:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    return model, [optimizer]
+    return TrainState((model, [optimizer]))
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     writer = TrainStateWriter(World())
-    writer.begin(tmp_path / "step-000003", *trained(nn.Linear(4, 2)), 3, {})
+    writer.begin(tmp_path / "step-000003", trained(nn.Linear(4, 2)), 3, {})
     writer.finish()
     return tmp_path / "step-000003"
 
@@ -45,7 +45,7 @@ def checkpoint(tmp_path: Path) -> Path:
 )
 def test_of_another_model(checkpoint: Path, model: nn.Module, says: str) -> None:
     with pytest.raises(CheckpointError, match=f"step-000003 could not be read: .*{says}.*: it {OTHER}"):
-        load_train_state(checkpoint, *trained(model), World())
+        load_train_state(checkpoint, trained(model), World())
 
 
 def test_of_another_version(checkpoint: Path) -> None:
@@ -53,4 +53,4 @@ def test_of_another_version(checkpoint: Path) -> None:
     checksums = {**read_checksums(checkpoint), STATE: write_summed(checkpoint / STATE, json.dumps(stored))}
     write_checksums(checkpoint, checksums)
     with pytest.raises(CheckpointError, match=r"it has format 999, and .*; continue with the version that wrote it"):
-        load_train_state(checkpoint, *trained(nn.Linear(4, 2)), World())
+        load_train_state(checkpoint, trained(nn.Linear(4, 2)), World())

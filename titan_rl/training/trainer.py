@@ -29,8 +29,8 @@ from titan_rl.training.optimizer.registry import OptimizerSpec
 from titan_rl.training.parallel import World, local
 from titan_rl.training.policy import BaseOfAdapter, Policy, draw, score
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
-from titan_rl.training.settings import AdapterConfig, CorrectionConfig, ModelConfig, TrainingConfig
-from titan_rl.training.state.train_state import Trained, TrainStateWriter, load_train_state
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.training.state.train_state import TrainState, TrainStateWriter, load_train_state
 from titan_rl.training.tensor_batch import Minibatch, packing_metrics
 from titan_rl.weights.types import TensorSlice
 
@@ -144,17 +144,13 @@ class TrainerCore:
         return self._policy.adapter
 
     @property
-    def _adapter_settings(self) -> AdapterConfig | None:
-        return None if self.adapter is None else self.adapter.settings
-
-    @property
-    def _other_state(self) -> Mapping[str, Trained]:
-        """State for a checkpoint besides the policy's: that of a critic, and that of a reference model that is
-        updated."""
-        state = {} if self._critic is None else dict(self._critic.state)
+    def _state(self) -> TrainState:
+        """State for a checkpoint: that of the policy, of a critic, and of a reference model that is updated."""
+        others = {} if self._critic is None else dict(self._critic.state)
         if self._training.reference_interval and isinstance(self._reference, Policy):
-            state["reference"] = (self._reference.model, ())
-        return state
+            others["reference"] = (self._reference.model, ())
+        adapter = None if self.adapter is None else self.adapter.settings
+        return TrainState((self._model, self._optimizers.parts), adapter, others)
 
     @property
     def version(self) -> int:
@@ -343,15 +339,7 @@ class TrainerCore:
                 f"step {self._version + 1} failed after some of its minibatches: the weights have no version and are "
                 "not saved"
             )
-        self._writer.begin(
-            Path(directory),
-            self._model,
-            self._optimizers.parts,
-            self._version,
-            files or {},
-            self._adapter_settings,
-            self._other_state,
-        )
+        self._writer.begin(Path(directory), self._state, self._version, files or {})
 
     def finish_save(self) -> None:
         """Wait until the folder begun last is complete. Other threads may call this.
@@ -371,14 +359,7 @@ class TrainerCore:
                 part of it and must no longer be used.
         """
         self._readers.wait()
-        self._version = load_train_state(
-            Path(directory),
-            self._model,
-            self._optimizers.parts,
-            self._world,
-            self._adapter_settings,
-            self._other_state,
-        )
+        self._version = load_train_state(Path(directory), self._state, self._world)
         self._is_between_versions = False
 
     def export_hf(self, directory: str | Path, fit: TemplateFit | None = None) -> None:

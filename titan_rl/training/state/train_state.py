@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import contextvars
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
+from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_map_with_path
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError, DamagedCheckpointError, NoSpaceError
@@ -201,6 +202,46 @@ def _common(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...]
 Trained = tuple[nn.Module, Sequence[Optimizer]]
 """A module, and the optimizers of its parameters."""
 
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """State of a trainer that a checkpoint holds, besides its version and torch's random state.
+
+    Args:
+        policy: Model, with its optimizers.
+        adapter: Settings of the adapter if only its parameters are trained. They are recorded for `adapter_of`.
+        others: Further modules with their optimizers, by name. An export leaves them out.
+    """
+
+    policy: Trained
+    adapter: AdapterConfig | None = None
+    others: Mapping[str, Trained] = field(default_factory=dict[str, Trained])
+
+    def values(self) -> dict[str, Any]:
+        """All tensors and values, as nested dicts and lists. The tensors share the modules' memory."""
+        state = _values_of(*self.policy) | {"rng": torch.get_rng_state()}
+        return state | {name: _values_of(*each) for name, each in self.others.items()}
+
+    def set(self, values: Mapping[str, Any]) -> None:
+        """Continue from values like those of `values`."""
+        others = ((each, values[name]) for name, each in self.others.items())
+        for (module, its), own in [(self.policy, values), *others]:
+            model, optimizer = own["model"], own["optimizer"]
+            set_state_dict(module, its, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
+        torch.set_rng_state(values["rng"])
+
+
+def _values_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+    model_state, optimizer_state = get_state_dict(model, optimizers, options=TRAINED)
+    for optimizer in fresh:
+        # `get_state_dict` has just made their state by a step without gradients, which must not count.
+        for state in optimizer.state.values():
+            if isinstance(step := state.get("step"), torch.Tensor):
+                step.zero_()
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
 STALL_S = 1800.0
 """Longest time that a write may make no progress, in seconds."""
 
@@ -238,23 +279,12 @@ class TrainStateWriter:
         self._progress = WriteProgress()
         self._with_others = False  # whether this rank is waiting for others, which are still writing
 
-    def begin(
-        self,
-        directory: Path,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        version: int,
-        files: Mapping[str, str],
-        adapter: AdapterConfig | None = None,
-        others: Mapping[str, Trained] | None = None,
-    ) -> None:
+    def begin(self, directory: Path, state: TrainState, version: int, files: Mapping[str, str]) -> None:
         """Copy the state, so that the next step may change it, and begin to write. First wait for the previous write,
         whose errors `finish` raises.
 
         Args:
             files: Texts of further files of the folder, by file name.
-            adapter: Settings of the adapter if only its parameters are trained. They are recorded for `adapter_of`.
-            others: Further modules with their optimizers, by name. An export leaves them out.
 
         Raises:
             CheckpointError: The previous write makes no progress, or an optimizer's state has a value that a checkpoint
@@ -262,18 +292,18 @@ class TrainStateWriter:
         """
         self._wait()
         try:
-            tensors, values = flatten(_state(model, optimizers, others or {}))
+            tensors, values = flatten(state.values())
         except TypeError as error:
             raise CheckpointError(str(error)) from error
         owned = {name: own for name, tensor in tensors.items() if (own := owned_slice(tensor, self._world)) is not None}
         copies = self._stager.stage({name: each.tensor for name, each in owned.items()})
         assert not isinstance(copies, Future), "staging is synchronous"
         slices = {name: TensorSlice(copies[name], each.position) for name, each in owned.items()}
-        described = None if adapter is None else adapter.model_dump(mode="json")
-        state = json.dumps({"format": FORMAT, "version": version, "values": values, ADAPTER: described})
+        adapter = None if state.adapter is None else state.adapter.model_dump(mode="json")
+        text = json.dumps({"format": FORMAT, "version": version, "values": values, ADAPTER: adapter})
         # Monarch keeps the calling actor in the context.
         write = contextvars.copy_context().run
-        self._writing = self._thread.submit(write, self._write, directory, slices, {**files, STATE: state})
+        self._writing = self._thread.submit(write, self._write, directory, slices, {**files, STATE: text})
 
     def finish(self) -> None:
         """Wait until the folder is complete.
@@ -295,44 +325,37 @@ class TrainStateWriter:
                 raise CheckpointError(f"the disk has taken nothing of a checkpoint for {STALL_S:g} s")
 
     def _write(self, directory: Path, slices: Mapping[str, TensorSlice], files: Mapping[str, str]) -> None:
-        problem: Exception | None = None
-        try:
-            self._write_part(directory, slices, files)
-        except Exception as error:
-            problem = error
-        try:
-            self._agree(problem)
-        except CheckpointError as error:
-            raise error from problem
-
-    def _write_part(self, directory: Path, slices: Mapping[str, TensorSlice], files: Mapping[str, str]) -> None:
-        with ExitStack() as stack:
-            problem = None
-            try:
+        name, checksum = f"rank-{self._world.rank}{SUFFIX}", None
+        with self._agreed(directory), ExitStack() as stack:
+            with self._agreed(directory):
                 if self._world.is_first:
                     stack.enter_context(atomic_directory(directory))
-            except CheckpointError as error:
-                problem = error
-            self._agree(problem)
             folder = temporary_of(directory)
-            name = f"rank-{self._world.rank}{SUFFIX}"
-            checksum = None
-            try:
+            with self._agreed(directory):
                 checksum = write_slices(folder / name, slices, self._progress)
-            except (OSError, TypeError) as error:
-                problem = unwritten(directory, error)
-            self._agree(problem)
             checksums = dict(self._world.gather((name, checksum)))
             if self._world.is_first:
                 checksums |= {name: write_summed(folder / name, text) for name, text in files.items()}
                 write_checksums(folder, {name: each for name, each in checksums.items() if each is not None})
 
-    def _agree(self, problem: Exception | None) -> None:
-        """Raise the same error on all ranks if one of them has a problem."""
+    @contextmanager
+    def _agreed(self, directory: Path) -> Generator[None]:
+        """Raise an error of the block on all ranks if one of them has it. All ranks run the block."""
+        problem: CheckpointError | None = None
+        try:
+            yield
+        except CheckpointError as error:
+            problem = error
+        except Exception as error:
+            problem = unwritten(directory, error)
         self._with_others = True
-        self._world.agree(str(problem) if isinstance(problem, NoSpaceError) else None, NoSpaceError)
-        self._world.agree(None if problem is None else str(problem), CheckpointError)
-        self._with_others = False
+        try:
+            self._world.agree(str(problem) if isinstance(problem, NoSpaceError) else None, NoSpaceError)
+            self._world.agree(None if problem is None else str(problem), CheckpointError)
+        except CheckpointError as error:
+            raise error from problem
+        finally:
+            self._with_others = False
 
 
 def adapter_of(directory: Path) -> AdapterConfig | None:
@@ -348,20 +371,9 @@ def adapter_of(directory: Path) -> AdapterConfig | None:
         raise DamagedCheckpointError(f"{directory / STATE} is damaged: {error}") from error
 
 
-def load_train_state(
-    directory: Path,
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    world: World,
-    adapter: AdapterConfig | None = None,
-    others: Mapping[str, Trained] | None = None,
-) -> int:
-    """Read a checkpoint of a `TrainStateWriter` into the model and the optimizers. It may have been written by another
-    number of ranks. All ranks call this at the same time. Nothing is changed before every file is verified.
-
-    Args:
-        adapter: Settings of the adapter if only its parameters are trained.
-        others: Further modules with their optimizers, by name; see `TrainStateWriter.begin`.
+def load_train_state(directory: Path, state: TrainState, world: World) -> int:
+    """Read a checkpoint of a `TrainStateWriter` into the modules and their optimizers. It may have been written by
+    another number of ranks. All ranks call this at the same time. Nothing is changed before every file is verified.
 
     Returns:
         The version of the weights.
@@ -379,8 +391,8 @@ def load_train_state(
         problem = str(error)
     world.agree(problem, DamagedCheckpointError)
     try:
-        _check_adapter(adapter_of(directory), adapter)
-        version = _read(directory, model, optimizers, others or {})
+        _check_adapter(adapter_of(directory), state.adapter)
+        version = _read(directory, state)
     except Exception as error:
         problem = f"{directory} could not be read: {error}"
     world.agree(problem, CheckpointError)
@@ -400,7 +412,7 @@ def _check_adapter(found: AdapterConfig | None, expected: AdapterConfig | None) 
         )
 
 
-def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer], others: Mapping[str, Trained]) -> int:
+def _read(directory: Path, state: TrainState) -> int:
     stored = parse_json((directory / STATE).read_text())
     if stored["format"] != FORMAT:
         raise ValueError(
@@ -408,8 +420,8 @@ def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer], ot
             "it, or begin a new run with model.path set to what titan-rl export of that version makes of it"
         )
     files = TensorFiles([directory / name for name in read_checksums(directory) if name.endswith(SUFFIX)])
-    state = _state(model, optimizers, others)
-    tensors, values = flatten(state)
+    current = state.values()
+    tensors, values = flatten(current)
     found = _without_computation(stored["values"])
     try:
         _compare(files.names | found.keys(), tensors.keys() | _without_computation(values).keys())
@@ -419,10 +431,7 @@ def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer], ot
             f"{error}: it is of another model or optimizer; set model.path to a model like the one that its run began "
             "with, or begin a new run"
         ) from error
-    state = fill(state, values | found)
-    for (module, its), own in [((model, optimizers), state), *((each, state[name]) for name, each in others.items())]:
-        set_state_dict(module, its, model_state_dict=own["model"], optim_state_dict=own["optimizer"], options=TRAINED)
-    torch.set_rng_state(state["rng"])
+    state.set(fill(current, values | found))
     return stored["version"]
 
 
@@ -437,27 +446,8 @@ def _compare(found: set[str], expected: set[str]) -> None:
         raise ValueError(f"it has {strange[0]} and {len(strange) - 1} more, which this trainer has no place for")
 
 
-def _state(model: nn.Module, optimizers: Sequence[Optimizer], others: Mapping[str, Trained]) -> dict[str, Any]:
-    state = _state_of(model, optimizers) | {"rng": torch.get_rng_state()}
-    return state | {name: _state_of(*each) for name, each in others.items()}
-
-
-def _state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
-    model_state, optimizer_state = get_state_dict(model, optimizers, options=TRAINED)
-    for optimizer in fresh:
-        # `get_state_dict` has just made their state by a step without gradients, which must not count.
-        for state in optimizer.state.values():
-            if isinstance(step := state.get("step"), torch.Tensor):
-                step.zero_()
-    return {"model": model_state, "optimizer": optimizer_state}
-
-
-PLAIN = (type(None), bool, int, float, str)
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Collect the tensors and the plain values of nested mappings and lists, by path.
+def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Collect the tensors and the plain values of nested dicts and lists, by path.
 
     Raises:
         TypeError: A value is neither a tensor nor plain, so a checkpoint cannot hold it.
@@ -468,47 +458,43 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, torch.
     """
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
+    for keys, value in tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]:
         if isinstance(value, torch.Tensor):
-            tensors[path] = value
-        elif (inner := _children(value)) is not None:
-            deeper = flatten(inner, f"{path}/")
-            tensors |= deeper[0]
-            values |= deeper[1]
+            tensors[_path(keys)] = value
         elif _is_plain(value):
-            values[path] = value
+            values[_path(keys)] = value
         else:
-            raise TypeError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
+            raise TypeError(f"{_path(keys)} is a {type(value).__name__}, which a checkpoint cannot hold")
     return tensors, values
 
 
-def fill(tree: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+def fill(tree: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a tree with its plain values replaced by those of `values`. Tensors stay, and lists become tuples where the
     tree has tuples.
 
     Raises:
         KeyError: A value is missing in `values`.
     """
-    if isinstance(tree, torch.Tensor):
-        return tree
-    if (inner := _children(tree)) is not None:
-        filled = {key: fill(value, values, f"{prefix}/{key}" if prefix else str(key)) for key, value in inner.items()}
-        return filled if isinstance(tree, Mapping) else list(filled.values())
-    value = values[prefix]
-    return tuple(value) if isinstance(tree, tuple) else value
+
+    def filled(keys: Sequence[Any], value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value
+        new = values[_path(keys)]
+        return tuple(new) if isinstance(value, tuple) else new
+
+    return tree_map_with_path(filled, tree, is_leaf=_is_leaf)
 
 
-def _children(value: Any) -> Mapping[Any, Any] | None:
-    """Children of a mapping, or of a list that has values other than plain ones; None for anything else."""
-    if isinstance(value, Mapping):
-        return cast("Mapping[Any, Any]", value)
-    if isinstance(value, list) and not _is_plain(cast("object", value)):
-        return dict(enumerate(cast("list[Any]", value)))
-    return None
+def _path(keys: Sequence[Any]) -> str:
+    return "/".join(str(each.key if isinstance(each, MappingKey) else each.idx) for each in keys)
+
+
+def _is_leaf(value: object) -> bool:
+    """Whether a value is a tensor or plain, or cannot be in a checkpoint."""
+    return not isinstance(value, dict | list) or _is_plain(cast("object", value))
 
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, cast("list[object]", value)))
-    return isinstance(value, PLAIN)
+    return value is None or isinstance(value, bool | int | float | str)
