@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from contextvars import copy_context
@@ -42,16 +42,6 @@ class ProbeDefaults:
         if dtype is torch.bfloat16:
             return cls(32, 0.1)
         return cls(32, 1e-2) if device_type == "cuda" else cls(4, 1e-5)
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """One rank's part of a version. The slices share the trainer's memory."""
-
-    version: int
-    slices: list[tuple[str, TensorSlice]]
-    probes: tuple[Probe, ...]
-    side_stream: AbstractContextManager[object]  # context in which another thread may read the slices
 
 
 class WeightPublisher:
@@ -97,10 +87,12 @@ class WeightPublisher:
 
     def begin(self) -> None:
         """Begin to publish this rank's part of the current version. All ranks call this at the same time."""
-        snapshot = self._collect()
-        writing = self._submit(lambda: self._write(snapshot))
+        probes = make_probes(self._trainer.score_published, self._probe_sequences)
+        slices = self._trainer.held_slices()
+        version, stream = self._trainer.version, side_stream()
+        writing = self._submit(lambda: self._write(version, slices, probes if self._world.is_first else (), stream))
         self._trainer.hold_weights(writing)
-        self._publishing = self._submit(lambda: self._settle(writing.result()))
+        self._publishing = self._submit(lambda: self._settle(version, writing))
 
     def finish(self) -> Manifest:
         """Wait until the version begun last is published or has failed, on all ranks. Any thread may call this.
@@ -162,42 +154,38 @@ class WeightPublisher:
         self._thread.shutdown()
         self._transport.close()
 
-    def _collect(self) -> _Snapshot:
-        """Do the collective part of publishing: score the probes, and gather the tensors that cannot be published in
-        slices."""
-        probes = make_probes(self._trainer.score_published, self._probe_sequences)
-        slices = self._trainer.held_slices()
-        return _Snapshot(self._trainer.version, slices, probes if self._world.is_first else (), side_stream())
+    def _write(
+        self,
+        version: int,
+        slices: Sequence[tuple[str, TensorSlice]],
+        probes: tuple[Probe, ...],
+        stream: AbstractContextManager[object],
+    ) -> Manifest:
+        """Copy this rank's slices, which share the trainer's memory, without waiting for other ranks.
 
-    def _write(self, snapshot: _Snapshot) -> Manifest | Exception:
-        """Copy this rank's slices without waiting for other ranks. An error is returned, so that `_settle` can raise
-        it."""
-        try:
-            with snapshot.side_stream, span("publish copy", "sync", lane="publish", version=snapshot.version):
-                named = list(self._as_published(snapshot))
-                manifest = with_checksums(self._transport.publish(snapshot.version, named), named)
-                return replace(manifest, probes=snapshot.probes, tolerance=self._tolerance)
-        except Exception as error:
-            return error
+        Args:
+            stream: Context in which this thread may read the slices.
+        """
+        dtype = str(self._trainer.dtype).removeprefix("torch.")
+        with stream, span("publish copy", "sync", lane="publish", version=version):
+            named = [(name, replace(piece, dtype=dtype)) for name, piece in slices]
+            manifest = with_checksums(self._transport.publish(version, named), named)
+            return replace(manifest, probes=probes, tolerance=self._tolerance)
 
-    def _settle(self, written: Manifest | Exception) -> Manifest:
+    def _settle(self, version: int, writing: Future[Manifest]) -> Manifest:
         """Agree with the other ranks on the outcome. If one of them could not write the version, all of them withdraw
         it."""
         problem = None
-        if isinstance(written, Exception):
-            problem = str(written) if isinstance(written, StateDictError) else repr(written)
+        if (failed := writing.exception()) is not None:
+            reason = str(failed) if isinstance(failed, StateDictError) else repr(failed)
+            problem = f"trainer rank {self._world.rank}: {reason}"
         try:
-            self._world.agree(problem and f"trainer rank {self._world.rank}: {problem}", StateDictError)
+            self._world.agree(problem, StateDictError)
         except StateDictError as error:
-            if isinstance(written, Exception):
-                raise error from written
-            self._transport.release(written.version)
+            if failed is not None:
+                raise error from failed
+            self._transport.release(version)
             raise
-        assert isinstance(written, Manifest)
-        self._kept.append(written.version)
+        self._kept.append(version)
         self._release_oldest()
-        return written
-
-    def _as_published(self, snapshot: _Snapshot) -> Iterator[tuple[str, TensorSlice]]:
-        for name, piece in snapshot.slices:
-            yield name, replace(piece, dtype=str(self._trainer.dtype).removeprefix("torch."))
+        return writing.result()

@@ -217,21 +217,21 @@ class TrainState:
     adapter: AdapterConfig | None = None
     others: Mapping[str, Trained] = field(default_factory=dict[str, Trained])
 
-    def values(self) -> dict[str, Any]:
+    def tree(self) -> dict[str, Any]:
         """All tensors and values, as nested dicts and lists. The tensors share the modules' memory."""
-        state = _values_of(*self.policy) | {"rng": torch.get_rng_state()}
-        return state | {name: _values_of(*each) for name, each in self.others.items()}
+        state = _tree_of(*self.policy) | {"rng": torch.get_rng_state()}
+        return state | {name: _tree_of(*each) for name, each in self.others.items()}
 
-    def set(self, values: Mapping[str, Any]) -> None:
-        """Continue from values like those of `values`."""
-        others = ((each, values[name]) for name, each in self.others.items())
-        for (module, its), own in [(self.policy, values), *others]:
+    def load(self, tree: Mapping[str, Any]) -> None:
+        """Continue from values in the form of `tree`."""
+        others = ((each, tree[name]) for name, each in self.others.items())
+        for (module, its), own in [(self.policy, tree), *others]:
             model, optimizer = own["model"], own["optimizer"]
             set_state_dict(module, its, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
-        torch.set_rng_state(values["rng"])
+        torch.set_rng_state(tree["rng"])
 
 
-def _values_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def _tree_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     fresh = [optimizer for optimizer in optimizers if not optimizer.state]
     model_state, optimizer_state = get_state_dict(model, optimizers, options=TRAINED)
     for optimizer in fresh:
@@ -420,8 +420,8 @@ def _read(directory: Path, state: TrainState) -> int:
             "it, or begin a new run with model.path set to what titan-rl export of that version makes of it"
         )
     files = TensorFiles([directory / name for name in read_checksums(directory) if name.endswith(SUFFIX)])
-    current = state.values()
-    tensors, values = flatten(current)
+    tree = state.tree()
+    tensors, values = flatten(tree)
     found = _without_computation(stored["values"])
     try:
         _compare(files.names | found.keys(), tensors.keys() | _without_computation(values).keys())
@@ -431,7 +431,7 @@ def _read(directory: Path, state: TrainState) -> int:
             f"{error}: it is of another model or optimizer; set model.path to a model like the one that its run began "
             "with, or begin a new run"
         ) from error
-    state.set(fill(current, values | found))
+    state.load(fill(tree, values | found))
     return stored["version"]
 
 
