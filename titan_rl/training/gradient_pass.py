@@ -23,7 +23,7 @@ from titan_rl.core.errors import TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import span
 from titan_rl.training.objective import Objective, TokenStats
 from titan_rl.training.parallel import World, by_mesh, full_tensor
-from titan_rl.training.policy import Policy, Scorer
+from titan_rl.training.policy import Policy, Reference
 from titan_rl.training.tensor_batch import Minibatch, TensorBatch
 
 
@@ -50,7 +50,7 @@ class GradientPass:
     def __init__(
         self,
         policy: Policy,
-        reference: Scorer | None,
+        reference: Reference | None,
         objective: Objective,
         world: World,
         *,

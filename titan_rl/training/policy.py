@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -274,19 +274,6 @@ class Policy:
         return None
 
 
-class Scorer(Protocol):
-    """A policy or a reference model, which scores the trained tokens of a batch."""
-
-    @property
-    def runs_in_threads(self) -> bool:
-        """Whether several threads may score at the same time; see `Policy.runs_in_threads`."""
-        ...
-
-    def logprobs(self, batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropies of the trained tokens; see `Policy.logprobs`."""
-        ...
-
-
 class BaseOfAdapter:
     """Reference model that is the base of a policy's adapter. It shares all of the policy's memory."""
 
@@ -303,6 +290,10 @@ class BaseOfAdapter:
         """Logprobs and entropies of the trained tokens without the adapter; see `Policy.logprobs`."""
         with self._adapter.off():
             return self._policy.logprobs(batch)
+
+
+Reference = Policy | BaseOfAdapter
+"""A reference model, which scores the trained tokens of a batch."""
 
 
 @torch.no_grad()

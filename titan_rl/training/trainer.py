@@ -27,7 +27,7 @@ from titan_rl.training.objective import Objective, TokenStats, token_metrics
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
 from titan_rl.training.parallel import World, local
-from titan_rl.training.policy import BaseOfAdapter, Policy, draw, score
+from titan_rl.training.policy import BaseOfAdapter, Policy, Reference, draw, score
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.state.train_state import TrainState, TrainStateWriter, load_train_state
@@ -131,7 +131,7 @@ class TrainerCore:
         self._version = 0
         self._is_between_versions = False  # whether a step failed after some of its minibatches had changed the weights
 
-    def _make_reference(self, training: TrainingConfig) -> Policy | BaseOfAdapter | None:
+    def _make_reference(self, training: TrainingConfig) -> Reference | None:
         if not training.kl_coef:
             return None
         if self._policy.adapter is not None:
