@@ -28,7 +28,9 @@ import torch
 
 from benchmarks.paired import report, report_computed
 from benchmarks.peaks import CONTEXT, in_its_own_process, peak_of
+from titan_rl.training.choices import DType
 from titan_rl.training.selected_logprobs import CHUNK_LOGITS, selected_logprobs
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 
 TOKENS, WIDTH = 4096, 64
 LONG_ROW, SHORT_ROW = 4096, 80  # the latter is no weight's shape
@@ -85,7 +87,8 @@ def start_rank(folder: Path, rank: int, ranks: int, port: int) -> tuple[int, int
     from titan_rl.training.policy import Policy
 
     world = join_world(rank, port, data_parallel=ranks)
-    peak, policy = peak_of(lambda: Policy(folder, world, max_context=128, row_tokens=128))
+    model, training = ModelConfig(path=str(folder), max_context=128), TrainingConfig(row_tokens=128)
+    peak, policy = peak_of(lambda: Policy(model, training, world))
     held = sum(local(parameter).untyped_storage().nbytes() for parameter in policy.model.parameters())
     world.barrier()
     return peak, held
@@ -122,11 +125,12 @@ def kept_under_autocast(folder: Path, rank: int, ranks: int, port: int) -> float
         return _kept(folder, join_world(rank, port, data_parallel=ranks), "float32")
 
 
-def _kept(folder: Path, world: Any, dtype: str) -> float:
+def _kept(folder: Path, world: Any, dtype: DType) -> float:
     """Share of the layers' weights that is kept for the backward pass in bfloat16."""
     from titan_rl.training.policy import Policy
 
-    policy = Policy(folder, world, max_context=128, row_tokens=SHORT_ROW, dtype=dtype)  # pyright: ignore[reportArgumentType]
+    model = ModelConfig(path=str(folder), max_context=128, dtype=dtype)
+    policy = Policy(model, TrainingConfig(row_tokens=SHORT_ROW), world)
     weights = [parameter for parameter in policy.model.layers.parameters() if parameter.ndim == 2]
     shapes = {tuple(parameter.shape) for parameter in weights}
     saved: list[torch.UntypedStorage] = []
@@ -169,7 +173,7 @@ def row_peak(folder: Path, rank: int, ranks: int, port: int) -> int:
     from titan_rl.training.policy import Policy
 
     world = join_world(rank, port, context_parallel=ranks)
-    policy = Policy(folder, world, max_context=LONG_ROW, row_tokens=LONG_ROW)
+    policy = Policy(ModelConfig(path=str(folder), max_context=LONG_ROW), TrainingConfig(row_tokens=LONG_ROW), world)
     batch = _row(policy, LONG_ROW)
     peak, _ = peak_of(lambda: policy.logprobs(batch)[0].sum().backward())
     world.barrier()

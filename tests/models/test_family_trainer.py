@@ -34,6 +34,7 @@ from titan_rl.training.models.choice import PROVED, RECURRENT, choose_implementa
 from titan_rl.training.models.hf_model import read_hf_config
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 
 TOLERANCES = tolerances_of(local_device())
 
@@ -45,7 +46,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> Policy:
-    return Policy(folder, World(), max_context=128, row_tokens=512, implementation="transformers")
+    model = ModelConfig(path=str(folder), max_context=128, implementation="transformers")
+    return Policy(model, TrainingConfig(row_tokens=512), World())
 
 
 def test_the_proved_families_are_those_of_these_tests() -> None:

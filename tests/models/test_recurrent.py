@@ -16,10 +16,12 @@ from models.steps import make
 
 from titan_rl.core.errors import ModelError
 from titan_rl.training import family_check
+from titan_rl.training.choices import Attention, DType
 from titan_rl.training.family_check import check_family, draw_sequences, leakage, packing_error
 from titan_rl.training.models import choice, recurrent, transformers_decoder
 from titan_rl.training.parallel import World
-from titan_rl.training.policy import Policy, score
+from titan_rl.training.policy import Policy
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 
 TOLERANCE = 2e-5
 
@@ -34,16 +36,17 @@ def lfm2(tmp_path: Path) -> Path:
     return make_family("lfm2", tmp_path / "model")
 
 
-def policy_of(folder: Path, **settings: Any) -> Policy:
-    return Policy(folder, World(), max_context=128, row_tokens=512, **settings)
+def policy_of(folder: Path, *, dtype: DType = "float32", attention: Attention = "auto") -> Policy:
+    model = ModelConfig(path=str(folder), max_context=128, dtype=dtype)
+    return Policy(model, TrainingConfig(row_tokens=512, attention=attention), World())
 
 
 def test_packed_sequences_have_the_logprobs_and_gradients_of_each_alone(folder: Path) -> None:
     policy = policy_of(folder)
     sequences = draw_sequences(40, 17, 64, 33)
-    together = score(policy, World(), sequences, max_context=128)
+    together = policy.score(sequences)
     for found, sequence in zip(together, sequences, strict=True):
-        (alone,) = score(policy, World(), [sequence], max_context=128)
+        (alone,) = policy.score([sequence])
         assert found == pytest.approx(alone, abs=TOLERANCE)
     assert leakage(policy) < TOLERANCE
     error, frozen = packing_error(policy)  # of sequences that share a prompt, too
@@ -100,10 +103,10 @@ def test_published_weights_are_scored_with_convolutions_that_are_rounded_too(lfm
             parameter.copy_(parameter.bfloat16() if ".conv.conv." not in name else parameter)
     sequences = draw_sequences(40)
     with policy.as_published():
-        (found,) = score(policy, World(), sequences, max_context=128)
+        (found,) = policy.score(sequences)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.copy_(parameter.bfloat16())
     with policy.as_published():
-        (expected,) = score(policy, World(), sequences, max_context=128)
+        (expected,) = policy.score(sequences)
     assert found == expected

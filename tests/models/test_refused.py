@@ -24,7 +24,8 @@ from titan_rl.training.family_check import (
 )
 from titan_rl.training.models.tiny import make_tiny, tiny_config
 from titan_rl.training.parallel import World
-from titan_rl.training.policy import Policy, score
+from titan_rl.training.policy import Policy
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +87,8 @@ def test_long_contexts_of_longrope_are_refused(tmp_path: Path) -> None:
 
 def test_rows_may_be_longer_than_the_contexts_of_longrope(tmp_path: Path) -> None:
     folder = longrope(tmp_path / "model", 64)
-    policy = Policy(folder, World(), max_context=64, row_tokens=256, attention="document")
-    found = score(policy, World(), sequences := draw_sequences(60, 17, 63, 33), max_context=64)
+    model = ModelConfig(path=str(folder), max_context=64)
+    policy = Policy(model, TrainingConfig(row_tokens=256, attention="document"), World())
+    found = policy.score(sequences := draw_sequences(60, 17, 63, 33))
     for mine, theirs in zip(found, eager_logprobs(folder, sequences), strict=True):
         torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), theirs, rtol=0, atol=2e-5)

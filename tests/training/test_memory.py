@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from titan_rl.core.errors import ModelError
 from titan_rl.training.attention.attention import layout_documents
 from titan_rl.training.attention.documents import Document
+from titan_rl.training.choices import Implementation
 from titan_rl.training.memory import rank_memory, update_bytes
 from titan_rl.training.models.tiny import tiny_config
 from titan_rl.training.optimizer.optimizers import CompactAdam
@@ -138,6 +139,11 @@ def test_a_rank_holds_its_share(folder: Path) -> None:
     assert offloaded.host["master weights"] == computed.device["master weights"]
 
 
+def policy_of(folder: Path, implementation: Implementation = "auto") -> Policy:
+    model = ModelConfig(path=str(folder), max_context=1024, implementation=implementation)
+    return Policy(model, TrainingConfig(row_tokens=1024), World())
+
+
 def kept(policy: Policy, tokens: int) -> int:
     """Bytes that the layers keep for the backward pass, beside the parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
@@ -160,7 +166,7 @@ def kept(policy: Policy, tokens: int) -> int:
 @pytest.mark.parametrize("implementation", ["torchtitan", "transformers"])
 @pytest.mark.parametrize("tokens", [256, 768])
 def test_the_layers_keep_what_is_computed(folder: Path, implementation: Any, tokens: int) -> None:
-    policy = Policy(folder, World(), max_context=1024, row_tokens=1024, implementation=implementation)
+    policy = policy_of(folder, implementation)
     source = BuiltFrom(json.dumps(config_of(folder)), implementation)
     computed = measure_passes(source, MicroBatchShape(1, tokens, tokens, gathers_documents=True)).kept
     assert kept(policy, tokens) == pytest.approx(computed, rel=0.05)
@@ -169,7 +175,7 @@ def test_the_layers_keep_what_is_computed(folder: Path, implementation: Any, tok
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "mamba2", "mamba"])
 def test_recurrent_layers_keep_what_is_computed_from_shorter_sequences(name: str, tmp_path: Path) -> None:
     folder = make_family(name, tmp_path / "model")
-    policy = Policy(folder, World(), max_context=1024, row_tokens=1024)
+    policy = policy_of(folder)
     source = BuiltFrom(json.dumps(config_of(folder)), "transformers")
     computed = measure_passes(source, MicroBatchShape(1, 768, 768, gathers_documents=True)).kept
     assert kept(policy, 768) == pytest.approx(computed, rel=0.05)

@@ -24,14 +24,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError
 from titan_rl.rollout.renderer.registry import fit_template
-from titan_rl.training.choices import DType
+from titan_rl.training.choices import DType, Implementation
 from titan_rl.training.decoder import PREFIX as MODULE
 from titan_rl.training.models.peft_settings import CONFIG as PEFT_CONFIG
 from titan_rl.training.models.peft_settings import PREFIX, peft_settings
 from titan_rl.training.models.peft_settings import WEIGHTS as PEFT_WEIGHTS
 from titan_rl.training.parallel import World, local_slice
 from titan_rl.training.policy import Policy
-from titan_rl.training.settings import MADE_BY_SFT
+from titan_rl.training.settings import MADE_BY_SFT, AdapterConfig, ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import atomic_directory, read_checksums, verify
 from titan_rl.training.state.train_state import SUFFIX, TRAINED, TensorFiles, adapter_of, flatten, write_tensors
 
@@ -63,17 +63,13 @@ def export_checkpoint(
     files = TensorFiles([checkpoint / name for name in read_checksums(checkpoint) if name.endswith(SUFFIX)])
     masters: DType = "bfloat16" if files.has_dtype("model/", "BF16") else "float32"
     is_of_transformers = any(name.startswith(f"model/{MODULE}") for name in files.names)
-    adapter = adapter_of(checkpoint)
+    implementation: Implementation = "transformers" if is_of_transformers else "torchtitan"
+    training = TrainingConfig(row_tokens=1, master_dtype=masters, adapter=adapter_of(checkpoint) or AdapterConfig())
     policy = Policy(  # computes nothing
-        source,
+        ModelConfig(path=str(source), max_context=1, dtype=dtype, implementation=implementation),
+        training,
         World(),
-        max_context=1,
-        row_tokens=1,
-        dtype=dtype,
-        master_dtype=masters,
         base_dtype=_base_dtype(source, _trained_in(checkpoint)),
-        adapter=adapter,
-        implementation="transformers" if is_of_transformers else "torchtitan",
     )
     tensors, _ = flatten({"model": get_model_state_dict(policy.model, options=TRAINED)})
     try:
@@ -103,16 +99,11 @@ def merge_peft(source: Path, adapter: Path, directory: Path, dtype: DType = "flo
         ModelError: A folder lacks a file, or the adapter does not fit this model or is of an unsupported kind.
         CheckpointError: The folder could not be written, or it reads back differently.
     """
-    settings = peft_settings(adapter)
     policy = Policy(  # computes nothing
-        source,
+        ModelConfig(path=str(source), max_context=1, dtype=dtype, implementation="transformers"),
+        TrainingConfig(row_tokens=1, adapter=peft_settings(adapter)),
         World(),
-        max_context=1,
-        row_tokens=1,
-        dtype=dtype,
         base_dtype=_base_dtype(source),
-        adapter=settings,
-        implementation="transformers",
     )
     _write_model(policy, source, directory, dtype, renderer)
 

@@ -23,7 +23,8 @@ from titan_rl.training.models.choice import PROVED, choose_implementation
 from titan_rl.training.models.hf_model import read_hf_config
 from titan_rl.training.models.tiny import VOCABULARY, tiny_of_folder
 from titan_rl.training.parallel import World
-from titan_rl.training.policy import Policy, score
+from titan_rl.training.policy import Policy
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.tensor_batch import make_tensor_batch
 
 CONTEXT = 128
@@ -127,10 +128,8 @@ def check_family(folder: Path, implementation: Implementation = "auto") -> tuple
 
 def tiny_policy(folder: Path, implementation: Implementation = "auto") -> Policy:
     """Policy of a tiny model, in float32."""
-    return Policy(
-        folder, World(), max_context=CONTEXT, row_tokens=4 * CONTEXT, attention="document",
-        implementation=implementation,
-    )  # fmt: skip
+    model = ModelConfig(path=str(folder), max_context=CONTEXT, implementation=implementation)
+    return Policy(model, TrainingConfig(row_tokens=4 * CONTEXT, attention="document"), World())
 
 
 @contextmanager
@@ -193,7 +192,7 @@ def eager_logprobs(
 def logprob_error(policy: Policy, folder: Path, sequences: Sequence[Sequence[int]]) -> float:
     """Largest difference between a policy's logprobs of packed sequences and transformers' logprobs of the separate
     sequences, in nats."""
-    found = score(policy, World(), sequences, max_context=CONTEXT)
+    found = policy.score(sequences)
     expected = eager_logprobs(folder, sequences)
     return max(
         float((torch.tensor(own, dtype=torch.float64) - reference).abs().max())

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from titan_rl.core.errors import ConfigError
 from titan_rl.training.attention.attention import Layout, layout_documents
 from titan_rl.training.attention.flex_attention import NO_VARIANTS, layout_blocks
-from titan_rl.training.choices import ActivationCheckpointing, Attention, DType, Implementation
+from titan_rl.training.choices import Attention, DType
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.decoder import READS_PARTS, DecoderModel, replay
@@ -31,7 +31,7 @@ from titan_rl.training.models.choice import longest_context
 from titan_rl.training.models.hf_model import HFModel, read_hf_config
 from titan_rl.training.models.lora import Adapter
 from titan_rl.training.parallel import World, local, parallelize
-from titan_rl.training.settings import AdapterConfig
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.tensor_batch import LayOut, TensorBatch, make_tensor_batch
 from titan_rl.weights.types import TensorSlice
 
@@ -59,28 +59,25 @@ def choose_attention(attention: Attention, device_type: str, head_dim: int, *, h
 
 
 class Policy:
-    """The model of a Hugging Face folder, on this process's device. With `dtype = "bfloat16"` the forward pass
+    """The model of a Hugging Face folder, on this process's device. With `model.dtype = "bfloat16"` the forward pass
     runs in bfloat16.
 
     Batches for it must be made with its `lay_out`. In a world of several ranks each rank holds a part of the model, and
     all of them call every method at the same time.
 
     Args:
-        max_context: Most tokens of a sequence.
-        master_dtype: Dtype of the trained weights and their gradients between passes.
-        base_dtype: Dtype of weights that an adapter leaves frozen; by default, `dtype`.
-        adapter: Settings of an adapter, which is then the only part that is trained.
         seed: Seed of the adapter's initial values.
-        row_tokens: Most tokens of a row.
-        offload_activations: Whether to keep tensors for the backward pass in the host's memory. This pays off if they
-            are few: with full checkpointing, one hidden state for each layer.
-        offload_weights: Whether to keep the weights of a model that is not trained in the host's memory between passes.
-        offload_parameters: Whether to offload parameters and gradients; see `parallelize`.
-        implementation: Implementation to use; see `choose_implementation`.
+        is_trained: Whether the weights are trained. Otherwise this is a reference model, without an adapter.
         has_head: Whether the output layer is used. If only `states` is called, set this to False, which freezes the
             output layer.
         base: Policy of the same folder with another adapter, whose frozen weights this one shares. The world must have
             one rank.
+        base_dtype: Dtype of weights that an adapter leaves frozen; by default, `model.dtype`.
+
+    Attributes:
+        runs_in_threads: Whether several threads may compute with this policy at the same time, each with its own batch.
+            This requires a CPU, a single rank, and a model that keeps no state for the backward pass, such as the
+            experts of a mixture.
 
     Raises:
         ModelError: The folder lacks a file, or its config and weights do not fit together.
@@ -88,79 +85,65 @@ class Policy:
 
     def __init__(
         self,
-        folder: Path,
+        model: ModelConfig,
+        training: TrainingConfig,
         world: World,
         *,
-        max_context: int,
-        row_tokens: int,
-        dtype: DType = "float32",
-        master_dtype: DType = "float32",
-        base_dtype: DType | None = None,
-        adapter: AdapterConfig | None = None,
         seed: int = 0,
-        attention: Attention = "auto",
-        compile: bool = False,
-        activation_checkpointing: ActivationCheckpointing = "none",
-        offload_activations: bool = False,
-        offload_weights: bool = False,
-        offload_parameters: bool = False,
-        implementation: Implementation = "auto",
+        is_trained: bool = True,
         has_head: bool = True,
         base: Policy | None = None,
+        base_dtype: DType | None = None,
     ) -> None:
         self.device = local_device()
-        self._world_size = world.size
-        self.dtype: torch.dtype = getattr(torch, dtype)
+        self._world = world
+        self._max_context = model.max_context
+        self.dtype: torch.dtype = getattr(torch, model.dtype)
         # Positions restart with every sample, so rows may be longer than the model's context.
-        positions = longest_context(read_hf_config(folder))
-        self._longest = max(max_context, row_tokens if positions is None else min(row_tokens, positions))
+        row_tokens, positions = training.row_tokens, longest_context(read_hf_config(Path(model.path)))
+        self._longest = max(model.max_context, row_tokens if positions is None else min(row_tokens, positions))
         self._hf = HFModel(
-            folder,
+            Path(model.path),
             world,
             max_context=self._longest,
-            dtype=getattr(torch, master_dtype),
-            adapter=adapter,
-            base_dtype=getattr(torch, base_dtype or dtype),
+            dtype=getattr(torch, training.master_dtype),
+            adapter=training.adapter if training.adapter.is_on and is_trained else None,
+            base_dtype=getattr(torch, base_dtype or model.dtype),
             seed=seed,
-            implementation=implementation,
+            implementation=model.implementation,
         )
         self._decoder: DecoderModel = self._hf.decoder
         self.model: Any = self._decoder.module
         attends = choose_attention(
-            attention, self.device.type, self._decoder.head_dim, has_variants=self._decoder.has_variants
+            training.attention, self.device.type, self._decoder.head_dim, has_variants=self._decoder.has_variants
         )
         if not has_head and not self._decoder.is_tied:
             self._decoder.head.requires_grad_(False)
         self.lay_out: LayOut = partial(_LAY_OUT[attends], ranks=world.context)
         self._routers = self._decoder.routers
+        on_host = "parameters" in training.offload and is_trained
         parallelize(
             self._decoder,
             world,
             dtype=self.dtype,
-            compile=compile,
-            activation_checkpointing=activation_checkpointing,
-            offload_parameters=offload_parameters,
+            compile=training.compile,
+            activation_checkpointing=training.activation_checkpointing,
+            offload_parameters=on_host,
         )
         # Several ranks gather parameters in this dtype. Autocast would convert them in each layer and keep the result
         # until its backward pass.
         self._autocasts = world.size == 1 and self.dtype is not torch.float32
         if base is None:
-            self._hf.load(self.device, on_host=offload_parameters)
+            self._hf.load(self.device, on_host=on_host)
         else:
             self._hf.share(base._hf, self.device)
-        self._offloads = offload_activations
-        self._keeps_no_state = activation_checkpointing == "none" and not (compile or offload_activations)
-        self._host_weights = (
-            HostWeights(self._decoder, by_layer=world.size == 1 and not compile) if offload_weights else None
-        )
-
-    @property
-    def runs_in_threads(self) -> bool:
-        """Whether several threads may compute with this policy at the same time, each with its own batch. This requires
-        a CPU, a single rank, and a model that keeps no state for the backward pass, such as the experts of a
-        mixture."""
-        is_alone = self.device.type == "cpu" and self._world_size == 1
-        return is_alone and self._keeps_no_state and not self._routers and self._host_weights is None
+        self._offloads = "activations" in training.offload
+        keeps_state = training.compile or self._offloads or training.activation_checkpointing != "none"
+        self._host_weights = None
+        if "reference" in training.offload and not is_trained:
+            self._host_weights = HostWeights(self._decoder, by_layer=world.size == 1 and not training.compile)
+        is_alone = self.device.type == "cpu" and world.size == 1
+        self.runs_in_threads = is_alone and not (keeps_state or self._routers or self._host_weights)
 
     @property
     def adapter(self) -> Adapter | None:
@@ -255,7 +238,7 @@ class Policy:
     def _bare(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """Return the states after passing zero rows through the output layer: FSDP gathers and frees its weights
         together with those of the last norm, and would wait for its call."""
-        if self._world_size == 1:
+        if self._world.size == 1:
             return hidden_MD
         return hidden_MD + self._decoder.head(hidden_MD[:0]).sum().to(hidden_MD.dtype)
 
@@ -273,6 +256,52 @@ class Policy:
                 return f"a sample was routed to expert {highest}; the model has {self._routers[0].num_experts}"
         return None
 
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Compute the logprobs at temperature 1 of each sequence's tokens after the first.
+
+        Returns:
+            Logprobs as [num_sequences][len(sequence) - 1].
+
+        Raises:
+            TrainingError: A token id is outside the vocabulary.
+            ValueError: A sequence is longer than model.max_context.
+        """
+        row: list[Family] = []
+        for sequence in sequences:
+            length = len(sequence)
+            if length > self._max_context:
+                raise ValueError(f"a sequence has {length} tokens; model.max_context is {self._max_context}")
+            if length > 1:
+                row.append(_asking(sequence, [True] * length))
+        if not row:
+            return [[] for _ in sequences]
+        batch = make_tensor_batch([row], self.device, self.lay_out)
+        self._world.agree(self.complaint(batch))
+        logprobs_N, _ = self.logprobs(batch)
+        logprobs = iter(logprobs_N.tolist())
+        return [list(islice(logprobs, max(len(sequence) - 1, 0))) for sequence in sequences]
+
+    @torch.no_grad()
+    def draw(self, num_sequences: int, length: int, seed: int) -> list[list[int]]:
+        """Sample sequences at temperature 1, after a random first token; see `TrainerCore.draw`.
+
+        Returns:
+            Token ids as [num_sequences][length].
+        """
+        if not num_sequences:
+            return []
+        generator = torch.Generator().manual_seed(seed)
+        sequences = torch.randint(self.vocab_size, (num_sequences, 1), generator=generator).tolist()
+        for size in range(1, length):
+            # Only the next token is scored. Its predictor does not see the placeholder, 0.
+            mask = [False] * size + [True]
+            batch = make_tensor_batch([[_asking([*ids, 0], mask)] for ids in sequences], self.device, self.lay_out)
+            probs_NV = self.logits(batch).float().softmax(-1).cpu()
+            for ids, token in zip(sequences, torch.multinomial(probs_NV, 1, generator=generator), strict=True):
+                ids.append(int(token))
+        return sequences
+
 
 class BaseOfAdapter:
     """Reference model that is the base of a policy's adapter. It shares all of the policy's memory."""
@@ -280,11 +309,7 @@ class BaseOfAdapter:
     def __init__(self, policy: Policy) -> None:
         assert policy.adapter is not None
         self._policy, self._adapter = policy, policy.adapter
-
-    @property
-    def runs_in_threads(self) -> bool:
-        """Always False: while the adapter is off, other threads would also compute without it."""
-        return False
+        self.runs_in_threads = False  # while the adapter is off, other threads would also compute without it
 
     def logprobs(self, batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies of the trained tokens without the adapter; see `Policy.logprobs`."""
@@ -294,42 +319,6 @@ class BaseOfAdapter:
 
 Reference = Policy | BaseOfAdapter
 """A reference model, which scores the trained tokens of a batch."""
-
-
-@torch.no_grad()
-def score(policy: Policy, world: World, sequences: Sequence[Sequence[int]], *, max_context: int) -> list[list[float]]:
-    """Score sequences with a policy; see `TrainerCore.score`."""
-    row: list[Family] = []
-    for sequence in sequences:
-        length = len(sequence)
-        if length > max_context:
-            raise ValueError(f"a sequence has {length} tokens; model.max_context is {max_context}")
-        if length > 1:
-            row.append(_asking(sequence, [True] * length))
-    if not row:
-        return [[] for _ in sequences]
-    batch = make_tensor_batch([row], policy.device, policy.lay_out)
-    world.agree(policy.complaint(batch))
-    logprobs_N, _ = policy.logprobs(batch)
-    logprobs = iter(logprobs_N.tolist())
-    return [list(islice(logprobs, max(len(sequence) - 1, 0))) for sequence in sequences]
-
-
-@torch.no_grad()
-def draw(policy: Policy, num_sequences: int, length: int, seed: int) -> list[list[int]]:
-    """Draw sequences from a policy; see `TrainerCore.draw`."""
-    if not num_sequences:
-        return []
-    generator = torch.Generator().manual_seed(seed)
-    sequences = torch.randint(policy.vocab_size, (num_sequences, 1), generator=generator).tolist()
-    for size in range(1, length):
-        # Only the next token is scored. Its predictor does not see the placeholder, 0.
-        mask = [False] * size + [True]
-        batch = make_tensor_batch([[_asking([*ids, 0], mask)] for ids in sequences], policy.device, policy.lay_out)
-        probs_NV = policy.logits(batch).float().softmax(-1).cpu()
-        for ids, token in zip(sequences, torch.multinomial(probs_NV, 1, generator=generator), strict=True):
-            ids.append(int(token))
-    return sequences
 
 
 def _asking(token_ids: Sequence[int], mask: list[bool]) -> Family:

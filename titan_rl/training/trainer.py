@@ -27,7 +27,7 @@ from titan_rl.training.objective import Objective, TokenStats, token_metrics
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
 from titan_rl.training.parallel import World, local
-from titan_rl.training.policy import BaseOfAdapter, Policy, Reference, draw, score
+from titan_rl.training.policy import BaseOfAdapter, Policy, Reference
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.state.train_state import TrainState, TrainStateWriter, load_train_state
@@ -108,7 +108,9 @@ class TrainerCore:
             tensor_parallel=training.tensor_parallel,
             expert_parallel=training.expert_parallel,
         )
-        self._policy = _make_policy(
+        _check_weights(model_config, training, self._world)
+        require_proved(Path(model_config.path), model_config.implementation)
+        self._policy = Policy(
             model_config, training, self._world, seed=seed, base=None if base is None else base._policy
         )
         self._model = self._policy.model
@@ -136,7 +138,7 @@ class TrainerCore:
             return None
         if self._policy.adapter is not None:
             return BaseOfAdapter(self._policy)
-        return _make_policy(self._config, training, self._world, is_trained=False)
+        return Policy(self._config, training, self._world, is_trained=False)
 
     @property
     def adapter(self) -> Adapter | None:
@@ -272,7 +274,7 @@ class TrainerCore:
             TrainingError: A token id is outside the vocabulary.
             ValueError: A sequence is longer than model.max_context.
         """
-        return score(self._policy, self._world, sequences, max_context=self.max_context)
+        return self._policy.score(sequences)
 
     def score_published(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Score like `score`, with the weights as published, in `model.dtype`, but computing in float32, so that every
@@ -287,7 +289,7 @@ class TrainerCore:
         Returns:
             Token ids as [num_sequences][length].
         """
-        return draw(self._policy, num_sequences, length, seed)
+        return self._policy.draw(num_sequences, length, seed)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over all parameters with their Hugging Face names, whole and in `model.dtype`. An adapter is merged
@@ -450,25 +452,15 @@ def _make_critic(policy: Policy, model: ModelConfig, training: TrainingConfig, w
         case "head":
             return Critic(policy, world, training, is_trained=False)
         case "model":
-            trunk = _make_policy(model, training, world, has_head=False)
+            trunk = Policy(model, training, world, has_head=False)
             return Critic(trunk, world, training, is_trained=True)
 
 
-def _make_policy(
-    model: ModelConfig,
-    training: TrainingConfig,
-    world: World,
-    *,
-    is_trained: bool = True,
-    seed: int = 0,
-    has_head: bool = True,
-    base: Policy | None = None,
-) -> Policy:
-    """Build the policy; or the reference model, if not `is_trained`; or the trunk of a critic, if not `has_head`.
+def _check_weights(model: ModelConfig, training: TrainingConfig, world: World) -> None:
+    """Check the settings by which weights are kept and moved.
 
     Raises:
         ConfigError: The weights cannot be kept in `training.master_dtype`, or a single rank cannot offload parameters.
-        ModelError: The model cannot be loaded; see `Policy`.
     """
     if training.master_dtype == "bfloat16" and model.dtype != "bfloat16":
         raise ConfigError(
@@ -480,27 +472,6 @@ def _make_policy(
             'training.offload = ["parameters"] with one trainer process: FSDP, which moves them, takes several; '
             'set training.data_parallel to the number of GPUs, or leave "parameters" out'
         )
-    if is_trained:
-        require_proved(Path(model.path), model.implementation)
-    return Policy(
-        Path(model.path),
-        world,
-        max_context=model.max_context,
-        row_tokens=training.row_tokens,
-        dtype=model.dtype,
-        master_dtype=training.master_dtype,
-        adapter=training.adapter if training.adapter.is_on and is_trained else None,
-        seed=seed,
-        attention=training.attention,
-        implementation=model.implementation,
-        compile=training.compile,
-        activation_checkpointing=training.activation_checkpointing,
-        offload_activations="activations" in training.offload,
-        offload_weights="reference" in training.offload and not is_trained,
-        offload_parameters="parameters" in training.offload and is_trained,
-        has_head=has_head,
-        base=base,
-    )
 
 
 def _make_optimizers(policy: Policy, training: TrainingConfig) -> Optimizers:

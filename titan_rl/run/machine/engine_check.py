@@ -21,8 +21,7 @@ from titan_rl.training.family_check import (
     tiny_policy,
     tolerances_of,
 )
-from titan_rl.training.parallel import World
-from titan_rl.training.policy import Policy, score
+from titan_rl.training.policy import Policy
 from titan_rl.types import SamplingParams
 
 PROMPT = (5, 6, 7, 8)
@@ -47,7 +46,7 @@ def check_engine(folder: Path, implementation: Implementation = "auto") -> Itera
     tolerance = logprob_tolerance(folder, sequences, tolerances_of(policy.device).engine)
     engine = make_engine("vllm", EngineSpec(str(folder), max_context=CONTEXT, kv_cache_gib=0.1))
     with exact_products():
-        before = _scores(policy, sequences)
+        before = policy.score(sequences)
         yield Comparison(
             "engine",
             "vLLM's logprobs of given sequences against the trainer's",
@@ -69,7 +68,7 @@ def check_engine(folder: Path, implementation: Implementation = "auto") -> Itera
         for version in range(1, SWAPS + 1):
             change_weights(policy, seed=version)
             engine.load_state_dict(list(policy.named_tensors()), version)
-            after = _scores(policy, sequences)
+            after = policy.score(sequences)
             if (change := _difference(after, before)) < LEAST_CHANGE * tolerance:
                 raise GenerationError(f"swap {version} changes logprobs by only {change:.2g} nats")
             worst = max(worst, _difference(engine.score(sequences), after))
@@ -93,10 +92,6 @@ def change_weights(policy: Policy, *, seed: int) -> None:
     for parameter in policy.model.parameters():
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
         parameter.add_(noise * parameter.abs().mean(), alpha=0.05)
-
-
-def _scores(policy: Policy, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    return score(policy, World(), sequences, max_context=CONTEXT)
 
 
 def _difference(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> float:
@@ -130,6 +125,6 @@ def _sampling_error(policy: Policy, deltas: Sequence[TokenDelta]) -> float:
         own = [delta for delta in deltas if delta.request_id == request_id]
         tokens = [token for delta in own for token in delta.token_ids]
         logprobs = [value for delta in own for value in delta.logprobs]
-        (expected,) = _scores(policy, [[*PROMPT, *tokens]])
+        (expected,) = policy.score([[*PROMPT, *tokens]])
         errors.append(_difference([logprobs], [expected[len(PROMPT) - 1 :]]))
     return max(errors)
