@@ -199,32 +199,43 @@ class CurrentLayout:
         return layout
 
 
+PADDING = torch.iinfo(torch.int64).max
+"""Position of a padded key: after every query, so that no query attends to it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Documents of similar length, padded to one width."""
 
     num_documents: int
-    width: int
+    queries_DW: torch.Tensor  # int64 [num_documents or 1, width], positions in the documents
+    keys_DK: torch.Tensor  # int64 [num_documents or 1, prefix_width + width], positions in the documents, or PADDING
     prefix_tokens: torch.Tensor | None = None  # [num_documents * prefix_width], padded with token 0
-    mask: Mask | None = None  # [num_documents, 1, width, prefix_width + width]; without it causal
-    causal: dict[torch.device, Mask] = field(default_factory=dict, compare=False)  # created when a mask is needed
+    masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict, compare=False)  # by window
+
+    @property
+    def width(self) -> int:
+        return self.queries_DW.shape[1]
 
     @property
     def num_slots(self) -> int:
         return self.num_documents * self.width
 
-    def mask_of(self, variant: Variant, device: torch.device) -> Mask | None:
-        """Mask for a variant of attention; None if plain causal attention gives the same result."""
-        if self.mask is not None:
-            return self.mask
-        is_narrow = variant.window is not None and variant.window < self.width
-        if not is_narrow and not variant.needs_scores:
+    def mask(self, variant: Variant, dtype: torch.dtype) -> torch.Tensor | None:
+        """Values to add to the scores: 0 where attention is allowed, and minus infinity elsewhere. None if plain causal
+        attention gives the same result. All layers share the tensor, which is kept for the backward pass."""
+        window = variant.window
+        is_narrow = window is not None and window < self.width
+        if self.prefix_tokens is None and not is_narrow and not variant.needs_scores:
             return None
-        if device not in self.causal:
-            positions_1W = torch.arange(self.width, device=device)[None]
-            allowed = torch.ones(self.width, self.width, dtype=torch.bool, device=device).tril()
-            self.causal[device] = Mask(allowed[None, None], positions_1W, positions_1W)
-        return self.causal[device]
+        if (found := self.masks.get((window, dtype))) is None:
+            queries, keys = self.queries_DW[:, None, :, None], self.keys_DK[:, None, None]
+            allowed = keys <= queries
+            if window is not None:
+                allowed &= keys > queries - window
+            nothing = torch.zeros((), dtype=dtype, device=allowed.device)
+            found = self.masks[window, dtype] = nothing.where(allowed, -torch.inf)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,36 +259,6 @@ def choose_kernel(device_type: str, dtype: torch.dtype, head_dim: int, *, masked
     return Kernel((SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION))
 
 
-class Mask:
-    """Additive attention mask. There is one tensor for each window, which all layers share and which is kept for the
-    backward pass.
-
-    Args:
-        allowed: Whether a query may attend to a key.  # bool [D or 1, 1, Q, K]
-        queries_DQ: Positions of the queries in their documents.  # int64 [D or 1, Q]
-        keys_DK: Positions of the keys in their documents.  # int64 [D or 1, K]
-    """
-
-    def __init__(self, allowed: torch.Tensor, queries_DQ: torch.Tensor, keys_DK: torch.Tensor) -> None:
-        self._allowed = allowed
-        self._queries_DQ, self._keys_DK = queries_DQ, keys_DK
-        self._added: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
-
-    def added(self, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
-        """Values to add to the scores: 0 where attention is allowed, and minus infinity elsewhere.
-
-        Args:
-            window: Tokens that a query may attend to, itself included; None for no limit.
-        """
-        if (found := self._added.get((window, dtype))) is None:
-            allowed = self._allowed
-            if window is not None:
-                allowed = allowed & (self._queries_DQ[:, None, :, None] - self._keys_DK[:, None, None, :] < window)
-            nothing = torch.zeros((), dtype=dtype, device=allowed.device)
-            found = self._added[window, dtype] = nothing.where(allowed, -torch.inf)
-        return found
-
-
 @dataclass(frozen=True, slots=True)
 class DocumentLayout:
     """Slot of every token of a batch when its documents are gathered into buckets.
@@ -287,8 +268,8 @@ class DocumentLayout:
 
     Example: one row of five tokens, documents of lengths 3 and 2, in two buckets:
 
-        DocumentLayout(buckets=(Bucket(1, 3), Bucket(1, 2)), token_of_slot=[0, 1, 2, 3, 4],
-                       slot_of_token=[0, 1, 2, 3, 4], padded_slots=[])
+        DocumentLayout(buckets=(Bucket(1, [[0, 1, 2]], [[0, 1, 2]]), Bucket(1, [[0, 1]], [[0, 1]])),
+                       token_of_slot=[0, 1, 2, 3, 4], slot_of_token=[0, 1, 2, 3, 4], padded_slots=[])
     """
 
     buckets: tuple[Bucket, ...]
@@ -328,13 +309,12 @@ class DocumentLayout:
                 )
             if torch.is_autocast_enabled(q.device.type):  # here, so that all layers share a mask of this dtype
                 q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-            mask = bucket.mask_of(variant, q.device)
-            added = None if mask is None else mask.added(q.dtype, variant.window)
-            if added is not None and variant.needs_scores:
-                outputs.append(attend_by_scores(q, k, v, added, scale, variant).flatten(0, 1))
+            mask = bucket.mask(variant, q.dtype)
+            if mask is not None and variant.needs_scores:
+                outputs.append(attend_by_scores(q, k, v, mask, scale, variant).flatten(0, 1))
                 continue
             kernel = choose_kernel(
-                q.device.type, q.dtype, q.shape[-1], masked=added is not None or q.shape[-1] != v.shape[-1]
+                q.device.type, q.dtype, q.shape[-1], masked=mask is not None or q.shape[-1] != v.shape[-1]
             )
             is_grouped = q.shape[2] != k.shape[2]
             if is_grouped and not kernel.takes_groups:
@@ -342,8 +322,8 @@ class DocumentLayout:
             with sdpa_kernel(list(kernel.backends)) if kernel.backends else nullcontext():
                 out = F.scaled_dot_product_attention(
                     *(x.transpose(1, 2) for x in (q, k, v)),
-                    attn_mask=added,
-                    is_causal=added is None,
+                    attn_mask=mask,
+                    is_causal=mask is None,
                     scale=scale,
                     enable_gqa=is_grouped and kernel.takes_groups,
                 )
@@ -433,22 +413,19 @@ def _pieces(documents: Sequence[Document], chunks: Sequence[range]) -> list[_Pie
 
 
 def _bucket(pieces: Sequence[_Piece], share: TokenShare | None, device: torch.device | str) -> Bucket:
-    count, width = len(pieces), pieces[0].length
+    own_1W = torch.arange(pieces[0].length, device=device)[None]
     if not pieces[0].has_prefix:
-        return Bucket(count, width)
+        return Bucket(len(pieces), own_1W, own_1W)
     prefixes_DP = _padded([piece.prefix for piece in pieces])
     if pieces[0].cut:
         prefixes_DP = np.concatenate([prefixes_DP, _padded([pieces[0].cut])], axis=1)
     tokens_DP = torch.from_numpy(prefixes_DP).to(device)
     in_prefix = tokens_DP >= 0
-    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    allowed = torch.cat([in_prefix[:, None, None].expand(-1, -1, width, -1), causal.expand(count, 1, -1, -1)], dim=-1)
     # Padding is between the prefix and the document, so positions are counted over the tokens that are there.
-    before_D1 = in_prefix.sum(-1, keepdim=True)
-    own_DW = before_D1 + torch.arange(width, device=device)
-    mask = Mask(allowed, own_DW, torch.cat([in_prefix.cumsum(-1) - 1, own_DW], dim=-1))
+    own_DW = in_prefix.sum(-1, keepdim=True) + own_1W
+    keys_DK = torch.cat([(in_prefix.cumsum(-1) - 1).where(in_prefix, PADDING), own_DW], dim=-1)
     tokens = tokens_DP.clamp(min=0).flatten()
-    return Bucket(count, width, tokens if share is None else share.gathered_position_T[tokens], mask)
+    return Bucket(len(pieces), own_DW, keys_DK, tokens if share is None else share.gathered_position_T[tokens])
 
 
 class _Gather(torch.autograd.Function):
