@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,8 +155,8 @@ def make_tensor_batch(
     token_ids_T = np.zeros(len(rows) * width, np.int64)
     positions_T = np.zeros(len(rows) * width, np.int64)
     documents: list[Document] = []
-    trained: list[_TrainedTokens] = []
-    rollout_ids: list[str] = []
+    samples: list[TrainingSample] = []
+    starts: list[int] = []  # position of each sample's first token in the flattened rows, if its prefix were its own
     experts: dict[int, Any] = {}  # position of the token that the router sees -> [num_layers, top_k]
     num_padding = 0
     for index, row in enumerate(rows):
@@ -176,119 +176,82 @@ def make_tensor_batch(
                 documents.append(Document(length - prefix_length, prefix_start, prefix_length))
                 if sample.routed_experts is not None:
                     experts |= _experts_of(sample, start, prefix_length)
-                trained.append(_TrainedTokens.of(sample, start, len(trained)))
-                rollout_ids.append(sample.rollout_id)
+                samples.append(sample)
+                starts.append(start)
         if padding := (index + 1) * width - end:
             documents.append(Document(padding))
             num_padding += padding
 
-    def floats(values: list[NDArray[Any]]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(device)
+    targets = [1 + np.flatnonzero(np.asarray(sample.loss_mask)[1:]) for sample in samples]  # [num_trained] each
+    versions = [np.asarray(sample.versions) for sample in samples]
 
-    def ints(values: list[NDArray[Any]]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(values).astype(np.int64)).to(device)
+    def of_trained(values: Iterable[Any], dtype: Any) -> torch.Tensor:
+        """Values of the trained tokens. A sample has one for each of its tokens, or one for all of them."""
+        picked = [
+            np.broadcast_to(np.asarray(own), len(sample.token_ids))[at]
+            for own, sample, at in zip(values, samples, targets, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(picked).astype(dtype)).to(device)
 
-    trained_N = ints([each.positions for each in trained])
-    flat_T = torch.from_numpy(token_ids_T).to(device)
+    placed = np.concatenate([start + at for start, at in zip(starts, targets, strict=True)])
+    trained_N, flat_T = (torch.from_numpy(each).to(device) for each in (placed, token_ids_T))
     return TensorBatch(
         token_ids_BL=flat_T.view(len(rows), width),
         positions_BL=torch.from_numpy(positions_T).to(device).view(len(rows), width),
         layout=lay_out(documents, device),
         predictors_N=trained_N - 1,
         targets_N=flat_T[trained_N],
-        behaviour_logprobs_N=floats([each.behaviour_logprobs for each in trained]),
-        advantages_N=floats([each.advantages for each in trained]),
-        temperatures_N=floats([each.temperatures for each in trained]),
-        loss_weights_N=floats([each.loss_weights for each in trained]),
-        versions_N=ints([each.versions for each in trained]),
-        oldest_versions_N=ints([each.oldest_versions for each in trained]),
-        sequences_N=ints([each.sequences for each in trained]),
-        rollout_ids=tuple(rollout_ids),
-        teacher=_teacher_tokens(trained, device),
-        episodes=_episode_tokens(trained),
+        behaviour_logprobs_N=of_trained((each.behaviour_logprobs for each in samples), np.float32),
+        advantages_N=of_trained((each.advantages for each in samples), np.float32),
+        temperatures_N=of_trained((each.temperature for each in samples), np.float32),
+        loss_weights_N=of_trained(
+            (1 if each.loss_weights is None else each.loss_weights for each in samples), np.float32
+        ),
+        versions_N=of_trained(versions, np.int64),
+        oldest_versions_N=of_trained(
+            (own[at].min() if len(at) else 0 for own, at in zip(versions, targets, strict=True)), np.int64
+        ),
+        sequences_N=of_trained(range(len(samples)), np.int64),
+        rollout_ids=tuple(each.rollout_id for each in samples),
+        teacher=_teacher_tokens(samples, targets, device),
+        episodes=_episode_tokens(samples, starts, targets),
         experts_BLRK=_experts(experts, len(rows), width, device),
         num_padding=num_padding,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _TrainedTokens:
-    """The trained tokens of one sample, and their values for the loss.  # [num_trained] each"""
-
-    positions: NDArray[Any]  # positions in the flattened rows
-    behaviour_logprobs: NDArray[Any]
-    advantages: NDArray[Any]
-    temperatures: NDArray[Any]
-    loss_weights: NDArray[Any]
-    versions: NDArray[Any]
-    oldest_versions: NDArray[Any]
-    sequences: NDArray[Any]
-    teacher: tuple[NDArray[Any], NDArray[Any]] | None  # ids and logprobs, [num_trained, top_k]
-    episode: tuple[NDArray[Any], NDArray[Any], bool] | None  # rewards, turns, and whether it is truncated
-    last: int  # position of the last token in the flattened rows
-
-    @staticmethod
-    def of(sample: TrainingSample, start: int, number: int) -> _TrainedTokens:
-        targets = 1 + np.flatnonzero(np.asarray(sample.loss_mask)[1:])
-        versions = np.asarray(sample.versions)[targets]
-        alone = not isinstance(sample.temperature, Sequence)
-        return _TrainedTokens(
-            start + targets,
-            np.asarray(sample.behaviour_logprobs)[targets],
-            np.asarray(sample.advantages)[targets],
-            np.full(len(targets), sample.temperature) if alone else np.asarray(sample.temperatures)[targets],
-            np.ones(len(targets)) if sample.loss_weights is None else np.asarray(sample.loss_weights)[targets],
-            versions,
-            np.full(len(targets), versions.min()) if len(targets) else versions,
-            np.full(len(targets), number),
-            _likeliest_of(sample, targets),
-            _episode_of(sample, targets),
-            start + len(sample.token_ids) - 1,
-        )
-
-
-def _likeliest_of(sample: TrainingSample, targets: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    scores = sample.teacher
-    if scores is None or not scores.top_k:
-        return None
-    shape = len(sample.token_ids), scores.top_k
-    ids, logprobs = np.asarray(scores.top_ids).reshape(shape), np.asarray(scores.top_logprobs).reshape(shape)
-    return ids[targets], logprobs[targets]
-
-
-def _episode_of(sample: TrainingSample, targets: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], bool] | None:
-    if (episode := sample.episode) is None:
-        return None
-    rewards = np.asarray(episode.rewards, np.float64)
-    own = np.add.reduceat(rewards, targets) if len(targets) else rewards[:0]
-    return own, np.asarray(episode.turns, np.int64)[targets], episode.is_truncated
-
-
-def _episode_tokens(trained: Sequence[_TrainedTokens]) -> EpisodeTokens | None:
-    episodes = [each.episode for each in trained if each.episode is not None]
-    if not episodes or len(episodes) < len(trained):
-        return None
-    rewards, turns, truncated = zip(*episodes, strict=True)
-    return EpisodeTokens(
-        np.concatenate(rewards), np.concatenate(turns), np.array([each.last for each in trained]), np.array(truncated)
-    )
-
-
-def _teacher_tokens(trained: Sequence[_TrainedTokens], device: torch.device | str) -> TeacherTokens | None:
+def _teacher_tokens(
+    samples: Sequence[TrainingSample], targets: Sequence[NDArray[Any]], device: torch.device | str
+) -> TeacherTokens | None:
     """The teacher's likeliest tokens for all samples, with NaN logprobs for samples without scores. None if no sample
     has scores."""
-    top_k = max((each.teacher[0].shape[1] for each in trained if each.teacher is not None), default=0)
+    top_k = max((each.teacher.top_k for each in samples if each.teacher is not None), default=0)
     if not top_k:
         return None
-    count = sum(len(each.positions) for each in trained)
+    count = sum(map(len, targets))
     ids_NK, logprobs_NK = np.zeros((count, top_k), np.int64), np.full((count, top_k), np.nan, np.float32)
-    start = 0
-    for each in trained:
-        end = start + len(each.positions)
-        if each.teacher is not None:
-            ids_NK[start:end], logprobs_NK[start:end] = each.teacher
-        start = end
+    end = 0
+    for sample, at in zip(samples, targets, strict=True):
+        start, end = end, end + len(at)
+        if (scores := sample.teacher) is not None and scores.top_k:
+            shape = len(sample.token_ids), scores.top_k
+            ids_NK[start:end] = np.asarray(scores.top_ids).reshape(shape)[at]
+            logprobs_NK[start:end] = np.asarray(scores.top_logprobs).reshape(shape)[at]
     return TeacherTokens(torch.from_numpy(ids_NK).to(device), torch.from_numpy(logprobs_NK).to(device))
+
+
+def _episode_tokens(
+    samples: Sequence[TrainingSample], starts: Sequence[int], targets: Sequence[NDArray[Any]]
+) -> EpisodeTokens | None:
+    episodes = [each.episode for each in samples if each.episode is not None]
+    if len(episodes) < len(samples):
+        return None
+    rewards = (np.asarray(each.rewards, np.float64) for each in episodes)
+    summed = [np.add.reduceat(each, at) if len(at) else each[:0] for each, at in zip(rewards, targets, strict=True)]
+    turns = [np.asarray(each.turns, np.int64)[at] for each, at in zip(episodes, targets, strict=True)]
+    lasts = [start + len(sample.token_ids) - 1 for start, sample in zip(starts, samples, strict=True)]
+    is_truncated = [each.is_truncated for each in episodes]
+    return EpisodeTokens(np.concatenate(summed), np.concatenate(turns), np.array(lasts), np.array(is_truncated))
 
 
 def _experts_of(sample: TrainingSample, start: int, prefix_length: int) -> dict[int, Any]:
