@@ -38,8 +38,7 @@ from titan_rl.config.build import make_renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.rewards.advantages import compare, find_advantage
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
-from titan_rl.training.data.sample_builder import RewardPlacement
-from titan_rl.training.data.sample_maker import SampleMaker
+from titan_rl.training.data.sample_builder import RewardPlacement, SampleMaker
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan

@@ -13,8 +13,7 @@ from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.sample_builder import RewardPlacement, build_samples
-from titan_rl.training.data.sample_maker import SampleMaker
+from titan_rl.training.data.sample_builder import RewardPlacement, SampleMaker, build_samples
 from titan_rl.training.tensor_batch import make_tensor_batch
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 

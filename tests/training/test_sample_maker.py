@@ -11,7 +11,7 @@ from titan_rl.core.errors import RewardError
 from titan_rl.rollout.rewards.advantages import batch_mean, reward, role_baseline
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.sample_maker import SampleMaker
+from titan_rl.training.data.sample_builder import SampleMaker
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 

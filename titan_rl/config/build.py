@@ -24,8 +24,7 @@ from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import FilteringTask, RunContext, SingleTurnTask, calling, drop_reason, opened, wrong_result
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter, find_filter, first_reason, too_few_siblings, too_long
-from titan_rl.training.data.sample_builder import Distillation, RewardPlacement
-from titan_rl.training.data.sample_maker import SampleMaker
+from titan_rl.training.data.sample_builder import Distillation, RewardPlacement, SampleMaker
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 
 VERSIONS = "league"
