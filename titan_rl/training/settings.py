@@ -369,7 +369,7 @@ class TrainingConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _splits_rows_or_matrices(self) -> Self:
+    def _divides_work_in_ways_that_go_together(self) -> Self:
         if self.tensor_parallel > 1 and (self.context_parallel > 1 or "activations" in self.offload):
             name, fix = 'offload = ["activations"]', 'leave "activations" out'
             if self.context_parallel > 1:
@@ -378,10 +378,6 @@ class TrainingConfig(Section):
                 f"{name} with tensor_parallel = {self.tensor_parallel}: tokens that ranks compute together are neither "
                 f"shared out nor moved to the host; {fix}, or set tensor_parallel = 1 and use data_parallel"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _divides_experts_evenly(self) -> Self:
         ranks = self.data_parallel * self.context_parallel
         if self.expert_parallel > 1 and self.tensor_parallel > 1:
             raise ValueError(
@@ -395,10 +391,6 @@ class TrainingConfig(Section):
                 f"{self.data_parallel} x context_parallel = {self.context_parallel}, which share the experts; choose "
                 "one that does"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _compiles_undivided_matrices(self) -> Self:
         if self.compile and self.tensor_parallel > 1:
             raise ValueError(
                 f"compile = true with tensor_parallel = {self.tensor_parallel}: torch cannot compile a block whose "

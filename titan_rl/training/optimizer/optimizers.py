@@ -287,8 +287,7 @@ class Optimizers:
     def __init__(self, model: nn.Module, name: str, spec: OptimizerSpec) -> None:
         named = ((canonical_fqn(fqn), parameter) for fqn, parameter in model.named_parameters())
         parameters = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self.parts = _optimizers(name, find_optimizer(name)(parameters, spec))
-        _check_parameters(name, self.parts, parameters)
+        self.parts = _checked(name, find_optimizer(name)(parameters, spec), parameters)
         for part in self.parts:
             if len(by_mesh(_parameters(part))) > 1:
                 cast(Any, part).step = partial(_step_by_mesh, part, part.step)
@@ -314,26 +313,18 @@ def _adam(
     optimizer: type[torch.optim.Adam | torch.optim.AdamW], parameters: NamedParameters, spec: OptimizerSpec
 ) -> Optimizer:
     """Build torch's fused optimizer for float32 weights and moments on the device, otherwise `CompactAdam`."""
+    tensors = _tensors(parameters)
+    options = {name: getattr(spec, name) for name in ("lr", "betas", "eps", "weight_decay")}
     is_plain = spec.state_dtype == "float32" and not spec.offload
-    if not is_plain or any(parameter.dtype is not torch.float32 for _, parameter in parameters):
-        return CompactAdam(
-            _tensors(parameters),
-            lr=spec.lr,
-            betas=spec.betas,
-            eps=spec.eps,
-            weight_decay=spec.weight_decay,
-            decoupled=optimizer is torch.optim.AdamW,
-            state_dtype=spec.state_dtype,
-            offload=spec.offload,
-            device=local_device(),
-        )
-    return optimizer(
-        _tensors(parameters),
-        lr=spec.lr,
-        betas=spec.betas,
-        eps=spec.eps,
-        weight_decay=spec.weight_decay,
-        fused=True,
+    if is_plain and all(each.dtype is torch.float32 for each in tensors):
+        return optimizer(tensors, **options, fused=True)
+    return CompactAdam(
+        tensors,
+        **options,
+        decoupled=optimizer is torch.optim.AdamW,
+        state_dtype=spec.state_dtype,
+        offload=spec.offload,
+        device=local_device(),
     )
 
 
@@ -362,18 +353,16 @@ def _tensors(parameters: NamedParameters) -> list[nn.Parameter]:
     return [parameter for _, parameter in parameters]
 
 
-def _optimizers(name: str, made: Any) -> list[Optimizer]:
+def _checked(name: str, made: Any, parameters: NamedParameters) -> list[Optimizer]:
+    """Return the optimizers that a function has made, after checking that each parameter belongs to one of them."""
     parts = made if isinstance(made, list | tuple) else [made]
     if (other := next((part for part in parts if not isinstance(part, Optimizer)), None)) is not None:
         raise ConfigError(f"training.optimizer = {name!r} returns {other!r}; it must return torch.optim.Optimizer")
-    return list(parts)
-
-
-def _check_parameters(name: str, parts: Sequence[Optimizer], parameters: NamedParameters) -> None:
-    counts = Counter(id(p) for part in parts for group in part.param_groups for p in group["params"])
+    counts = Counter(id(each) for part in parts for each in _parameters(part))
     for parameter_name, parameter in parameters:
         if (count := counts[id(parameter)]) != 1:
             raise ConfigError(
                 f"training.optimizer = {name!r} has {parameter_name} {count} times; it must give every parameter to "
                 "one optimizer. In a group with lr = 0 a parameter stays as it is"
             )
+    return list(parts)
