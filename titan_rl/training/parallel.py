@@ -23,6 +23,7 @@ from titan_rl.training.attention.attention import ContextRanks
 from titan_rl.training.choices import ActivationCheckpointing
 from titan_rl.training.decoder import DecoderModel
 from titan_rl.training.device import local_device  # before torchtitan
+from titan_rl.training.settings import TrainingConfig
 from titan_rl.weights.types import SlicePosition, TensorSlice
 
 # isort: split
@@ -155,17 +156,15 @@ class World:
         return tensor.tolist()
 
 
-_CHECKPOINTING = {"full": FullAC.Config, "selective": SelectiveAC.Config}
+def checkpoint_activations(model: DecoderModel, which: ActivationCheckpointing) -> None:
+    """Checkpoint the activations of the blocks, in place."""
+    if which != "none":
+        policy = {"full": FullAC.Config, "selective": SelectiveAC.Config}[which]()
+        model.wrap_blocks(policy.build(dump_folder=""))
 
 
 def parallelize(
-    model: DecoderModel,
-    world: World,
-    *,
-    dtype: torch.dtype = torch.float32,
-    compile: bool = False,
-    activation_checkpointing: ActivationCheckpointing = "none",
-    offload_parameters: bool = False,
+    model: DecoderModel, world: World, training: TrainingConfig, *, dtype: torch.dtype, offload_parameters: bool
 ) -> None:
     """Compile the model and checkpoint its activations on request, and shard the parameters if there are several ranks,
     all in place.
@@ -186,10 +185,9 @@ def parallelize(
     if world.expert_parallel > 1:
         model.divide_experts(world.dims.get_mesh("ep"))
         same_experts = world.dims.get_mesh("efsdp")
-    if compile:  # before checkpointing wraps the blocks, because torch cannot compile a checkpointed block as a whole
+    if training.compile:  # before the blocks are wrapped, because torch cannot compile a checkpointed block as a whole
         _compile_blocks(model)
-    if (checkpointing := _CHECKPOINTING.get(activation_checkpointing)) is not None:
-        model.wrap_blocks(checkpointing().build(dump_folder=""))
+    checkpoint_activations(model, training.activation_checkpointing)
     if world.size == 1:
         return
     model.shard(world.dims.get_mesh(["fsdp"]), dtype, offload=offload_parameters, same_experts=same_experts)

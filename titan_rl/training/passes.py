@@ -31,6 +31,7 @@ from titan_rl.training.attention.variants import PLAIN, Variant, attend_by_score
 from titan_rl.training.choices import ActivationCheckpointing, DType
 from titan_rl.training.decoder import DecoderModel
 from titan_rl.training.models.choice import is_longrope
+from titan_rl.training.parallel import checkpoint_activations
 from titan_rl.training.selected_logprobs import CHUNK_LOGITS
 from titan_rl.training.settings import AdapterConfig
 
@@ -175,12 +176,8 @@ def measure_passes(source: BuiltFrom, shape: MicroBatchShape) -> Passes:
 
 @lru_cache(maxsize=256)
 def _trace(source: BuiltFrom, shape: MicroBatchShape, num_layers: int | None) -> Passes:
-    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-
     decoder = source.build(num_layers)
-    if shape.checkpointing != "none":
-        policy = {"full": FullAC.Config, "selective": SelectiveAC.Config}[shape.checkpointing]()
-        decoder.wrap_blocks(policy.build(dump_folder=""))
+    checkpoint_activations(decoder, shape.checkpointing)
     try:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings(action="ignore"))  # about kernels, which do not run here
