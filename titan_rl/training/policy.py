@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from titan_rl.core.errors import ConfigError
 from titan_rl.training.attention.attention import Layout, layout_documents
@@ -431,8 +430,7 @@ class HostWeights:
 
 def _storages(module: nn.Module) -> list[torch.UntypedStorage]:
     """Storages of this rank's part of the parameters."""
-    held = (parameter.data for parameter in module.parameters())
-    return [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in held]
+    return [local(parameter.data).untyped_storage() for parameter in module.parameters()]
 
 
 def _on_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:

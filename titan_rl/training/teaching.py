@@ -193,20 +193,16 @@ class Teacher:
                 raise GenerationError(f"no answer within {self._outage_s:g} s") from error
         if completion.prompt_scores is None:
             raise GenerationError("it gave no logprobs of the prompt")
-        return _checked(completion.prompt_scores, len(prompt), self.name)
+        if (count := len(completion.prompt_scores.logprobs)) != len(prompt) - 1:
+            raise TrainingError(
+                f"the teacher {self.name} gave {count} logprobs for a prompt of {len(prompt)} tokens; it must give one "
+                "for each after the first"
+            )
+        return completion.prompt_scores
 
 
 def _is_trained(rollout: Rollout) -> bool:
     return bool(rollout.turns) and rollout.advantage is not None and rollout.status is not RolloutStatus.ABORTED
-
-
-def _checked(scores: PromptScores, num_tokens: int, name: str) -> PromptScores:
-    if len(scores.logprobs) != num_tokens - 1:
-        raise TrainingError(
-            f"the teacher {name} gave {len(scores.logprobs)} logprobs for a prompt of {num_tokens} tokens; it must "
-            "give one for each after the first"
-        )
-    return scores
 
 
 def sampled_kl(turns: Sequence[Turn]) -> float | None:

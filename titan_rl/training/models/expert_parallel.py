@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.core.errors import ModelError
+from titan_rl.training.parallel import local
 
 # isort: split
 from torchtitan.distributed.utils import set_spmd_backend
@@ -65,7 +66,7 @@ class ExpertsOnRanks:
         if not size:  # one row, so that all parameters have a gradient for FSDP to sum over ranks
             routed_RD, own_ids_R = nn.functional.pad(routed_RD, (0, 0, 0, 1)), own_ids_R.new_zeros(1)
         given = dict(self._experts._parameters)
-        self._experts._parameters.update({name: _own(parameter) for name, parameter in given.items()})
+        self._experts._parameters.update({name: local(each) for name, each in given.items() if each is not None})
         try:
             out_RD = self._forward_own(routed_RD, own_ids_R[:, None], routed_RD.new_ones(len(routed_RD), 1))
         finally:
@@ -115,7 +116,3 @@ def _divide_parameters(experts: nn.Module, mesh: Any) -> None:
     for name, parameter in experts.named_parameters(recurse=False):
         assert parameter.is_meta, "experts are divided before they have memory"
         experts.register_parameter(name, nn.Parameter(split(parameter.detach()), parameter.requires_grad))
-
-
-def _own(parameter: nn.Parameter | None) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.training.decoder import FREE
+from titan_rl.training.parallel import local
 
 # isort: split
 from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
@@ -34,10 +34,7 @@ class Experts(GroupedExperts):
             x_RD: Hidden states of the routed tokens, sorted by expert.
             num_tokens_per_expert_E: Number of these tokens for each expert.
         """
-        w1_EFD, w2_EDF, w3_EFD = (
-            weight.to_local() if isinstance(weight, DTensor) else weight
-            for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        )
+        w1_EFD, w2_EDF, w3_EFD = map(local, (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         apply = partial(grouped_linear, num_tokens_E=num_tokens_per_expert_E)
         hidden_RF = F.silu(apply(x_RD, w1_EFD)) * apply(x_RD, w3_EFD)
         return apply(hidden_RF, w2_EDF).type_as(x_RD)

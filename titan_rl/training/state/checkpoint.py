@@ -219,15 +219,14 @@ def write_summed(path: Path, text: str) -> FileChecksum:
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, FileChecksum]) -> None:
-    (folder / CHECKSUMS).write_text(_listed(checksums))
-
-
-def _listed(checksums: Mapping[str, FileChecksum]) -> str:
-    return json.dumps({name: asdict(each) for name, each in checksums.items()}, indent=1)
+    """Write the list of checksums, atomically."""
+    temporary = folder / f".{CHECKSUMS}.tmp"
+    temporary.write_text(json.dumps({name: asdict(each) for name, each in checksums.items()}, indent=1))
+    temporary.rename(folder / CHECKSUMS)
 
 
 def write_checksums_of(folder: Path) -> None:
-    """Read every file of a folder, flush it to disk, and write the list of checksums, atomically.
+    """Read every file of a folder, flush it to disk, and write the list of checksums.
 
     Raises:
         OSError: A file cannot be read, or the list cannot be written.
@@ -238,9 +237,7 @@ def write_checksums_of(folder: Path) -> None:
             crc32, size = _summed(file)
             os.fsync(file.fileno())
         found[path.relative_to(folder).as_posix()] = FileChecksum(size, crc32)
-    temporary = folder / f".{CHECKSUMS}.tmp"
-    temporary.write_text(_listed(found))
-    temporary.rename(folder / CHECKSUMS)
+    write_checksums(folder, found)
 
 
 def read_checksums(folder: Path) -> dict[str, FileChecksum]:

@@ -102,14 +102,10 @@ def fixed_phrases(pieces: Sequence[Sequence[Piece]], num_texts: int) -> list[Pie
     least = max(SELDOM, num_texts / SELDOM)
     occurrences_of = _seeds(pieces)
     runs: list[Sequence[Piece]] = []
-    within: set[tuple[Place, int]] = (
-        set()
-    )  # places of the first occurrence of each run, with the number of its occurrences
-    for seed in sorted(
-        (seed for seed in occurrences_of if len(occurrences_of[seed]) >= least),
-        key=lambda seed: occurrences_of[seed][0],
-    ):
-        occurrences = occurrences_of[seed]
+    # Places of the first occurrence of each run, with the number of its occurrences.
+    within: set[tuple[Place, int]] = set()
+    frequent = [(seed, places) for seed, places in occurrences_of.items() if len(places) >= least]
+    for seed, occurrences in sorted(frequent, key=lambda each: each[1][0]):
         number, at = occurrences[0]
         if ((number, at), len(occurrences)) in within:
             continue
@@ -141,11 +137,9 @@ def _seeds(pieces: Sequence[Sequence[Piece]]) -> dict[Seed, list[Place]]:
 
 def _length(pieces: Sequence[Sequence[Piece]], occurrences: Sequence[Place], length: int) -> int:
     """Number of pieces of the run that begins at each of these places. It is at least `length`."""
-    while None not in (following := _after(pieces, occurrences, length)) and len(following) == 1:
+    while True:
+        ends = (at + length for _, at in occurrences)
+        following = {tuple(pieces[number][end : end + 1]) for (number, _), end in zip(occurrences, ends, strict=True)}
+        if len(following) > 1 or following == {()}:
+            return length
         length += 1
-    return length
-
-
-def _after(pieces: Sequence[Sequence[Piece]], occurrences: Sequence[Place], offset: int) -> set[Piece | None]:
-    """Pieces at `offset` after the start of each occurrence; None for the end of a text."""
-    return {pieces[number][at + offset] if at + offset < len(pieces[number]) else None for number, at in occurrences}
