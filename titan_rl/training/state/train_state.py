@@ -292,7 +292,7 @@ class TrainStateWriter:
         """
         self._wait()
         try:
-            tensors, values = flatten(state.values())
+            tensors, values = flatten(state.tree())
         except TypeError as error:
             raise CheckpointError(str(error)) from error
         owned = {name: own for name, tensor in tensors.items() if (own := owned_slice(tensor, self._world)) is not None}
