@@ -177,12 +177,20 @@ def build_samples(
     for rollout in group.rollouts:
         if rollout.advantage is None or rollout.status.is_fault or rollout.status is RolloutStatus.ABORTED:
             continue
-        weight = _rollout_weight(rollout) if constrained == "corrected" else 1.0
-        treatment = _Treatment(constrained, weight, distillation or Distillation())
-        shared = rollout.advantage if episodes is None else 0.0
-        runs, num_turns = list(extending_runs(rollout)), 0
-        for turns in runs:
-            sample = _merge(rollout, turns, shared, temperature, oldest_version, treatment)
+        treatment = _Treatment(
+            constrained=constrained,
+            weight=_rollout_weight(rollout) if constrained == "corrected" else 1.0,
+            distillation=distillation or Distillation(),
+            advantage=rollout.advantage if episodes is None else 0.0,
+            temperature=temperature,
+            oldest_version=oldest_version,
+        )
+        num_turns = 0
+        for turns in extending_runs(rollout):
+            tokens = _SampleTokens(rollout, treatment)
+            for turn in turns:
+                tokens.add(turn)
+            sample = tokens.sample()
             num_turns += len(turns)
             if episodes is not None:
                 sample = replace(sample, episode=episodes.place(rollout, turns, num_turns))
@@ -256,21 +264,27 @@ class RewardPlacement:
 
 @dataclass(frozen=True, slots=True)
 class _Treatment:
-    """Treatment of the constrained and scored tokens of a rollout.
+    """Treatment of the tokens of a rollout.
 
     Args:
         weight: Loss weight of every token of the rollout.
+        advantage: Advantage of every token of the rollout, to which that of the token itself is added.
+        temperature: Temperature of turns that do not record their own.
+        oldest_version: Oldest version whose tokens are trained.
     """
 
     constrained: Constrained
     weight: float
     distillation: Distillation
+    advantage: float
+    temperature: float | None
+    oldest_version: int
 
-    def advantages_of(self, turn: Turn, advantage: float) -> array[float]:
+    def advantages_of(self, turn: Turn) -> array[float]:
         """Advantage of each token.  # [num_tokens]"""
-        advantages = array(LOGPROBS, (advantage,)) * len(turn.completion.token_ids)
+        advantages = array(LOGPROBS, (self.advantage,)) * len(turn.completion.token_ids)
         for index, own in enumerate(turn.token_advantages or ()):
-            advantages[index] = advantage + own
+            advantages[index] = self.advantage + own
         if turn.teacher is not None and self.distillation.coef and self.distillation.kind == "sampled":
             pairs = zip(turn.teacher.logprobs, _policy_logprobs(turn.completion), strict=False)
             for index, (taught, own) in enumerate(pairs):
@@ -313,37 +327,13 @@ def extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
         yield run
 
 
-def _merge(
-    rollout: Rollout,
-    turns: list[Turn],
-    advantage: float,
-    temperature: float | None,
-    oldest_version: int,
-    treatment: _Treatment,
-) -> TrainingSample:
-    tokens = _SampleTokens(treatment)
-    for turn in turns:
-        completion = turn.completion
-        tokens.add_context(token_array(turn.prompt_token_ids[len(tokens.token_ids) :]))
-        is_trained = any(span.version >= oldest_version and span.num_tokens for span in completion.version_spans)
-        sampled_at = _temperature_of(turn, rollout, temperature) if is_trained else 0.0
-        num_tokens = len(completion.token_ids)
-        experts = completion.routed_experts
-        if experts is not None and len(experts) != num_tokens:
-            raise ValueError(
-                f"rollout {rollout.rollout_id!r} has a completion of {num_tokens} tokens with {len(experts)} rows of "
-                "routed experts; each token needs its row"
-            )
-        tokens.add_completion(turn, advantage, sampled_at, oldest_version)
-    return tokens.sample(rollout)
-
-
 class _SampleTokens:
     """Accumulator of the tokens of a sample's turns."""
 
-    def __init__(self, treatment: _Treatment) -> None:
-        self.token_ids = array(TOKENS)
+    def __init__(self, rollout: Rollout, treatment: _Treatment) -> None:
+        self._rollout = rollout
         self._treatment = treatment
+        self._token_ids = array(TOKENS)
         self._weights = array(LOGPROBS)
         self._loss_mask = bytearray()
         self._logprobs = array(LOGPROBS)
@@ -354,24 +344,33 @@ class _SampleTokens:
         self._experts: list[ExpertRows | int] = []  # an int is a number of tokens for which the router chooses
         self._scores: list[tuple[int, PromptScores]] = []  # each with the place of its first token
 
-    def add_context(self, token_ids: NumberArray[int]) -> None:
-        count = len(token_ids)
-        self.token_ids.extend(token_ids.array())
-        self._add_untrained(count)
-        self._temperatures.append((0.0, count))
-        self._experts.append(count)
+    def add(self, turn: Turn) -> None:
+        """Add the tokens between the turns before and this turn's completion, and those of the completion."""
+        completion, treatment = turn.completion, self._treatment
+        context = token_array(turn.prompt_token_ids[len(self._token_ids) :])
+        self._token_ids.extend(context.array())
+        self._add_untrained(len(context))
+        self._temperatures.append((0.0, len(context)))
+        self._experts.append(len(context))
 
-    def add_completion(self, turn: Turn, advantage: float, sampled_at: float, oldest_version: int) -> None:
-        completion = turn.completion
-        self.token_ids.extend(token_array(completion.token_ids).array())
+        oldest, sampled_at = treatment.oldest_version, 0.0
+        if any(span.version >= oldest and span.num_tokens for span in completion.version_spans):
+            sampled_at = _temperature_of(turn, self._rollout, treatment.temperature)
+        num_tokens, experts = len(completion.token_ids), completion.routed_experts
+        if experts is not None and len(experts) != num_tokens:
+            raise ValueError(
+                f"rollout {self._rollout.rollout_id!r} has a completion of {num_tokens} tokens with {len(experts)} "
+                "rows of routed experts; each token needs its row"
+            )
+        self._token_ids.extend(token_array(completion.token_ids).array())
         logprobs, begin = _policy_logprobs(completion), 0
-        weights, first = self._treatment.weights_of(completion), len(self._loss_mask)
-        advantages = self._treatment.advantages_of(turn, advantage)
-        if (scores := self._treatment.scores_of(turn)) is not None:
+        weights, first = treatment.weights_of(completion), len(self._loss_mask)
+        advantages = treatment.advantages_of(turn)
+        if (scores := treatment.scores_of(turn)) is not None:
             self._scores.append((first, scores))
         for span in completion.version_spans:
             count, end = span.num_tokens, begin + span.num_tokens
-            if span.version < oldest_version:
+            if span.version < oldest:
                 self._add_untrained(count)
             elif count:
                 self._loss_mask += b"\1" * count
@@ -380,17 +379,16 @@ class _SampleTokens:
                 self._versions += array(VERSIONS, (span.version,)) * count
                 self._advantages += advantages[begin:end]
             begin = end
-        for index in self._treatment.left_out(completion):
+        for index in treatment.left_out(completion):
             at = first + index
             self._loss_mask[at], self._versions[at] = 0, -1
             self._logprobs[at] = self._advantages[at] = 0.0
         if any(self._loss_mask[first:]):
             self._trained_at.add(sampled_at)
         self._temperatures.append((sampled_at, begin))
-        experts = completion.routed_experts
         self._experts.append(begin if experts is None else expert_rows(experts))
 
-    def sample(self, rollout: Rollout) -> TrainingSample:
+    def sample(self) -> TrainingSample:
         temperature: float | NumberArray[float]
         if len(self._trained_at) == 1:
             (temperature,) = self._trained_at
@@ -404,9 +402,9 @@ class _SampleTokens:
             free_rows(rows, like) if isinstance(rows, int) else rows for rows in self._experts
         )
         return TrainingSample(
-            group_id=rollout.group_id,
-            rollout_id=rollout.rollout_id,
-            token_ids=NumberArray(self.token_ids),
+            group_id=self._rollout.group_id,
+            rollout_id=self._rollout.rollout_id,
+            token_ids=NumberArray(self._token_ids),
             loss_mask=MaskArray(self._loss_mask),
             behaviour_logprobs=NumberArray(self._logprobs),
             advantages=NumberArray(self._advantages),
@@ -421,7 +419,7 @@ class _SampleTokens:
         """Scores of all tokens of the sample; NaN where there is none. None if no token has a score."""
         if not self._scores:
             return None
-        size, top_k = len(self.token_ids), self._scores[0][1].top_k
+        size, top_k = len(self._token_ids), self._scores[0][1].top_k
         nan = array(LOGPROBS, (math.nan,))
         logprobs, top_ids, top_logprobs = nan * size, array(TOKENS, (0,)) * (size * top_k), nan * (size * top_k)
         for first, scores in self._scores:
