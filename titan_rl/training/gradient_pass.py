@@ -24,6 +24,7 @@ from titan_rl.core.tracing.spans import span
 from titan_rl.training.objective import Objective, TokenStats
 from titan_rl.training.parallel import World, by_mesh, full_tensor
 from titan_rl.training.policy import Policy, Reference
+from titan_rl.training.settings import TrainingConfig
 from titan_rl.training.tensor_batch import Minibatch, TensorBatch
 
 
@@ -43,7 +44,6 @@ class GradientPass:
 
     Args:
         reference: Reference model for the KL term of the loss; None if there is no such term.
-        row_tokens: Most tokens of a packed row, for error messages.
         num_threads: Micro-batches to compute at the same time, if the policy and the reference allow it.
     """
 
@@ -52,10 +52,9 @@ class GradientPass:
         policy: Policy,
         reference: Reference | None,
         objective: Objective,
+        training: TrainingConfig,
         world: World,
         *,
-        max_grad_norm: float,
-        row_tokens: int,
         num_threads: int = 1,
     ) -> None:
         self._policy = policy
@@ -63,8 +62,8 @@ class GradientPass:
         self._objective = objective
         self._world = world
         self._parameters = [each for each in policy.model.parameters() if each.requires_grad]
-        self._max_grad_norm = max_grad_norm
-        self._row_tokens = row_tokens
+        self._max_grad_norm = training.max_grad_norm
+        self._row_tokens = training.row_tokens
         self._taught_share = 1.0  # result of `_count_taught` for the current minibatch
         self._objective_lock = threading.Lock()  # calls of a user's loss must not overlap
         in_threads = all(each.runs_in_threads for each in (policy, reference) if each is not None)

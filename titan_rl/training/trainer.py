@@ -115,14 +115,9 @@ class TrainerCore:
         )
         self._model = self._policy.model
         self._reference = self._make_reference(training)
+        objective = Objective(training, correction or CorrectionConfig(), max_context=model_config.max_context)
         self._gradient_pass = GradientPass(
-            self._policy,
-            self._reference,
-            Objective(training, correction or CorrectionConfig(), max_context=model_config.max_context),
-            self._world,
-            max_grad_norm=training.max_grad_norm,
-            row_tokens=training.row_tokens,
-            num_threads=num_threads,
+            self._policy, self._reference, objective, training, self._world, num_threads=num_threads
         )
         self._optimizers = _make_optimizers(self._policy, training)
         self._critic = _make_critic(self._policy, model_config, training, self._world)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
@@ -72,6 +72,16 @@ class ExpertsOnRanks:
         finally:
             self._experts._parameters.update(given)
         return self._exchange.combine(out_RD[:size], sent, x_TD)
+
+
+def fsdp_options(dtype: torch.dtype, *, offload: bool) -> dict[str, Any]:
+    """Options of `fully_shard` to gather parameters in a dtype and sum gradients in float32.
+
+    Args:
+        offload: Whether to keep parameters and gradients in the host's memory.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return {"mp_policy": policy, **({"offload_policy": CPUOffloadPolicy()} if offload else {})}
 
 
 def shard_experts(experts: nn.Module, mesh: Any, **options: Any) -> None:

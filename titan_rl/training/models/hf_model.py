@@ -148,14 +148,15 @@ class HFModel:
             other: Model that has loaded its weights, in the same dtype.
         """
         self.decoder.allocate(device, on_host=False)
-        shared = dict(other.decoder.module.named_parameters(remove_duplicate=False))
-        values = dict(other._base())
-        for name, parameter in self.decoder.module.named_parameters(remove_duplicate=False):
-            if name in shared and name in values:
-                parameter.data = shared[name].data
+        parameters, shared = (
+            dict(each.decoder.module.named_parameters(remove_duplicate=False)) for each in (self, other)
+        )
+        buffers = dict(other._base())
         for name, tensor in self._base():
-            if name not in shared:  # a buffer
-                tensor.copy_(values[name])
+            if name in parameters:
+                parameters[name].data = shared[name].data
+            else:
+                tensor.copy_(buffers[name])
         if self.adapter is not None:
             self.adapter.begin(self._seed)
 

@@ -8,11 +8,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.training.attention.attention import Layout
-from titan_rl.training.models.expert_parallel import divide_experts, shard_experts
+from titan_rl.training.models.expert_parallel import divide_experts, fsdp_options, shard_experts
 from titan_rl.training.models.experts import Router
 from titan_rl.training.models.families import ARCHITECTURES, Architecture, DocumentAttention
 from titan_rl.training.models.lora import with_adapter
@@ -126,13 +125,8 @@ class TorchtitanDecoder:
 
     def shard(self, mesh: Any, dtype: torch.dtype, *, offload: bool, same_experts: Any = None) -> None:
         if same_experts is not None:
-            options: dict[str, Any] = {
-                "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-            }
-            if offload:
-                options["offload_policy"] = CPUOffloadPolicy()
             for routed in self._modules_of(RoutedExperts):
-                shard_experts(routed.inner_experts, same_experts, **options)
+                shard_experts(routed.inner_experts, same_experts, **fsdp_options(dtype, offload=offload))
         apply_fsdp_to_decoder(
             self.module, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False, cpu_offload=offload
         )

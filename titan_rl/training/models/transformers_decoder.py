@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -33,7 +33,7 @@ from titan_rl.training.attention.attention import CurrentLayout, Layout
 from titan_rl.training.attention.variants import PLAIN, Variant
 from titan_rl.training.decoder import FREE, PREFIX
 from titan_rl.training.models.choice import STATEFUL, is_longrope, longest_context
-from titan_rl.training.models.expert_parallel import ExpertsOnRanks, shard_experts
+from titan_rl.training.models.expert_parallel import ExpertsOnRanks, fsdp_options, shard_experts
 from titan_rl.training.models.lora import adapt_layers
 from titan_rl.training.models.recurrent import divide_mixers
 from titan_rl.training.selected_logprobs import capped, selected_logprobs
@@ -356,10 +356,7 @@ class TransformersDecoder:
             ExpertsOnRanks(block.experts, router.top_k, mesh)
 
     def shard(self, mesh: Any, dtype: torch.dtype, *, offload: bool, same_experts: Any = None) -> None:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        options: dict[str, Any] = {"mp_policy": policy}
-        if offload:
-            options["offload_policy"] = CPUOffloadPolicy()
+        options = fsdp_options(dtype, offload=offload)
         sharded = partial(fully_shard, mesh=mesh, **options)
         if same_experts is not None:
             for block in self._mixtures:
