@@ -99,8 +99,7 @@ class Critic:
         self._modules: dict[str, nn.Module] = {"head": self._head}
         self._optimizers = {"head": Optimizers(self._head, "adamw", spec)}  # it has no matrix, as muon needs
         if is_trained:
-            offload = bool({"optimizer", "parameters"} & {*training.offload})
-            spec = replace(spec, state_dtype=training.optimizer_dtype, offload=offload)
+            spec = replace(spec, state_dtype=training.optimizer_dtype, offload=training.offloads_moments)
             self._modules["trunk"] = trunk.model
             self._optimizers["trunk"] = Optimizers(trunk.model, training.optimizer, spec)
         self._judged: dict[int, _Judged] = {}  # micro-batches of the current step, by their id()

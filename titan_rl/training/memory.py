@@ -224,13 +224,14 @@ def rank_memory(
     on_device: dict[str, int] = {}
     offload = {*training.offload}
     state = at_host if "parameters" in offload else on_device
+    of_optimizer = at_host if training.offloads_moments else on_device
     state["weights" if master == compute else "master weights"] = weights
     state["gradients"] = numbers.trained * master
     moments = _moments(training, numbers)
-    (at_host if offload & {"optimizer", "parameters"} else on_device)["optimizer states"] = moments
+    of_optimizer["optimizer states"] = moments
     if training.critic == "model":  # gradients of critic and policy never exist at the same time
         state["critic"] = weights
-        (at_host if offload & {"optimizer", "parameters"} else on_device)["critic's optimizer states"] = moments
+        of_optimizer["critic's optimizer states"] = moments
     if training.kl_coef and not training.adapter.is_on:
         (at_host if "reference" in offload else on_device)["reference model"] = numbers.held * master
     at_rest = sum(on_device.values()) - on_device.get("gradients", 0)
@@ -308,19 +309,12 @@ def update_bytes(training: TrainingConfig, size: int) -> int:
     Args:
         size: Number of entries of the parameter.
     """
-    if not _is_compact(training):
-        return 0
+    is_plain = training.optimizer_dtype == training.master_dtype == "float32" and not training.offloads_moments
+    if training.optimizer not in ("adamw", "adam") or is_plain:
+        return 0  # torch's fused optimizer; otherwise `CompactAdam`
     copies = 8 if training.master_dtype == "bfloat16" else 0
     copies += 16 if "parameters" in training.offload else 8 if "optimizer" in training.offload else 0
     return size * (UPDATE_BYTES[training.optimizer_dtype] + copies)
-
-
-def _is_compact(training: TrainingConfig) -> bool:
-    """Whether `CompactAdam` is used: not all of Adam's weights and moments are float32 on the device."""
-    if training.optimizer not in ("adamw", "adam"):
-        return False
-    moved = {"optimizer", "parameters"} & {*training.offload}
-    return bool(moved) or training.optimizer_dtype != "float32" or training.master_dtype != "float32"
 
 
 def _moments(training: TrainingConfig, numbers: Numbers) -> int:

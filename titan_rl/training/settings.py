@@ -310,6 +310,11 @@ class TrainingConfig(Section):
         return self.critic_lr or (HEAD_LR if self.critic == "head" else self.peak_lr)
 
     @property
+    def offloads_moments(self) -> bool:
+        """Whether the moments of the optimizer are kept in the host's memory."""
+        return "optimizer" in self.offload or "parameters" in self.offload
+
+    @property
     def ranks_a_row(self) -> int:
         """Number of trainer processes with the same rows."""
         return self.context_parallel * self.tensor_parallel

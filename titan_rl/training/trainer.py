@@ -475,7 +475,7 @@ def _make_optimizers(policy: Policy, training: TrainingConfig) -> Optimizers:
         betas=training.betas,
         weight_decay=training.weight_decay,
         state_dtype=training.optimizer_dtype,
-        offload=bool({"optimizer", "parameters"} & {*training.offload}),
+        offload=training.offloads_moments,
     )
     return Optimizers(policy.model, training.optimizer, spec)
 
