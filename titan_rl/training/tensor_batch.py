@@ -31,7 +31,7 @@ class Minibatch:
     rollout_ids: list[str]  # rollouts of this rank's samples, including those without a token to train on
     num_samples: int  # number of samples of all ranks
     num_dropped: int  # number of samples of all ranks that are longer than a row
-    num_padding: int
+    num_padding: int  # positions without a sample
     num_positions: int
 
     @staticmethod
@@ -45,18 +45,15 @@ class Minibatch:
             lay_out: Function that lays out the documents; see `make_tensor_batch`.
         """
         batches = [make_tensor_batch(rows or [[PLACEHOLDER]], device, lay_out) for rows in plan.micro_batches]
-        idle = [not rows for rows in plan.micro_batches]
-        ids = (each for batch, without in zip(batches, idle, strict=True) if not without for each in batch.rollout_ids)
+        families = [family for rows in plan.micro_batches for row in rows for family in row]
+        num_positions = sum(batch.token_ids_BL.numel() for batch in batches)
         return Minibatch(
             batches=[batch for batch in batches if batch.num_trained or not alone],
-            rollout_ids=list(dict.fromkeys(ids)),
+            rollout_ids=list(dict.fromkeys(sample.rollout_id for family in families for sample in family.samples)),
             num_samples=plan.num_samples,
             num_dropped=plan.num_dropped,
-            num_padding=sum(
-                batch.token_ids_BL.numel() if without else batch.num_padding
-                for batch, without in zip(batches, idle, strict=True)
-            ),
-            num_positions=sum(batch.token_ids_BL.numel() for batch in batches),
+            num_padding=num_positions - sum(family.num_tokens for family in families),
+            num_positions=num_positions,
         )
 
 
@@ -65,12 +62,9 @@ def packing_metrics(minibatches: Sequence[Minibatch], world: World) -> dict[str,
     and padding_fraction (share of positions without a sample)."""
     num_samples = sum(minibatch.num_samples for minibatch in minibatches)
     num_dropped = sum(minibatch.num_dropped for minibatch in minibatches)
-    num_padding, num_positions = world.sum(
-        [
-            sum(minibatch.num_padding for minibatch in minibatches),
-            sum(minibatch.num_positions for minibatch in minibatches),
-        ]
-    )
+    padding_here = sum(minibatch.num_padding for minibatch in minibatches)
+    positions_here = sum(minibatch.num_positions for minibatch in minibatches)
+    num_padding, num_positions = world.sum([padding_here, positions_here])
     return {
         "num_samples": float(num_samples - num_dropped),
         "num_dropped_samples": float(num_dropped),
@@ -103,7 +97,6 @@ class TensorBatch:
     teacher: TeacherTokens | None  # None if no sample has any scores
     episodes: EpisodeTokens | None  # None unless all samples have rewards
     experts_BLRK: torch.Tensor | None  # int64, of R routers; FREE where they choose. None if no sample has any
-    num_padding: int
 
     @property
     def num_trained(self) -> int:
@@ -158,7 +151,6 @@ def make_tensor_batch(
     samples: list[TrainingSample] = []
     starts: list[int] = []  # position of each sample's first token in the flattened rows, if its prefix were its own
     experts: dict[int, Any] = {}  # position of the token that the router sees -> [num_layers, top_k]
-    num_padding = 0
     for index, row in enumerate(rows):
         end = index * width
         for family in row:
@@ -180,7 +172,6 @@ def make_tensor_batch(
                 starts.append(start)
         if padding := (index + 1) * width - end:
             documents.append(Document(padding))
-            num_padding += padding
 
     targets = [1 + np.flatnonzero(np.asarray(sample.loss_mask)[1:]) for sample in samples]  # [num_trained] each
     versions = [np.asarray(sample.versions) for sample in samples]
@@ -216,7 +207,6 @@ def make_tensor_batch(
         teacher=_teacher_tokens(samples, targets, device),
         episodes=_episode_tokens(samples, starts, targets),
         experts_BLRK=_experts(experts, len(rows), width, device),
-        num_padding=num_padding,
     )
 
 
