@@ -61,5 +61,3 @@ def test_the_newest_are_kept_in_the_order_of_their_steps(tmp_path: Path):
     keep_last(tmp_path, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000900", "step-1000000"]
     assert latest(tmp_path) == tmp_path / "step-1000000"
-    with pytest.raises(ValueError, match="count is 0"):
-        keep_last(tmp_path, 0)

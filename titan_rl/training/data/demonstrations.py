@@ -59,11 +59,23 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTok
     tools: list[Any] | None = None if demonstration.tools is None else renderable(demonstration.tools)
     stop_token_ids = renderer.get_stop_token_ids()
     token_ids, loss_mask = array(TOKENS), bytearray()
-    prompt: list[int] = []
+    prompt: list[int] | None = []
     completion: list[int] = []
     num_rendered = 0  # number of messages in `token_ids`
     for at in _answers(messages):
-        prompt = _prompt(renderer, messages, num_rendered, at, prompt, completion, tools)
+        try:
+            if not num_rendered:
+                prompt = list(renderer.render_ids(messages[:at], tools=tools, add_generation_prompt=True))
+            else:
+                extended = renderer.bridge_to_next_turn(prompt, completion, messages[num_rendered:at], tools=tools)
+                prompt = None if extended is None else list(extended.token_ids)
+        except Exception as error:  # a template may raise anything
+            raise DataError(f"the messages before messages[{at}] cannot be rendered: {describe(error)}") from error
+        if prompt is None:
+            raise DataError(
+                f"{type(renderer).__name__} cannot extend the conversation by messages[{num_rendered}:{at}] without "
+                "changing earlier tokens, as a rollout could not; use another renderer (model.renderer)"
+            )
         completion = _completion(renderer, messages[: at + 1], tools, stop_token_ids)
         loss_mask += bytes(len(prompt) - len(token_ids)) + b"\1" * len(completion)
         token_ids = array(TOKENS, [*prompt, *completion])
@@ -81,29 +93,6 @@ def _answers(messages: Sequence[Any]) -> Iterator[int]:
             what = "begins with" if at == 0 else f"has, in messages[{at - 1}] and [{at}], two in a row of"
             raise DataError(f"it {what} the assistant, where a rollout has a prompt before each answer")
         yield at
-
-
-def _prompt(
-    renderer: Renderer,
-    messages: list[Any],
-    num_rendered: int,
-    at: int,
-    prompt: list[int],
-    completion: list[int],
-    tools: list[Any] | None,
-) -> list[int]:
-    try:
-        if not num_rendered:
-            return list(renderer.render_ids(messages[:at], tools=tools, add_generation_prompt=True))
-        extended = renderer.bridge_to_next_turn(prompt, completion, messages[num_rendered:at], tools=tools)
-    except Exception as error:  # a template may raise anything
-        raise DataError(f"the messages before messages[{at}] cannot be rendered: {describe(error)}") from error
-    if extended is None:
-        raise DataError(
-            f"{type(renderer).__name__} cannot extend the conversation by messages[{num_rendered}:{at}] without "
-            "changing earlier tokens, as a rollout could not; use another renderer (model.renderer)"
-        )
-    return list(extended.token_ids)
 
 
 def _completion(

@@ -285,7 +285,7 @@ class TransformersDecoder:
             raise ModelError(f"transformers cannot build the model in {folder}: {in_one_line(error)}") from error
         _check_positions(config, max_context)
         causal.eval()  # without dropout; gradients are computed all the same
-        name = type(causal).__name__
+        self._causal = causal
         self._base, self._list, self._blocks = _find_blocks(causal)
         self.is_tied = bool(config.tie_word_embeddings)
         self.head = _plug_head(causal, config)
@@ -293,20 +293,21 @@ class TransformersDecoder:
             adapt_layers(causal, self._blocks, adapter)
         for parameter in causal.parameters():
             parameter.data = parameter.data.to(dtype if parameter.requires_grad else base_dtype or dtype)
-        self._tie(causal)
+        self._tie()
         self._layout = CurrentLayout()
         for module in causal.modules():
             module.current_layout = self._layout
         divide_mixers(causal, self._layout)
         self.module = _HiddenStates(causal)
-        self._causal = causal
         self.vocab_size: int = config.vocab_size
         heads = getattr(config, "num_attention_heads", None) or 1  # none in a model without attention
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.has_variants = _has_variants(config)
         head_name = next((each for each, module in causal.named_modules() if module is self.head), None)
         if head_name is None:
-            raise ModelError(f"{name} of transformers has no output layer of its own; this family cannot be trained")
+            raise ModelError(
+                f"{type(causal).__name__} of transformers has no output layer of its own; this family cannot be trained"
+            )
         self.adapter = TransformersAdapter(causal, f"{head_name}.weight" if self.is_tied else None)
         self.optional_names = frozenset({f"{head_name}.weight"}) if self.is_tied else frozenset[str]()
         ignored = getattr(causal, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -342,7 +343,7 @@ class TransformersDecoder:
             return torch.empty_like(tensor, device=at) if tensor.is_meta else tensor.to(device)
 
         self.module._apply(materialize)
-        self._tie(self._causal)
+        self._tie()
 
     def wrap_blocks(self, checkpointing: Any) -> None:
         for name, block in self.blocks.items():
@@ -374,9 +375,9 @@ class TransformersDecoder:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # gradients are summed
 
-    def _tie(self, causal: Any) -> None:
+    def _tie(self) -> None:
         if self.is_tied:
-            self.head.weight = causal.get_input_embeddings().weight
+            self.head.weight = self._causal.get_input_embeddings().weight
 
 
 @contextmanager

@@ -129,13 +129,7 @@ def latest(root: Path) -> Path | None:
 
 
 def keep_last(root: Path, count: int) -> None:
-    """Delete all but the newest `count` checkpoints. Errors of deletion are ignored.
-
-    Raises:
-        ValueError: The count is below 1.
-    """
-    if count < 1:
-        raise ValueError(f"count is {count}; at least the newest checkpoint is kept")
+    """Delete all but the newest `count` checkpoints, at least one. Errors of deletion are ignored."""
     for path in list_checkpoints(root)[:-count]:
         shutil.rmtree(path, ignore_errors=True)
 
