@@ -82,11 +82,11 @@ class Critic:
     """Value function of a policy.
 
     Args:
-        trunk: Model that computes the hidden states.
-        is_trained: Whether the trunk is a model of its own, which is trained. Otherwise it is the policy.
+        trunk: Model that computes the hidden states: with `training.critic = "head"` the policy, otherwise a model that
+            begins with the policy's weights, and is trained.
     """
 
-    def __init__(self, trunk: Policy, world: World, training: TrainingConfig, *, is_trained: bool) -> None:
+    def __init__(self, trunk: Policy, world: World, training: TrainingConfig) -> None:
         self._trunk = trunk
         self._world = world
         self._gamma, self._lam = training.gae
@@ -98,7 +98,7 @@ class Critic:
         spec = OptimizerSpec(training.critic_peak_lr, betas=training.betas, weight_decay=training.weight_decay)
         self._modules: dict[str, nn.Module] = {"head": self._head}
         self._optimizers = {"head": Optimizers(self._head, "adamw", spec)}  # it has no matrix, as muon needs
-        if is_trained:
+        if training.critic == "model":
             spec = replace(spec, state_dtype=training.optimizer_dtype, offload=training.offloads_moments)
             self._modules["trunk"] = trunk.model
             self._optimizers["trunk"] = Optimizers(trunk.model, training.optimizer, spec)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -66,9 +66,8 @@ class Policy:
 
     Args:
         seed: Seed of the adapter's initial values.
-        is_trained: Whether the weights are trained. Otherwise this is a reference model, without an adapter.
-        has_head: Whether the output layer is used. If only `states` is called, set this to False, which freezes the
-            output layer.
+        role: "policy", "reference" for a reference model, which is not trained and has no adapter, or "trunk" for a
+            critic's trained trunk, of which only `states` is called, and whose output layer is frozen.
         base: Policy of the same folder with another adapter, whose frozen weights this one shares. The world must have
             one rank.
         base_dtype: Dtype of weights that an adapter leaves frozen; by default, `model.dtype`.
@@ -89,8 +88,7 @@ class Policy:
         world: World,
         *,
         seed: int = 0,
-        is_trained: bool = True,
-        has_head: bool = True,
+        role: Literal["policy", "reference", "trunk"] = "policy",
         base: Policy | None = None,
         base_dtype: DType | None = None,
     ) -> None:
@@ -106,7 +104,7 @@ class Policy:
             world,
             max_context=self._longest,
             dtype=getattr(torch, training.master_dtype),
-            adapter=training.adapter if training.adapter.is_on and is_trained else None,
+            adapter=training.adapter if training.adapter.is_on and role != "reference" else None,
             base_dtype=getattr(torch, base_dtype or model.dtype),
             seed=seed,
             implementation=model.implementation,
@@ -116,11 +114,11 @@ class Policy:
         attends = choose_attention(
             training.attention, self.device.type, self._decoder.head_dim, has_variants=self._decoder.has_variants
         )
-        if not has_head and not self._decoder.is_tied:
+        if role == "trunk" and not self._decoder.is_tied:
             self._decoder.head.requires_grad_(False)
         self.lay_out: LayOut = partial(_LAY_OUT[attends], ranks=world.context)
         self._routers = self._decoder.routers
-        on_host = "parameters" in training.offload and is_trained
+        on_host = "parameters" in training.offload and role != "reference"
         parallelize(self._decoder, world, training, dtype=self.dtype, offload_parameters=on_host)
         # Several ranks gather parameters in this dtype. Autocast would convert them in each layer and keep the result
         # until its backward pass.
@@ -132,7 +130,7 @@ class Policy:
         self._offloads = "activations" in training.offload
         keeps_state = training.compile or self._offloads or training.activation_checkpointing != "none"
         self._host_weights = None
-        if "reference" in training.offload and not is_trained:
+        if "reference" in training.offload and role == "reference":
             self._host_weights = HostWeights(self._decoder, by_layer=world.size == 1 and not training.compile)
         is_alone = self.device.type == "cpu" and world.size == 1
         self.runs_in_threads = is_alone and not (keeps_state or self._routers or self._host_weights)

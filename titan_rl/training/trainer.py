@@ -102,6 +102,7 @@ class TrainerCore:
     ) -> None:
         torch.manual_seed(seed)
         self._config = model_config
+        self._training = training
         self._world = World.join(
             data_parallel=training.data_parallel,
             context_parallel=training.context_parallel,
@@ -114,26 +115,33 @@ class TrainerCore:
             model_config, training, self._world, seed=seed, base=None if base is None else base._policy
         )
         self._model = self._policy.model
-        self._reference = self._make_reference(training)
+        self._reference = self._make_reference()
         objective = Objective(training, correction or CorrectionConfig(), max_context=model_config.max_context)
         self._gradient_pass = GradientPass(
             self._policy, self._reference, objective, training, self._world, num_threads=num_threads
         )
         self._optimizers = _make_optimizers(self._policy, training)
-        self._critic = _make_critic(self._policy, model_config, training, self._world)
-        self._training = training
+        self._critic = self._make_critic()
         self._costs = Costs.of_model(Path(model_config.path))
         self._writer = TrainStateWriter(self._world)
         self._readers = Readers()
         self._version = 0
         self._is_between_versions = False  # whether a step failed after some of its minibatches had changed the weights
 
-    def _make_reference(self, training: TrainingConfig) -> Reference | None:
-        if not training.kl_coef:
+    def _make_reference(self) -> Reference | None:
+        if not self._training.kl_coef:
             return None
         if self._policy.adapter is not None:
             return BaseOfAdapter(self._policy)
-        return Policy(self._config, training, self._world, is_trained=False)
+        return Policy(self._config, self._training, self._world, role="reference")
+
+    def _make_critic(self) -> Critic | None:
+        if self._training.critic == "none":
+            return None
+        trunk = self._policy
+        if self._training.critic == "model":
+            trunk = Policy(self._config, self._training, self._world, role="trunk")
+        return Critic(trunk, self._world, self._training)
 
     @property
     def adapter(self) -> Adapter | None:
@@ -437,18 +445,6 @@ class TrainerCore:
         with torch.no_grad():
             for kept, current in pairs:
                 local(kept).copy_(local(current))  # both are sharded alike, but offloaded parameters are not on the GPU
-
-
-def _make_critic(policy: Policy, model: ModelConfig, training: TrainingConfig, world: World) -> Critic | None:
-    """Build the critic, whose trunk begins with the policy's weights; None if the settings ask for none."""
-    match training.critic:
-        case "none":
-            return None
-        case "head":
-            return Critic(policy, world, training, is_trained=False)
-        case "model":
-            trunk = Policy(model, training, world, has_head=False)
-            return Critic(trunk, world, training, is_trained=True)
 
 
 def _check_weights(model: ModelConfig, training: TrainingConfig, world: World) -> None:
