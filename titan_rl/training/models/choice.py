@@ -237,8 +237,7 @@ def check_numbers(hf: Mapping[str, Any]) -> None:
 
 def is_longrope(hf: Mapping[str, Any]) -> bool:
     """Whether the model rotates tokens with one set of frequencies in short sequences and with another in long ones."""
-    rope = _rope(hf)
-    return rope.get("rope_type", rope.get("type")) == "longrope"
+    return _rope_type(hf) == "longrope"
 
 
 def longest_context(hf: Mapping[str, Any]) -> int | None:
@@ -256,6 +255,11 @@ def longest_context(hf: Mapping[str, Any]) -> int | None:
 
 def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     return hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+
+
+def _rope_type(hf: Mapping[str, Any]) -> str:
+    rope = _rope(hf)
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _check_experts(hf: Mapping[str, Any], ranks: int) -> None:
@@ -279,12 +283,10 @@ def torchtitan_lacks(hf: Mapping[str, Any]) -> str | None:
     for key, value in TORCHTITAN_FIELDS[name].items():
         if (found := hf.get(key, value)) != value:
             return f"torchtitan's {name} supports only {key} {value!r}, and config.json has {found!r}"
-    rope = _rope(hf)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in TORCHTITAN_ROPE[name]:
+    if (rope_type := _rope_type(hf)) not in TORCHTITAN_ROPE[name]:
         known = " and ".join(map(repr, TORCHTITAN_ROPE[name]))
         return f"config.json has rope type {rope_type!r}; only {known} are supported by torchtitan's {name}"
-    if (share := rope.get("partial_rotary_factor") or 1.0) != 1.0:
+    if (share := _rope(hf).get("partial_rotary_factor") or 1.0) != 1.0:
         return f"config.json has partial_rotary_factor {share}, which torchtitan's {name} does not support"
     return None
 
@@ -307,7 +309,6 @@ def transformers_refuses(hf: Mapping[str, Any]) -> str | None:
             f"layers of type {found[0]!r} have a recurrent state, and titan_rl does not know the module that computes "
             f"it in model_type {name!r}; only those of {', '.join(sorted(RECURRENT))}"
         )
-    rope = _rope(hf)
-    if rope.get("rope_type", rope.get("type")) == "dynamic":
+    if _rope_type(hf) == "dynamic":
         return "rope type 'dynamic' turns the tokens of a sequence by its length, which changes as it grows"
     return None
