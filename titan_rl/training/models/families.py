@@ -26,7 +26,6 @@ from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_conf
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.common.rope import RoPE
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
@@ -193,117 +192,58 @@ REQUIRED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Dimensions:
-    """Dimensions of a decoder, and the parts of a model config that follow from them."""
+def _rope_parameters(hf: Mapping[str, Any], positions: int) -> dict[str, Any]:
+    """Base and scaling of the rotary embeddings, with the defaults of fields that config.json leaves out."""
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
+    rope.setdefault("original_max_position_embeddings", hf.get("original_max_position_embeddings", positions))
+    if rope["rope_type"] == "yarn" and rope.get("factor") is None:
+        rope["factor"] = positions / rope["original_max_position_embeddings"]
+    return rope
 
-    dim: int
-    vocab_size: int
-    eps: float
-    num_layers: int
-    hidden_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Mapping[str, Any]  # rope_theta and the scaling
-    tied: bool
 
-    @classmethod
-    def of(cls, hf: Mapping[str, Any], max_context: int) -> Dimensions:
-        """Read the dimensions of a config.json.
+def _mlp(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Config of the part of a layer after the attention, by the name of its field."""
+    if hf["model_type"] == "qwen3_moe":
+        return {"moe": _mixture(hf)}
+    dim, hidden_dim = hf["hidden_size"], hf["intermediate_size"]
+    return {"feed_forward": make_ffn_config(dim=dim, hidden_dim=hidden_dim, w1_param_init=KEPT, w2w3_param_init=KEPT)}
 
-        Raises:
-            ModelError: A field is missing, or the model has fewer positions than `max_context`.
-        """
-        if (missing := next((name for name in REQUIRED if name not in hf), None)) is not None:
-            raise ModelError(f"config.json lacks {missing!r}")
-        positions = hf.get("max_position_embeddings", max_context)
-        if positions < max_context:
-            raise ModelError(f"config.json has max_position_embeddings {positions}; {max_context} positions are needed")
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-        rope.setdefault("rope_type", rope.get("type", "default"))
-        rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
-        rope.setdefault("original_max_position_embeddings", hf.get("original_max_position_embeddings", positions))
-        if rope["rope_type"] == "yarn" and rope.get("factor") is None:
-            rope["factor"] = positions / rope["original_max_position_embeddings"]
-        return cls(
-            dim=hf["hidden_size"],
-            vocab_size=hf["vocab_size"],
-            eps=hf["rms_norm_eps"],
-            num_layers=hf["num_hidden_layers"],
-            hidden_dim=hf["intermediate_size"],
-            num_heads=hf["num_attention_heads"],
-            num_kv_heads=hf["num_key_value_heads"],
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            rope=rope,
-            tied=bool(hf.get("tie_word_embeddings", False)),
-        )
 
-    def norm(self, size: int | None = None) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size or self.dim, eps=self.eps, param_init=KEPT)
+def _mixture(hf: Mapping[str, Any]) -> MoE.Config:
+    """Config of a router that takes the best experts of a softmax, without shared experts or a balancing bias.
 
-    def attention(self, rope: RoPE.Config, *, qk_norm: RMSNorm.Config | None = None) -> Any:
-        return make_gqa_config(
-            dim=self.dim,
-            n_heads=self.num_heads,
-            n_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            wqkv_param_init=KEPT,
-            wo_param_init=KEPT,
-            inner_attention=DocumentAttention.Config(),
-            # Separate projections have the layout of the published weights, so publishing needs no copy.
-            fuse_qkv=False,
-            rope=rope,
-            qk_norm=qk_norm,
-        )
-
-    def feed_forward(self) -> Any:
-        return make_ffn_config(dim=self.dim, hidden_dim=self.hidden_dim, w1_param_init=KEPT, w2w3_param_init=KEPT)
-
-    def mixture(self, hf: Mapping[str, Any]) -> MoE.Config:
-        """Config of a router that takes the best experts of a softmax, without shared experts or a balancing bias.
-
-        Raises:
-            ModelError: A field of config.json is missing.
-        """
-        num_experts = hf.get("num_experts", hf.get("num_local_experts"))
-        if num_experts is None:
-            raise ModelError("config.json lacks 'num_experts'")
-        try:
-            hidden_dim, top_k = hf["moe_intermediate_size"], hf["num_experts_per_tok"]
-        except KeyError as error:
-            raise ModelError(f"config.json lacks {error.args[0]!r}") from None
-        return MoE.Config(
+    Raises:
+        ModelError: A field of config.json is missing.
+    """
+    num_experts = hf.get("num_experts", hf.get("num_local_experts"))
+    if num_experts is None:
+        raise ModelError("config.json lacks 'num_experts'")
+    try:
+        dim, hidden_dim, top_k = hf["hidden_size"], hf["moe_intermediate_size"], hf["num_experts_per_tok"]
+    except KeyError as error:
+        raise ModelError(f"config.json lacks {error.args[0]!r}") from None
+    return MoE.Config(
+        num_experts=num_experts,
+        load_balance_coeff=None,
+        router=Router.Config(
             num_experts=num_experts,
-            load_balance_coeff=None,
-            router=Router.Config(
+            gate=Linear.Config(in_features=dim, out_features=num_experts, bias=False, param_init=KEPT),
+            top_k=top_k,
+            score_func="softmax",
+            route_norm=bool(hf.get("norm_topk_prob", False)),
+        ),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=Experts.Config(
+                dim=dim,
+                hidden_dim=hidden_dim,
                 num_experts=num_experts,
-                gate=Linear.Config(in_features=self.dim, out_features=num_experts, bias=False, param_init=KEPT),
-                top_k=top_k,
-                score_func="softmax",
-                route_norm=bool(hf.get("norm_topk_prob", False)),
+                param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _keep),
             ),
-            routed_experts=RoutedExperts.Config(
-                inner_experts=Experts.Config(
-                    dim=self.dim,
-                    hidden_dim=hidden_dim,
-                    num_experts=num_experts,
-                    param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _keep),
-                ),
-                token_dispatcher=LocalTokenDispatcher.Config(num_experts=num_experts, top_k=top_k),
-            ),
-        )
-
-    def decoder(self, config_class: type[Any], layers: list[Any]) -> Any:
-        return config_class(
-            dim=self.dim,
-            vocab_size=self.vocab_size,
-            norm=self.norm(),
-            enable_weight_tying=self.tied,
-            tok_embeddings=Embedding.Config(num_embeddings=self.vocab_size, embedding_dim=self.dim, param_init=KEPT),
-            lm_head=VocabularyHead.Config(in_features=self.dim, out_features=self.vocab_size, param_init=KEPT),
-            layers=layers,
-        )
+            token_dispatcher=LocalTokenDispatcher.Config(num_experts=num_experts, top_k=top_k),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,24 +276,50 @@ class Architecture:
         Raises:
             ModelError: A field is missing, or the model has fewer positions than `max_context`.
         """
-        size = Dimensions.of(hf, max_context)
-        rope = self.rope.Config(
-            dim=size.head_dim,
-            max_seq_len=max_context,
-            theta=float(size.rope["rope_theta"]),
-            **_rope_scaling(size.rope),
-        )
-        is_mixture = hf["model_type"] == "qwen3_moe"
+        if (missing := next((name for name in REQUIRED if name not in hf), None)) is not None:
+            raise ModelError(f"config.json lacks {missing!r}")
+        positions = hf.get("max_position_embeddings", max_context)
+        if positions < max_context:
+            raise ModelError(f"config.json has max_position_embeddings {positions}; {max_context} positions are needed")
+        dim, num_heads, vocab_size = hf["hidden_size"], hf["num_attention_heads"], hf["vocab_size"]
+        head_dim = hf.get("head_dim") or dim // num_heads
+        parameters = _rope_parameters(hf, positions)
+        theta = float(parameters["rope_theta"])
+        rope = self.rope.Config(dim=head_dim, max_seq_len=max_context, theta=theta, **_rope_scaling(parameters))
+
+        def norm(size: int) -> RMSNorm.Config:
+            return RMSNorm.Config(normalized_shape=size, eps=hf["rms_norm_eps"], param_init=KEPT)
+
         layers = [
             self.block.Config(
-                attention_norm=size.norm(),
-                ffn_norm=size.norm(),
-                attention=size.attention(rope, qk_norm=size.norm(size.head_dim) if self.has_qk_norm else None),
-                **({"moe": size.mixture(hf)} if is_mixture else {"feed_forward": size.feed_forward()}),
+                attention_norm=norm(dim),
+                ffn_norm=norm(dim),
+                attention=make_gqa_config(
+                    dim=dim,
+                    n_heads=num_heads,
+                    n_kv_heads=hf["num_key_value_heads"],
+                    head_dim=head_dim,
+                    wqkv_param_init=KEPT,
+                    wo_param_init=KEPT,
+                    inner_attention=DocumentAttention.Config(),
+                    # Separate projections have the layout of the published weights, so publishing needs no copy.
+                    fuse_qkv=False,
+                    rope=rope,
+                    qk_norm=norm(head_dim) if self.has_qk_norm else None,
+                ),
+                **_mlp(hf),
             )
-            for _ in range(size.num_layers)
+            for _ in range(hf["num_hidden_layers"])
         ]
-        return size.decoder(self.model.Config, layers)
+        return self.model.Config(
+            dim=dim,
+            vocab_size=vocab_size,
+            norm=norm(dim),
+            enable_weight_tying=bool(hf.get("tie_word_embeddings", False)),
+            tok_embeddings=Embedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=KEPT),
+            lm_head=VocabularyHead.Config(in_features=dim, out_features=vocab_size, param_init=KEPT),
+            layers=layers,
+        )
 
 
 QWEN3 = Architecture(
