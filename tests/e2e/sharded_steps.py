@@ -49,7 +49,8 @@ def logprobs_and_kept_weights(folder: Path, *, data_parallel: int) -> tuple[list
     """Logprobs of a sequence in bfloat16, and how many bytes of the layers' weights are kept in bfloat16 for the
     backward pass. The head's shape must be none of theirs."""
     world = World.join(data_parallel=data_parallel)
-    policy = Policy(folder, world, max_context=128, row_tokens=80, dtype="bfloat16")
+    model = ModelConfig(path=str(folder), max_context=128, dtype="bfloat16")
+    policy = Policy(model, TrainingConfig(row_tokens=80), world)
     size = 70  # no row, padded or not, has the shape of a weight
     blank = [0.0] * size
     sample = TrainingSample("", "", range(1, size + 1), [True] * size, blank, blank, [0] * size, temperature=1.0)
@@ -73,7 +74,7 @@ def gradients_of_given_experts(folder: Path, **layout: int) -> tuple[list[float]
     """Logprobs of a sequence whose tokens all use the first experts, so that the rank of the last ones has none, and
     the gradients of their sum, in which all ranks have the same sequence."""
     world = World.join(**layout)
-    policy = Policy(folder, world, max_context=128, row_tokens=80)
+    policy = Policy(ModelConfig(path=str(folder), max_context=128), TrainingConfig(row_tokens=80), world)
     size = 70
     blank = [0.0] * size
     sample = TrainingSample("", "", range(1, size + 1), [True] * size, blank, blank, [0] * size, temperature=1.0)
@@ -140,10 +141,9 @@ def steps_and_resumed_steps(
 def devices_of_a_policy(folder: Path, *, offload_parameters: bool, **layout: int) -> tuple[set[str], set[str], bool]:
     """The types of the devices that hold parameters and buffers where the model computes on torch's device without
     memory, and whether FSDP moves the parameters there for each pass."""
+    training = TrainingConfig(row_tokens=8, offload=("parameters",) if offload_parameters else ())
     with patch.object(policy_module, "local_device", return_value=torch.device("meta")):
-        model = Policy(
-            folder, World.join(**layout), max_context=8, row_tokens=8, offload_parameters=offload_parameters
-        ).model
+        model = Policy(ModelConfig(path=str(folder), max_context=8), training, World.join(**layout)).model
     states: list[Any] = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [group for state in states for group in state._fsdp_param_groups]
     (is_moved,) = {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups}

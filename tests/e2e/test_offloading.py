@@ -18,6 +18,7 @@ from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.tensor_batch import TensorBatch, make_tensor_batch
 
 
@@ -56,12 +57,18 @@ def layers_of(policy: Policy) -> list[Any]:
     return list(policy.model.layers.children())
 
 
-def policy_of(folder: Path, **how: Any) -> Policy:
-    return Policy(folder, World(), max_context=64, row_tokens=64, **how)
+def policy_of(folder: Path, **settings: Any) -> Policy:
+    model = ModelConfig(path=str(folder), max_context=64)
+    return Policy(model, TrainingConfig(row_tokens=64, **settings), World())
+
+
+def offloaded_reference(folder: Path) -> Policy:
+    training = TrainingConfig(row_tokens=64, kl_coef=0.1, offload=("reference",))
+    return Policy(ModelConfig(path=str(folder), max_context=64), training, World(), role="reference")
 
 
 def test_weights_are_there_a_layer_at_a_time_and_gone_between_passes(folder: Path) -> None:
-    plain, policy = policy_of(folder), policy_of(folder, offload_weights=True)
+    plain, policy = policy_of(folder), offloaded_reference(folder)
     assert bytes_of(policy.model) == 0
     there: list[int] = []
     for layer in layers_of(policy):
@@ -77,7 +84,7 @@ def test_weights_are_there_a_layer_at_a_time_and_gone_between_passes(folder: Pat
 
 
 def test_weights_are_gone_after_a_pass_that_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = policy_of(folder, offload_weights=True)
+    policy = offloaded_reference(folder)
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory")
@@ -94,7 +101,7 @@ def test_weights_are_gone_after_a_pass_that_failed(folder: Path, monkeypatch: py
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_layers_were_given_is_not_kept_where_they_compute(folder: Path, offload: bool) -> None:
-    policy = policy_of(folder, activation_checkpointing="full", offload_activations=offload)
+    policy = policy_of(folder, activation_checkpointing="full", offload=("activations",) if offload else ())
     given: list[Any] = []
     for layer in layers_of(policy):
         layer.register_forward_pre_hook(
