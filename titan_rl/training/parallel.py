@@ -23,7 +23,6 @@ from titan_rl.training.attention.attention import ContextRanks
 from titan_rl.training.choices import ActivationCheckpointing
 from titan_rl.training.decoder import DecoderModel
 from titan_rl.training.device import local_device  # before torchtitan
-from titan_rl.training.settings import TrainingConfig
 from titan_rl.weights.types import SlicePosition, TensorSlice
 
 # isort: split
@@ -164,7 +163,13 @@ def checkpoint_activations(model: DecoderModel, which: ActivationCheckpointing) 
 
 
 def parallelize(
-    model: DecoderModel, world: World, training: TrainingConfig, *, dtype: torch.dtype, offload_parameters: bool
+    model: DecoderModel,
+    world: World,
+    *,
+    dtype: torch.dtype,
+    compile: bool,
+    activation_checkpointing: ActivationCheckpointing,
+    offload_parameters: bool,
 ) -> None:
     """Compile the model and checkpoint its activations on request, and shard the parameters if there are several ranks,
     all in place.
@@ -185,9 +190,9 @@ def parallelize(
     if world.expert_parallel > 1:
         model.divide_experts(world.dims.get_mesh("ep"))
         same_experts = world.dims.get_mesh("efsdp")
-    if training.compile:  # before the blocks are wrapped, because torch cannot compile a checkpointed block as a whole
+    if compile:  # before the blocks are wrapped, because torch cannot compile a checkpointed block as a whole
         _compile_blocks(model)
-    checkpoint_activations(model, training.activation_checkpointing)
+    checkpoint_activations(model, activation_checkpointing)
     if world.size == 1:
         return
     model.shard(world.dims.get_mesh(["fsdp"]), dtype, offload=offload_parameters, same_experts=same_experts)

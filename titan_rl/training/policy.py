@@ -119,7 +119,14 @@ class Policy:
         self.lay_out: LayOut = partial(_LAY_OUT[attends], ranks=world.context)
         self._routers = self._decoder.routers
         on_host = "parameters" in training.offload and role != "reference"
-        parallelize(self._decoder, world, training, dtype=self.dtype, offload_parameters=on_host)
+        parallelize(
+            self._decoder,
+            world,
+            dtype=self.dtype,
+            compile=training.compile,
+            activation_checkpointing=training.activation_checkpointing,
+            offload_parameters=on_host,
+        )
         # Several ranks gather parameters in this dtype. Autocast would convert them in each layer and keep the result
         # until its backward pass.
         self._autocasts = world.size == 1 and self.dtype is not torch.float32
