@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from titan_rl.config.retired import advice
 
@@ -88,7 +87,37 @@ def problems(
     """Iterate over the wrong settings in a validation error, each with its explanation; see `explain`. For a conflict
     between several settings, the setting is None."""
     for details in error.errors():
-        yield from _lines(details, root, prefix, extra_names)
+        key, given = _dotted(details["loc"], prefix), details["input"]
+        message = details["msg"].replace("Input should be", "must be")
+        match details["type"]:
+            case "missing":
+                kind = "table " if key in root.model_fields else ""  # at the top level, only tables are required
+                yield key, f"{kind}{key} is missing"
+            case "extra_forbidden":
+                is_table = isinstance(given, dict)
+                shown = f"[{key}] is not a table" if is_table else f"{key} = {given!r} is not a setting"
+                yield key, f"{shown}; {_instead(key, root, prefix, extra_names, tables=is_table)}"
+            case "value_error":  # raised by a validator of a section, whose message names the fields
+                for line in message.removeprefix("Value error, ").splitlines():
+                    yield None, f"{f'[{key}] ' if key else ''}{line}"
+            case "model_type" | "model_attributes_type":
+                yield key, f"{key} = {given!r} must be a table"
+            case "tuple_type" | "list_type":
+                values = [part.strip() for part in given.split(",")] if isinstance(given, str) else [given]
+                shown = json.dumps(values, ensure_ascii=False, default=str)
+                yield key, f"{key} = {given!r} must be a list; in brackets: {shown}"
+            case "dict_type" | "mapping_type":
+                value = json.dumps(given, ensure_ascii=False, default=str)
+                yield key, f'{key} = {given!r} must be a table; in braces: {{ "NAME" = {value} }}'
+            case "too_long":
+                most = details.get("ctx", {})["max_length"]
+                yield key, f"{key} = {given!r} has more than {most} items"
+            case "too_short":
+                yield key, f"{key} = {given!r} is empty"
+            case _:
+                value = repr(given)
+                shown = value if len(value) <= LONGEST_SHOWN else f"{value[:LONGEST_SHOWN]}..."
+                yield key, f"{key} = {shown} {message}"
 
 
 def settings(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -129,49 +158,11 @@ def nearest(key: str, valid: Sequence[str]) -> str | None:
     return by_leaf[close[0]] if close else None
 
 
-def _lines(
-    details: ErrorDetails, root: type[BaseModel], prefix: str, extra_names: Sequence[str]
-) -> Iterator[tuple[str | None, str]]:
-    key = _dotted(details["loc"], prefix)
-    message = details["msg"].replace("Input should be", "must be")
-    match details["type"]:
-        case "missing":
-            kind = "table " if key in root.model_fields else ""  # at the top level, only tables are required
-            yield key, f"{kind}{key} is missing"
-        case "extra_forbidden":
-            value = details["input"]
-            is_table = isinstance(value, dict)
-            shown = f"[{key}] is not a table" if is_table else f"{key} = {value!r} is not a setting"
-            yield key, f"{shown}; {_instead(key, root, prefix, extra_names, tables=is_table)}"
-        case "value_error":  # raised by a validator of a section, whose message names the fields
-            for line in message.removeprefix("Value error, ").splitlines():
-                yield None, f"{f'[{key}] ' if key else ''}{line}"
-        case "model_type" | "model_attributes_type":
-            yield key, f"{key} = {details['input']!r} must be a table"
-        case "tuple_type" | "list_type":
-            given = details["input"]
-            values = [part.strip() for part in given.split(",")] if isinstance(given, str) else [given]
-            shown = json.dumps(values, ensure_ascii=False, default=str)
-            yield key, f"{key} = {given!r} must be a list; in brackets: {shown}"
-        case "dict_type" | "mapping_type":
-            value = json.dumps(details["input"], ensure_ascii=False, default=str)
-            yield key, f'{key} = {details["input"]!r} must be a table; in braces: {{ "NAME" = {value} }}'
-        case "too_long":
-            most = details.get("ctx", {})["max_length"]
-            yield key, f"{key} = {details['input']!r} has more than {most} items"
-        case "too_short":
-            yield key, f"{key} = {details['input']!r} is empty"
-        case _:
-            value = repr(details["input"])
-            shown = value if len(value) <= LONGEST_SHOWN else f"{value[:LONGEST_SHOWN]}..."
-            yield key, f"{key} = {shown} {message}"
-
-
 _ADAPTER = re.compile(r"^adapters\.[^.]+\.(?=training\.)")
 """Beginning of the name of an adapter's setting, before the name that the setting has in the common table."""
 
 
-def _instead(key: str, root: type[BaseModel], prefix: str, extra_names: Sequence[str], *, tables: bool = False) -> str:
+def _instead(key: str, root: type[BaseModel], prefix: str, extra_names: Sequence[str], *, tables: bool) -> str:
     """Give advice for an unknown setting.
 
     Args:

@@ -330,11 +330,8 @@ FOLDER_NAME = matching(r"(?!\.{1,2}$)[\w.+=-]{0,80}", "must be letters, digits a
 
 
 class RunTables(Section):
-    """All tables of a run, with the values that follow from several of them. `RunConfig` checks that they fit together.
-
-    In TOML `tasks` are the tables `[[tasks]]`, or one table `[task]`, where `type = "module:Class"` names a `Section`
-    that implements `titan_rl.rollout.task.Task` and whose fields are the other keys.
-    """
+    """All tables of a run, with the values that follow from several of them. `RunConfig` checks that they fit
+    together."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seeds the data order, sampling and the trainer."""
