@@ -147,58 +147,45 @@ def named_modules(config: Section) -> set[str]:
 def _engine_problems_of_run(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Iterate over the settings outside [generation] that the engine does not support, with the reason and the fix."""
     name, rank = config.generation.engine, config.training.adapter.rank
-    engine, named = find_engine(name), f"generation.engine = {name!r}"
+    engine = find_engine(name)
     if config.scheduling.on_batch_ready == "sleep" and not engine.sleeps:
-        yield (
-            "scheduling.on_batch_ready",
-            f'scheduling.on_batch_ready = "sleep", and {named} cannot give its memory back; set it to "abort"',
-        )
+        problem = 'cannot give its memory back; set it to "abort"'
+        yield _unsupported("scheduling.on_batch_ready", '"sleep"', name, problem)
     if rank and not engine.adapters:
-        yield (
-            "training.adapter.rank",
-            f"training.adapter.rank = {rank}, and {named} does not apply adapters; set it to 0, or the engine "
-            "to 'vllm'",
-        )
+        problem = "does not apply adapters; set it to 0, or the engine to 'vllm'"
+        yield _unsupported("training.adapter.rank", rank, name, problem)
     if config.adapters and not engine.several_adapters:
-        yield "adapters", f"[[adapters]], and {named} does not hold several adapters; set the engine to 'vllm'"
+        problem = f"[[adapters]], and generation.engine = {name!r} does not hold several adapters"
+        yield "adapters", f"{problem}; set the engine to 'vllm'"
 
 
 def _engine_problems(generation: GenerationConfig) -> Iterator[tuple[str, str]]:
     """Iterate over the settings of [generation] that the engine does not support, with the reason and the fix."""
-    engine, named = find_engine(generation.engine), f"generation.engine = {generation.engine!r}"
-    size = generation.tensor_parallel_size
+    name, size = generation.engine, generation.tensor_parallel_size
+    engine = find_engine(name)
     if size > 1 and not engine.tensor_parallel:
-        yield (
-            "generation.tensor_parallel_size",
-            f"generation.tensor_parallel_size = {size}, and {named} does not share a model between processes; set it "
-            "to 1",
-        )
+        problem = "does not share a model between processes; set it to 1"
+        yield _unsupported("generation.tensor_parallel_size", size, name, problem)
     if generation.max_running == "auto" and not engine.adapts:
-        yield (
-            "generation.max_running",
-            f"generation.max_running = 'auto', and {named} does not find out how many requests it can hold; set it to "
-            "a number",
-        )
+        problem = "does not find out how many requests it can hold; set it to a number"
+        yield _unsupported("generation.max_running", "'auto'", name, problem)
     if generation.return_routed_experts and not engine.routed_experts:
-        yield (
-            "generation.return_routed_experts",
-            f"generation.return_routed_experts = true, and {named} does not return them; set it to false",
-        )
-    if generation.vllm and generation.engine != "vllm":
-        yield (
-            "generation.vllm",
-            f"[generation.vllm] has {', '.join(generation.vllm)}, and {named} is not vLLM; leave the table out, or set "
-            "the engine to 'vllm'",
-        )
-    if (problem := problem_of(generation.vllm)) is not None:
-        name, what = problem
-        key = f"generation.vllm.{name}"
-        yield key, f"{key} = {generation.vllm[name]!r}: {name} {what}"
+        problem = "does not return them; set it to false"
+        yield _unsupported("generation.return_routed_experts", "true", name, problem)
+    if generation.vllm and name != "vllm":
+        problem = f"[generation.vllm] has {', '.join(generation.vllm)}, and generation.engine = {name!r} is not vLLM"
+        yield "generation.vllm", f"{problem}; leave the table out, or set the engine to 'vllm'"
+    if (found := problem_of(generation.vllm)) is not None:
+        option, problem = found
+        key = f"generation.vllm.{option}"
+        yield key, f"{key} = {generation.vllm[option]!r}: {option} {problem}"
     if (method := generation.speculative.method) != "none" and not engine.speculative:
-        yield (
-            "generation.speculative.method",
-            f'generation.speculative.method = "{method}", and {named} has no speculative decoding; set it to "none"',
-        )
+        problem = 'has no speculative decoding; set it to "none"'
+        yield _unsupported("generation.speculative.method", f'"{method}"', name, problem)
+
+
+def _unsupported(setting: str, value: object, engine: str, problem: str) -> tuple[str, str]:
+    return setting, f"{setting} = {value}, and generation.engine = {engine!r} {problem}"
 
 
 def function_name(section: type[Section], field: str) -> FunctionName | None:
