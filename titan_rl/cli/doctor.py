@@ -7,7 +7,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-import msgspec
+from msgspec import json
 
 from titan_rl.cli import EXIT_FAILED
 from titan_rl.cli.options import Parser
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     missing = 0
     for finding in check_up():
         missing += finding.state == "missing"
-        print_result(_as_json(finding) if arguments.json else _as_text(finding))
+        print_result(f"{json.encode(finding).decode()}\n" if arguments.json else _as_text(finding))
     print_stderr(
         f"titan-rl: {f'{missing} of these prevent a run from starting' if missing else 'a run can start here'}"
     )
@@ -93,17 +93,13 @@ def _complaint(outcome: ModelOutcome) -> str:
 def _outcome_as_json(outcome: ModelOutcome) -> str:
     line = {"part": outcome.part, "is_right": outcome.is_right, "problem": outcome.problem}
     compared = {} if outcome.comparison is None else asdict(outcome.comparison)
-    return msgspec.json.encode(line | compared).decode() + "\n"
+    return f"{json.encode(line | compared).decode()}\n"
 
 
 def _outcome_as_text(outcome: ModelOutcome) -> str:
     name = outcome.part if outcome.comparison is None else outcome.comparison.name
     found = outcome.problem if outcome.comparison is None else str(outcome.comparison)
     return f"{'ok' if outcome.is_right else 'wrong':8} {name:18}{found}\n"
-
-
-def _as_json(finding: Finding) -> str:
-    return msgspec.json.encode(asdict(finding)).decode() + "\n"
 
 
 def _as_text(finding: Finding) -> str:

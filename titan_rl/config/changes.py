@@ -94,7 +94,9 @@ def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: 
         f"{source}: {_shown(config, name)} is {_as_json(now[name])}, and this run was made with {_as_json(before)}; "
         "set it back to that, or begin a new run with what it is now"
         for name, before in made_with.items()
-        if name in now and not _may_change(name) and _as_json(now[name]) != _as_json(before)
+        if name in now
+        and not (is_resumable(name) or name.startswith(LOCATIONS))
+        and _as_json(now[name]) != _as_json(before)
     ]
     if changed:
         raise ConfigError("\n".join(changed))
@@ -144,10 +146,6 @@ def is_resumable(key: str) -> bool:
     if key.startswith("adapters."):
         key = _own_key(key)
     return key.startswith(RESUMABLE) or any(fnmatchcase(key, name) for name in ("tasks.*.weight", "tasks.*.teacher"))
-
-
-def _may_change(key: str) -> bool:
-    return is_resumable(key) or key.startswith(LOCATIONS)
 
 
 def _as_json(value: Any) -> str:

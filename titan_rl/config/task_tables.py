@@ -66,17 +66,15 @@ def find_class(kind: ClassKind, name: object) -> type[Section]:
         problem = f"{module_name} has no {class_name}"
     else:
         problem = f"{class_name} is no subclass of titan_rl.core.settings.Section"
-    candidates = [key for key, value in vars(module).items() if _is_a(kind, value) and _is_of(value, module_name)]
+    candidates = [
+        key
+        for key, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, Section)
+        and not _missing_members(kind, value)
+        and f"{value.__module__}.".startswith(f"{module_name}.")  # not merely imported there
+    ]
     raise ConfigError(f"{problem}; {kind.plural} in {module_name}: {', '.join(candidates) or 'none'}")
-
-
-def _is_a(kind: ClassKind, found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, Section) and not _missing_members(kind, found)
-
-
-def _is_of(found: object, module_name: str) -> bool:
-    """Whether a class is defined in a module or package, not merely imported there."""
-    return f"{found.__module__}.".startswith(f"{module_name}.")
 
 
 def _missing_members(kind: ClassKind, found: type) -> list[str]:

@@ -214,9 +214,6 @@ def work_of(processes: Sequence[str]) -> str:
 
     Example: trainer, generator-0 and generator-3 are described as "trainer, 2 generators".
     """
-    kinds = Counter(re.sub(r"-\d+$", "", name).replace("-", " ") for name in sorted(processes, key=_trainer_first))
+    trainer_first = sorted(processes, key=lambda name: (name != "trainer", name))
+    kinds = Counter(re.sub(r"-\d+$", "", name).replace("-", " ") for name in trainer_first)
     return ", ".join(kind if count == 1 else f"{count} {kind}s" for kind, count in kinds.items())
-
-
-def _trainer_first(name: str) -> tuple[bool, str]:
-    return name != "trainer", name
