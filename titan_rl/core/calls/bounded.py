@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
-from titan_rl.core.calls.cancellation import passes
+from titan_rl.core.calls.cancellation import must_propagate
 from titan_rl.core.calls.user_code import record_location, summary, task_location
 from titan_rl.core.errors import StrayCancellationError
 
@@ -167,7 +167,7 @@ async def _awaited(work: Awaitable[T], error_type: type[Exception]) -> T:
     except (Exception, asyncio.CancelledError):
         raise
     except BaseException as error:
-        if passes(error, task):
+        if must_propagate(error, task):
             raise
         raise error_type(summary(error)) from error
 

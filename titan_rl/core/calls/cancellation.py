@@ -74,7 +74,7 @@ def is_ctrl_c(error: BaseException) -> bool:
     return _raised_by(error.__traceback__) is getattr(handler, "__code__", object())
 
 
-def passes(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
+def must_propagate(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
     """Whether an error must pass through handlers of user errors: Ctrl-C, or the closing of an abandoned coroutine.
 
     Args:

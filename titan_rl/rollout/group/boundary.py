@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from titan_rl.core.calls.cancellation import cancel_requested, is_ctrl_c, passes
+from titan_rl.core.calls.cancellation import cancel_requested, is_ctrl_c, must_propagate
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.calls.user_code import Failure, describe, record_location, task_location, where
 from titan_rl.core.errors import PromptTooLongError, StrayCancellationError
@@ -86,7 +86,7 @@ async def ends_with(
             async with timeout:
                 yield
     except BaseException as error:
-        if passes(error, task) or (isinstance(error, asyncio.CancelledError) and cancel_requested()):
+        if must_propagate(error, task) or (isinstance(error, asyncio.CancelledError) and cancel_requested()):
             raise
         # Any other cancellation comes from an awaited object, such as a future of a client that closed. Other
         # BaseExceptions may be the SystemExit of a tool written as a program.
@@ -299,7 +299,7 @@ class _Call:
             self.result = await self._method()
         except BaseException as error:  # including SystemExit, which would end the event loop
             self.failure = error
-            if passes(error, task):
+            if must_propagate(error, task):
                 raise
         finally:
             self.is_over = True
