@@ -285,12 +285,11 @@ class StreamedRequest:
             self._timer = self._loop.call_at(self._silent_at, self._check_silence)
 
     def end(self) -> None:
-        if not self._ended:
-            self._forgive_what_is_late(self._loop.time())
-            self._break_silence()
-            if self._timer is not None:
-                self._timer.cancel()
-            self._ended = True
+        self._forgive_what_is_late(self._loop.time())
+        self._break_silence()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._ended = True
 
     def _check_silence(self) -> None:
         self._timer = None
