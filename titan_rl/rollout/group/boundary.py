@@ -112,7 +112,7 @@ MAX_CLOSE_S = 10.0
 
 logger = logging.getLogger(__name__)
 
-_left_behind: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks weakly
+_abandoned_tasks: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks weakly
 
 
 class EnvCalls:
@@ -130,7 +130,7 @@ class EnvCalls:
         self._closes = False  # whether the last call is `close`
         self._idle: asyncio.Future[None] | None = None  # awaited by the task while there is no call
         self._task: asyncio.Task[None] | None = None
-        self._left_behind = False
+        self._has_abandoned_call = False
         self._seconds = 0.0  # seconds spent in calls except `close`
         # Checking a protocol takes many times as long as looking up one method.
         self.has_seats = hasattr(env, "play_seats") and isinstance(env, SeatedEnv)
@@ -164,7 +164,7 @@ class EnvCalls:
         timeout_s = min(timeout_s, MAX_CLOSE_S)
         self._closes = True
         call, task = self._begin(self._methods.close)
-        if self._left_behind:
+        if self._has_abandoned_call:
             call.logs_failure = True
             return None
         cancelled = await _settle(call, timeout_s)
@@ -172,7 +172,7 @@ class EnvCalls:
             location = task_location(task)
             task.cancel()
             cancelled = await _settle(call, 1.0) or cancelled
-            self._leave_behind_unless_over(call, task)
+            self._abandon_unless_over(call, task)
             late = TimeoutError(f"it took longer than {timeout_s:g} s")
             record_location(late, location or (None if call.failure is None else where(call.failure)))
             call.failure = late
@@ -205,12 +205,12 @@ class EnvCalls:
             await call.wait()
         except asyncio.CancelledError as error:
             if call.has_started and not call.is_over:
-                call.is_given_up = True
+                call.is_abandoned = True
                 record_location(error, task_location(task))
                 task.cancel()
                 await _settle(call, CLEANUP_S)
-                self._leave_behind_unless_over(call, task)
-            call.is_given_up = True
+                self._abandon_unless_over(call, task)
+            call.is_abandoned = True
             if call.failure is not None and call.failure is not error:
                 error.__cause__ = call.failure  # contains the line that a thread was executing
             raise
@@ -235,11 +235,11 @@ class EnvCalls:
         if not task.cancelled():
             task.exception()  # marks it as retrieved; the call has it as its failure
 
-    def _leave_behind_unless_over(self, call: _Call, task: asyncio.Task[None]) -> None:
+    def _abandon_unless_over(self, call: _Call, task: asyncio.Task[None]) -> None:
         if not call.is_over:
-            self._left_behind = True
-            _left_behind.add(task)
-            task.add_done_callback(_left_behind.discard)
+            self._has_abandoned_call = True
+            _abandoned_tasks.add(task)
+            task.add_done_callback(_abandoned_tasks.discard)
             logger.warning(
                 "a call into %s does not end after its cancellation, and is abandoned", type(self.env).__name__
             )
@@ -248,7 +248,7 @@ class EnvCalls:
         while True:
             if self._calls:
                 call = self._calls.popleft()
-                if not call.is_given_up:
+                if not call.is_abandoned:
                     await call.make()
             elif self._closes:
                 return
@@ -267,14 +267,14 @@ class _Call:
 
     Attributes:
         is_over: Whether the call has ended.
-        is_given_up: Whether the caller no longer waits.
+        is_abandoned: Whether the caller no longer waits.
         logs_failure: Whether a failure is logged when the call ends.
     """
 
     def __init__(self, method: Callable[[], Awaitable[Any]], env_name: str) -> None:
         self.has_started = False
         self.is_over = False
-        self.is_given_up = False
+        self.is_abandoned = False
         self.result: Any = None
         self.failure: BaseException | None = None
         self.logs_failure = False
@@ -306,7 +306,7 @@ class _Call:
             self.wake()
             if self.logs_failure:
                 self.log_failure()
-        if self.is_given_up and task is not None:
+        if self.is_abandoned and task is not None:
             task.uncancel()
 
     def log_failure(self) -> None:
@@ -319,12 +319,12 @@ async def _settle(call: _Call, seconds: float) -> asyncio.CancelledError | None:
     any."""
     is_late, cancelled = False, None
 
-    def give_up() -> None:
+    def time_out() -> None:
         nonlocal is_late
         is_late = True
         call.wake()
 
-    timer = asyncio.get_running_loop().call_later(seconds, give_up)
+    timer = asyncio.get_running_loop().call_later(seconds, time_out)
     while not (call.is_over or is_late):
         try:
             await call.wait()

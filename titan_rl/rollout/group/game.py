@@ -40,11 +40,11 @@ class Game:
         self.env_timeout_s = env_timeout_s
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(None)
-        self._is_going = False
+        self._is_running = False
         self._stopped_by: RolloutEnded | None = None
         self._never: asyncio.Future[NoReturn] = self._loop.create_future()
         self._pending: set[asyncio.Task[object]] = set()
-        self._idle: asyncio.TimerHandle | None = None
+        self._env_timer: asyncio.TimerHandle | None = None
 
     async def play(self, env: EnvCalls, seats: Mapping[str, TokenSeat]) -> SeatOutError | None:
         """Play the game to its end.
@@ -56,11 +56,11 @@ class Game:
             RolloutEnded: something else ended the game.
         """
         out: SeatOutError | None = None
-        looking = asyncio.create_task(self._look())
+        time_limit = asyncio.create_task(self._end_at_own_time_limit())
         try:
             async with self._scope:
-                self._is_going = True
-                self._expect_a_request()
+                self._is_running = True
+                self._restart_env_timer()
                 async with ends_with(RolloutStatus.ERROR_ENV, watch=self.watch):
                     try:
                         await env.play_seats(seats)
@@ -71,12 +71,12 @@ class Game:
         except RolloutEnded as error:
             self._stopped_by = self._stopped_by or error
         finally:
-            self._is_going = False
-            for task in (looking, *self._pending):  # tasks that the environment did not await
+            self._is_running = False
+            for task in (time_limit, *self._pending):  # tasks that the environment did not await
                 task.cancel()
             self._never.cancel()
-            if self._idle is not None:
-                self._idle.cancel()
+            if self._env_timer is not None:
+                self._env_timer.cancel()
         if isinstance(self._stopped_by, TimeIsUp):
             raise self.own_time.is_up()  # seats may have completed turns in the meantime
         if self._stopped_by is not None:
@@ -87,25 +87,25 @@ class Game:
     def asking(self) -> Generator[None]:
         """Context of a request to a seat. The seat has its own time limits."""
         task = asyncio.current_task()
-        if not self._is_going or task is None:
+        if not self._is_running or task is None:
             raise RuntimeError("a seat received a request after the end of the game")
         self._pending.add(task)
-        self._expect_a_request()
+        self._restart_env_timer()
         try:
             yield
         finally:
             self._pending.discard(task)
-            self._expect_a_request()
+            self._restart_env_timer()
             if self._stopped_by is not None:
                 self._end_when_due()
 
     async def stop(self, end: RolloutEnded) -> NoReturn:
         """End the game. Does not return, because the environment's call is cancelled."""
-        self._note(end)
+        self._stop_by(end)
         await self._never
         raise AssertionError("it can only be cancelled")
 
-    def _note(self, end: RolloutEnded) -> None:
+    def _stop_by(self, end: RolloutEnded) -> None:
         if self._stopped_by is None or isinstance(self._stopped_by, TimeIsUp):
             self._stopped_by = end
         self._end_when_due()
@@ -115,23 +115,23 @@ class Game:
             self._end()
 
     def _end(self) -> None:
-        if self._is_going:
+        if self._is_running:
             self._scope.reschedule(self._loop.time())
 
-    def _expect_a_request(self) -> None:
+    def _restart_env_timer(self) -> None:
         """Restart the timer of the environment's own time, which runs from the end of one request to the start of the
         next."""
-        if self._idle is not None:
-            self._idle.cancel()
-        self._idle = None
-        if not self._pending and self._is_going:
-            self._idle = self._loop.call_later(self.env_timeout_s, self._is_late)
+        if self._env_timer is not None:
+            self._env_timer.cancel()
+        self._env_timer = None
+        if not self._pending and self._is_running:
+            self._env_timer = self._loop.call_later(self.env_timeout_s, self._env_timed_out)
 
-    def _is_late(self) -> None:
+    def _env_timed_out(self) -> None:
         error = f"TimeoutError: the environment asked no seat for {self.env_timeout_s:g} s (env_timeout_s)"
-        self._note(RolloutEnded(RolloutStatus.ERROR_TIMEOUT, error))
+        self._stop_by(RolloutEnded(RolloutStatus.ERROR_TIMEOUT, error))
 
-    async def _look(self) -> None:
+    async def _end_at_own_time_limit(self) -> None:
         await used_up(self.watch)
         await asyncio.sleep(RETURN_S if self._pending else LAST_CALL_S)
         self._stopped_by = self._stopped_by or self.own_time.is_up()
