@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from titan_rl.core.errors import CheckpointError, StateDictError, TrainingError
 from titan_rl.run.checkpointing import Resumption
 from titan_rl.run.journal.state import RunState
+from titan_rl.run.observability.progress import Progress
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.training.protocol import agreed_version
 from titan_rl.weights.manifest import join
@@ -32,11 +35,22 @@ def test_a_step_makes_the_version_of_its_number() -> None:
             batch.trained(other)
 
 
-def test_weights_and_state_of_a_checkpoint_are_of_one_step() -> None:
+class Loading:
+    """Trainer whose checkpoint has the weights of a version."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    async def load(self, checkpoint: Path) -> int:
+        return self.version
+
+
+async def test_weights_and_state_of_a_checkpoint_are_of_one_step() -> None:
     start = Resumption(Path("checkpoints/step-000004"), RunState(step=4))
-    start.loaded(4)
+    progress = Progress(4, io.StringIO())
+    await start.load(cast("Any", Loading(4)), progress)
     with pytest.raises(CheckpointError, match="step-000004 has weights of version 5 and the run's state of step 4"):
-        start.loaded(5)
+        await start.load(cast("Any", Loading(5)), progress)
 
 
 def test_a_version_that_is_published_is_newer_than_the_ones_before() -> None:

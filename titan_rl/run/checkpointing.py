@@ -24,6 +24,7 @@ from titan_rl.run.machine.requirements import free_bytes, gigabytes, no_space, r
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.stages.training import TrainerCalls
 from titan_rl.scheduling.task_mix import MixState
+from titan_rl.training.protocol import Trainer
 from titan_rl.training.state.checkpoint import (
     CHECKSUMS,
     being_written,
@@ -286,17 +287,22 @@ class Resumption:
     losses: tuple[str, ...] = ()  # messages for the user
     journal: JournalContents | None = None  # None for a new run
 
-    def loaded(self, version: int) -> None:
-        """Check the version that the trainer reports after it has loaded the checkpoint.
+    async def load(self, trainer: Trainer, progress: Progress) -> None:
+        """Have the trainer load the checkpoint, if there is one.
 
         Raises:
             CheckpointError: The run state in the checkpoint is that of another version.
         """
+        if self.checkpoint is None:
+            return
+        with progress.working(f"loading {self.checkpoint}"):
+            version = await trainer.load(self.checkpoint)
         if version != self.state.step:
             raise CheckpointError(
                 f"{self.checkpoint} has weights of version {version} and the run's state of step {self.state.step}; "
                 "move it away to continue from the previous one"
             )
+        progress.message(f"continuing from {self.checkpoint}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,25 +17,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_rl.cluster.processes.garbage import settled_heap
-from titan_rl.config.build import (
-    find_token_texts,
-    is_single_turn,
-    learning_rate_note,
-    make_renderer,
-    open_rollouters,
-    template_note,
-)
+from titan_rl.config.build import find_token_texts, learning_rate_note, open_rollouters
 from titan_rl.config.changes import check_unchanged
 from titan_rl.config.model_folder import adapter_base_note
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.calls.watchdog import LoopWatchdog
-from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import AdaptersFailedError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.metrics.sinks.types import MetricSink
@@ -48,15 +40,18 @@ from titan_rl.run.machine.signals import first_cause
 from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.sinks import open_sinks
 from titan_rl.run.observability.summary import RunSummary
-from titan_rl.run.observability.watchers import Progressing, background_tasks, warn_of_shortage, warn_of_stalls
-from titan_rl.run.parts import AdapterPlanes, open_adapter_planes
+from titan_rl.run.observability.watchers import Progressing, background_tasks, warn_of_stalls
+from titan_rl.run.parts import Parts, Planes, describe_processes, open_adapter_planes
 from titan_rl.run.session import EndMessages, RunSession, begin_run, check_unfinished, open_journal
 from titan_rl.run.stages.validation import MEAN
 from titan_rl.run.status import noted
-from titan_rl.run.trainer_recovery import JournaledSteps, RecoveringTrainer, recovering
+from titan_rl.run.trainer_recovery import JournaledSteps, open_trainer
 from titan_rl.run.trainer_turns import SharedTrainers
 from titan_rl.scheduling.fair_turns import FairTurns
 from titan_rl.training.state.checkpoint import latest, step_of
+
+if TYPE_CHECKING:
+    from titan_rl.cluster.adapter_routers import AdapterRouters
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +232,11 @@ class Experiments:
     """
 
     def __init__(
-        self, session: RunSession[RunSummary], experiments: list[Experiment], planes: AdapterPlanes, renderer: Renderer
+        self,
+        session: RunSession[RunSummary],
+        experiments: list[Experiment],
+        planes: Planes[AdapterRouters],
+        renderer: Renderer,
     ) -> None:
         self._run_dir = session.run_dir
         self._progress = session.progress
@@ -245,6 +244,7 @@ class Experiments:
         self._planes = planes
         self._renderer = renderer
         turns = self._turns = FairTurns(experiment.name for experiment in experiments)
+        assert planes.training is not None
         self._trainers = SharedTrainers(planes.training, turns, session.config.hosts.max_respawns)
         steps = {experiment.name: experiment.saved_step for experiment in experiments}
         self._metrics = RunMetrics(session.sinks, turns, steps)
@@ -297,9 +297,10 @@ class Experiments:
         notes = learning_rate_note(training), adapter_base_note(config.model, training.adapter)
         for note in filter(None, notes):
             progress.message(note)
-        router, published = self._planes.routers.by_adapter[name], self._planes.routers.published[name]
+        routers = self._planes.router
+        router, published = routers.by_adapter[name], routers.published[name]
         async with contextlib.AsyncExitStack() as resources:
-            resources.push_async_callback(self._planes.routers.close_router, name)
+            resources.push_async_callback(routers.close_router, name)
             further_sinks = {"the metrics of the run": StepSink(self._metrics, name)}
             sinks = resources.enter_context(
                 open_sinks(config.logging, run_dir, progress, further_sinks, step=start.state.step)
@@ -307,18 +308,10 @@ class Experiments:
             journal = resources.enter_context(open_journal(start, run_dir, progress))
             opening = open_rollouters(config, run_dir.path, progress, self._renderer)
             runners = await resources.enter_async_context(opening)
-            trainer = RecoveringTrainer(
-                self._trainers.of(name),
-                steps=JournaledSteps(config, journal, run_dir.path),
-                checkpoints=run_dir.checkpoints,
-                published=published,
-                max_respawns=config.hosts.max_respawns,
-                progress=progress,
-            )
-            await resources.enter_async_context(recovering(trainer))
-            if start.checkpoint is not None:
-                start.loaded(await trainer.load(start.checkpoint))
-                progress.message(f"continuing from {start.checkpoint}")
+            steps = JournaledSteps(config, journal, run_dir.path)
+            opening = open_trainer(self._trainers.of(name), steps, config, run_dir, published, progress)
+            trainer = await resources.enter_async_context(opening)
+            await start.load(trainer, progress)
             controller = experiment.controller = Controller(
                 config,
                 group_runners=runners,
@@ -332,14 +325,12 @@ class Experiments:
                 journal=journal,
                 start=start.state,
                 token_texts=find_token_texts(config.model),
-                filters=None,
             )
-            resources.callback(controller.close)
             stalls = ExperimentStalls(controller, router, self._turns, name)
             async with background_tasks(
                 stalls=warn_of_stalls(stalls, progress),
                 following=progress.follow(controller),
-                generators=self._planes.routers.stopped(name),
+                generators=routers.stopped(name),
             ):
                 return await controller.run()
 
@@ -385,52 +376,24 @@ class ExperimentMessages(EndMessages):
         return "; ".join(unsaved) or "what each adapter has trained is saved"
 
 
-def run_experiments(
-    config: RunConfig, run_dir: RunDirectory, *, begins: bool, started_by: str | None, verbosity: Verbosity
-) -> tuple[int, RunSummary | None]:
-    """Run the experiments of a config to their ends.
-
-    Args:
-        begins: Whether the run is new, not resumed.
-        started_by: Command to name if the run fails before it has saved anything.
-
-    Returns:
-        exit code: 0, or 128 + the number of the signal that stopped the run.
-        summary: Summary of the run; None if it was stopped.
+async def train_adapters(session: RunSession[RunSummary], resources: contextlib.AsyncExitStack) -> RunSummary:
+    """Run the experiments of a run to their ends.
 
     Raises:
         AdaptersFailedError: Some of the experiments failed.
         TitanRLError: The error that ended the run.
     """
-    session = ExperimentsSession(
-        config,
-        run_dir,
-        begins=begins,
-        started_by=started_by,
-        command="train",
-        processes="titan_rl.cluster.run_processes",
-        verbosity=verbosity,
-    )
-    code = session.run(partial(_train, session))
-    return code, session.summary
-
-
-async def _train(session: ExperimentsSession, resources: contextlib.AsyncExitStack) -> RunSummary:
     config, run_dir, progress = session.config, session.run_dir, session.progress
     experiments = [Experiment(name, each, run_dir.path) for name, each in config.experiments.items()]
     if isinstance(session.messages, ExperimentMessages):
         session.messages.experiments = experiments
-    generators = f"{config.generation.num_generators} generator{'s' * (config.generation.num_generators > 1)}"
     adapters = f"{len(experiments)} adapter{'s' * (len(experiments) > 1)}"
-    progress.message(f"starting {generators} and a trainer of {adapters}")
+    progress.message(f"starting {describe_processes(config, Parts())} of {adapters}")
     with progress.working("starting generators and trainer"):
         planes = await resources.enter_async_context(open_adapter_planes(config, run_dir, progress))
-    renderer = await in_thread(partial(make_renderer, config.model, single_turn=is_single_turn(config)))
-    if note := await in_thread(template_note, config.model):
-        progress.message(note)
+    renderer = await Parts().make_renderer(config, progress)
     resources.enter_context(LoopWatchdog(progress))
     resources.enter_context(settled_heap())
     running = Experiments(session, experiments, planes, renderer)
-    watchers = {"watch": planes.watch(), "shortage": warn_of_shortage(planes, progress, run_dir.path)}
-    async with session.training(**watchers):
+    async with session.training(planes):
         return await running.run()

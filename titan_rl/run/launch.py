@@ -14,27 +14,21 @@ from functools import partial
 from pathlib import Path
 
 from titan_rl.cluster.processes.garbage import settled_heap
-from titan_rl.config.build import (
-    find_token_texts,
-    is_single_turn,
-    learning_rate_note,
-    make_renderer,
-    open_rollouters,
-    template_note,
-)
+from titan_rl.config.build import find_token_texts, learning_rate_note, open_rollouters
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.model_folder import adapter_base_note
 from titan_rl.config.run import RunConfig
-from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Console, Verbosity
+from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.controller import Controller
+from titan_rl.run.experiments import ExperimentsSession, train_adapters
 from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
 from titan_rl.run.machine.requirements import check_needs
 from titan_rl.run.observability.summary import RunSummary
-from titan_rl.run.observability.watchers import warn_of_shortage, warn_of_stalls
+from titan_rl.run.observability.watchers import warn_of_stalls
 from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes
 from titan_rl.run.session import RunSession, open_journal, open_run_dir
 from titan_rl.run.trainer_recovery import JournaledSteps, open_trainer
@@ -82,13 +76,7 @@ def run_training(
         if parts.needs_processes:
             check_needs(config)
         run_dir = open_run_dir(config, resume, name)
-        if config.adapters:
-            from titan_rl.run.experiments import run_experiments
-
-            begins = resume is None
-            code, summary = run_experiments(config, run_dir, begins=begins, started_by=started_by, verbosity=verbosity)
-            return RunEnd(code, run_dir.path, summary)
-        session = RunSession[RunSummary](
+        session = (ExperimentsSession if config.adapters else RunSession[RunSummary])(
             config,
             run_dir,
             begins=resume is None,
@@ -98,11 +86,11 @@ def run_training(
             others=parts.sinks,
             verbosity=verbosity,
         )
-        code = session.run(partial(_train, session, parts))
+        code = session.run(train_adapters if config.adapters else partial(_train, parts))
         return RunEnd(code, run_dir.path, session.summary)
 
 
-async def _train(session: RunSession[RunSummary], parts: Parts, resources: contextlib.AsyncExitStack) -> RunSummary:
+async def _train(parts: Parts, session: RunSession[RunSummary], resources: contextlib.AsyncExitStack) -> RunSummary:
     config, run_dir, progress = session.config, session.run_dir, session.progress
     parts = replace(parts, provided=session.provided)
     if parts.trainer is None:
@@ -111,7 +99,7 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
             progress.message(note)
     journal = resources.enter_context(open_journal(session.start, run_dir, progress))
     async with asyncio.TaskGroup() as startup:  # during the start, which takes longer than a renderer's imports
-        making = startup.create_task(_make_renderer(session, parts), name="renderer")
+        making = startup.create_task(parts.make_renderer(config, progress), name="renderer")
         planes = await _start_planes(session, parts, resources)
     renderer = making.result()
     resources.enter_context(LoopWatchdog(progress))  # after the imports, which block the event loop
@@ -120,14 +108,13 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
         group_runners = await resources.enter_async_context(opening)
     teachers = await _open_teachers(session, planes, renderer, resources)
     resources.enter_context(settled_heap())
-    if planes.training is None:
-        assert parts.trainer is not None
-        trainer = parts.trainer
-    else:
+    trainer = parts.trainer
+    if planes.training is not None:
         steps = JournaledSteps(config, journal, run_dir.path)
         opening = open_trainer(planes.training, steps, config, run_dir, parts.published, progress)
         trainer = await resources.enter_async_context(opening)
-    await session.load(trainer)
+    assert trainer is not None
+    await session.start.load(trainer, progress)
     controller = Controller(
         config,
         group_runners=group_runners,
@@ -146,37 +133,13 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
         teachers=teachers,
         workers=planes.workers,
     )
-    if planes.training is not None:
-        planes.training.before_leaving = controller.save_soon
-    resources.callback(controller.close)
-    resources.callback(lambda: session.messages.note_step(controller.version))
-    watchers = {
-        "watch": planes.watch(),
-        "shortage": warn_of_shortage(planes, progress, run_dir.path),
-        "stalls": warn_of_stalls(controller, progress),
-        "following": progress.follow(controller),
-    }
-    async with session.training(**watchers):
-        return await controller.run()
+    stalls = warn_of_stalls(controller, progress)
+    return await session.run_loop(controller, planes, stalls=stalls, following=progress.follow(controller))
 
 
-async def _make_renderer(session: RunSession[RunSummary], parts: Parts) -> Renderer:
-    """Create the renderer that the settings name, unless one is given. An error here also ends the start of the
-    processes.
-
-    Raises:
-        ConfigError, ModelError: The renderer cannot be created.
-    """
-    if parts.renderer is not None:
-        return parts.renderer
-    model = session.config.model
-    renderer = await in_thread(partial(make_renderer, model, single_turn=is_single_turn(session.config)))
-    if parts.trainer is None and (note := await in_thread(template_note, model)):
-        session.progress.message(note)
-    return renderer
-
-
-async def _start_planes(session: RunSession[RunSummary], parts: Parts, resources: contextlib.AsyncExitStack) -> Planes:
+async def _start_planes(
+    session: RunSession[RunSummary], parts: Parts, resources: contextlib.AsyncExitStack
+) -> Planes[GeneratorRouter]:
     config, progress = session.config, session.progress
     described = describe_processes(config, parts)
     if described and is_exposed():
@@ -190,7 +153,7 @@ async def _start_planes(session: RunSession[RunSummary], parts: Parts, resources
 
 @contextlib.asynccontextmanager
 async def _group_runners(
-    config: RunConfig, folder: Path, planes: Planes, console: Console, renderer: Renderer
+    config: RunConfig, folder: Path, planes: Planes[GeneratorRouter], console: Console, renderer: Renderer
 ) -> AsyncGenerator[Mapping[str, GroupRunner]]:
     """Open the group runners, by task name: rollout workers, which open the tasks themselves, or rollouters in this
     process."""
@@ -202,7 +165,10 @@ async def _group_runners(
 
 
 async def _open_teachers(
-    session: RunSession[RunSummary], planes: Planes, renderer: Renderer, resources: contextlib.AsyncExitStack
+    session: RunSession[RunSummary],
+    planes: Planes[GeneratorRouter],
+    renderer: Renderer,
+    resources: contextlib.AsyncExitStack,
 ) -> Mapping[str, Teacher]:
     """Open the teachers of the tasks, if there are any."""
     config, progress = session.config, session.progress

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.user_code import reason
@@ -24,7 +24,10 @@ from titan_rl.training.protocol import Trainer
 logger = logging.getLogger(__name__)
 
 
-class TrainingLoop(ABC):
+S = TypeVar("S")
+
+
+class TrainingLoop(ABC, Generic[S]):
     """Loop that trains steps and saves checkpoints. It does not close the objects that it is given.
 
     Args:
@@ -68,14 +71,22 @@ class TrainingLoop(ABC):
         return self._state.step
 
     @abstractmethod
+    async def run(self) -> S:
+        """Train all remaining steps, export the policy, and return the summary of the run.
+
+        Raises:
+            TitanRLError: The error that ended the run.
+        """
+
+    @abstractmethod
     async def copy_state(self) -> Mapping[str, Any]:
         """Copy the current version of the weights, and the state of the run at that version; see
         `SavedRun.copy_state`."""
 
-    def forget_before(self, version: int) -> None:  # noqa: B027  a supervised run has nothing to delete
-        """Delete records that only checkpoints before a version need."""
+    def forget_before(self, version: int) -> None:
+        """Delete records that only checkpoints before a version need. A supervised run has none."""
 
-    async def _before_checkpoint(self) -> None:  # noqa: B027  a supervised run has nothing to wait for
+    async def _before_checkpoint(self) -> None:
         """Wait until a checkpoint of the version may be written.
 
         Raises:

@@ -7,14 +7,17 @@ import contextlib
 import pickle
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from typing_extensions import get_protocol_members
 
 from titan_rl.cluster.hosts.elastic import ProvidedHosts, hosts_watcher
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.cluster.hosts.requests import HostFiles
+from titan_rl.config.build import is_single_turn, make_renderer, template_note
 from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError
@@ -27,7 +30,6 @@ from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.observability.watchers import background_tasks
-from titan_rl.run.trainer_recovery import lacks_of
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
 from titan_rl.weights.types import PublishedWeights
@@ -106,40 +108,58 @@ class Parts:
         trainer = ("torch", "torchtitan") if self.trainer is None else ()
         require_modules("monarch", "transformers", *trainer, *engine)
 
+    async def make_renderer(self, config: RunConfig, console: Console) -> Renderer:
+        """Create the renderer that the settings name, unless one is given.
+
+        Raises:
+            ConfigError, ModelError: The renderer cannot be created.
+        """
+        if self.renderer is not None:
+            return self.renderer
+        renderer = await in_thread(partial(make_renderer, config.model, single_turn=is_single_turn(config)))
+        if self.trainer is None and (note := await in_thread(template_note, config.model)):
+            console.message(note)
+        return renderer
+
+
+R = TypeVar("R", "GeneratorRouter", "AdapterRouters", None)
+
 
 @dataclass(frozen=True, slots=True)
-class Planes:
+class Planes(Generic[R]):
     """Running generation and training of a run.
 
     Args:
+        router: Router of the run, or the routers of its adapters; None in a supervised run.
         training: Processes of the trainer; None if a trainer was given.
-        workers: Rollout workers; None if groups are run in this process.
         watch: Function that replaces dead processes, except the trainer's, until it is cancelled.
         waits_for: Function that describes generators that do not serve, and how long rollouts wait for them.
+        workers: Rollout workers; None if groups are run in this process.
         hosts: Source of reports of joining, draining and lost hosts.
     """
 
-    router: GeneratorRouter
+    router: R
     training: TrainerProcesses | None
-    workers: WorkerPool | None
     watch: Callable[[], Coroutine[Any, Any, None]]
     waits_for: Callable[[], str]
+    workers: WorkerPool | None = None
     hosts: HostHistory = field(default_factory=HostHistory)
 
     def trouble(self) -> str | None:
         """Reason why no request can be answered, and what the run is waiting for, or None while enough generators
         serve."""
-        trouble = self.router.trouble()
+        trouble = None if self.router is None else self.router.trouble()
         return trouble and f"{trouble}; {self.waits_for()}"
 
     def trainer_lacks(self) -> str:
         """Resource that the trainer needs to restart, or "" while it lacks nothing."""
-        return lacks_of(self.training)
+        lacks = self.training and self.training.waits_for
+        return f"it waits for {lacks}" if lacks else ""
 
 
 def open_planes(
     config: RunConfig, parts: Parts, run_dir: RunDirectory, console: Console
-) -> contextlib.AbstractAsyncContextManager[Planes]:
+) -> contextlib.AbstractAsyncContextManager[Planes[GeneratorRouter]]:
     """Open the planes of a run, with processes for the parts that were not given. Everything is closed when the block
     ends, except a given trainer.
 
@@ -153,7 +173,7 @@ def open_planes(
 @contextlib.asynccontextmanager
 async def _in_this_process(
     config: RunConfig, parts: Parts, run_dir: RunDirectory, console: Console
-) -> AsyncGenerator[Planes]:
+) -> AsyncGenerator[Planes[GeneratorRouter]]:
     assert parts.trainer is not None
     assert parts.replicas is not None
     routing = config.routing
@@ -169,9 +189,7 @@ async def _in_this_process(
     async def watch() -> None: ...
 
     try:
-        yield Planes(
-            router, None, None, watch, lambda: f"rollouts wait as long as hosts.wait_s = {config.hosts.wait_s:g}"
-        )
+        yield Planes(router, None, watch, lambda: f"rollouts wait as long as hosts.wait_s = {config.hosts.wait_s:g}")
     finally:
         await router.close()
 
@@ -179,7 +197,7 @@ async def _in_this_process(
 @contextlib.asynccontextmanager
 async def _with_processes(
     config: RunConfig, parts: Parts, run_dir: RunDirectory, console: Console
-) -> AsyncGenerator[Planes]:
+) -> AsyncGenerator[Planes[GeneratorRouter]]:
     from titan_rl.cluster.rollout_workers import shown_on
     from titan_rl.cluster.run_processes import start_processes
 
@@ -202,38 +220,14 @@ async def _with_processes(
             training = processes.training if parts.trainer is None else None
             history = HostHistory()
             watch = watcher(config, files, processes, history, parts.provided)
-            yield Planes(router, training, workers, watch, processes.waits_for, history)
+            yield Planes(router, training, watch, processes.waits_for, workers, history)
             await asyncio.gather(router.close(), *([] if training is None else [training.close()]))
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterPlanes:
-    """Running generation and training of a run with several adapters.
-
-    Args:
-        watch: Function that replaces dead processes; see `Planes`.
-        waits_for: Function that describes generators that do not serve; see `Planes`.
-    """
-
-    routers: AdapterRouters
-    training: TrainerProcesses
-    watch: Callable[[], Coroutine[Any, Any, None]]
-    waits_for: Callable[[], str]
-
-    def trouble(self) -> str | None:
-        """Reason why no request can be answered; see `Planes.trouble`."""
-        trouble = self.routers.trouble()
-        return trouble and f"{trouble}; {self.waits_for()}"
-
-    def trainer_lacks(self) -> str:
-        """Resource that the trainer needs to restart; see `Planes.trainer_lacks`."""
-        return lacks_of(self.training)
 
 
 @contextlib.asynccontextmanager
 async def open_adapter_planes(
     config: RunConfig, run_dir: RunDirectory, console: Console
-) -> AsyncGenerator[AdapterPlanes]:
+) -> AsyncGenerator[Planes[AdapterRouters]]:
     """Start the processes of a run with several adapters. They end with the block.
 
     Raises:
@@ -246,7 +240,7 @@ async def open_adapter_planes(
     async with start_processes(config, run_dir, PublishedWeights(), console) as processes:
         routers = processes.router = AdapterRouters(processes, config.experiments, console)
         watch = watcher(config, files, processes)
-        yield AdapterPlanes(routers, processes.training, watch, processes.waits_for)
+        yield Planes(routers, processes.training, watch, processes.waits_for)
         await asyncio.gather(routers.close(), processes.training.close())
 
 

@@ -36,16 +36,17 @@ from titan_rl.run.directory import ADAPTERS, RunDirectory, check_files
 from titan_rl.run.hosts import open_hosts
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import FILE, RunState, list_segments, read_segments
+from titan_rl.run.loop import TrainingLoop
 from titan_rl.run.machine.environment import logging_to, run_environment
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.requirements import check_room, size_of
 from titan_rl.run.machine.signals import StopSignals, run_to_its_end
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import Sinks, open_sinks
-from titan_rl.run.observability.watchers import background_tasks
+from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage
+from titan_rl.run.parts import Planes
 from titan_rl.run.status import noted, reported
 from titan_rl.run.terminal.standard_streams import write_stderr_unbuffered
-from titan_rl.training.protocol import Trainer
 from titan_rl.training.state.checkpoint import latest, step_of
 from titan_rl.weights.shard_files import clean_dead_shards
 
@@ -98,8 +99,6 @@ def process_session(
 
 
 S = TypeVar("S")
-Work = Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, S]]
-"""Body of a run, which returns its summary. Resources are registered with the stack, which closes them."""
 
 
 class RunSession(Generic[S]):
@@ -152,8 +151,11 @@ class RunSession(Generic[S]):
         self._verbosity = verbosity
         self._error = FirstError()
 
-    def run(self, work: Work[S]) -> int:
+    def run(self, work: Callable[[RunSession[S], contextlib.AsyncExitStack], Coroutine[Any, Any, S]]) -> int:
         """Run the work from the current state of the run, so that it can be stopped at any time.
+
+        Args:
+            work: Body of the run, which returns its summary. It registers resources with the stack, which closes them.
 
         Returns:
             The exit code: 0, or 128 + the number of the signal after which the run was shut down.
@@ -208,7 +210,7 @@ class RunSession(Generic[S]):
         """Number of steps that the progress display counts to."""
         return self.config.training.steps
 
-    async def _run(self, work: Work[S]) -> None:
+    async def _run(self, work: Callable[[RunSession[S], contextlib.AsyncExitStack], Coroutine[Any, Any, S]]) -> None:
         with self.signals.ending_in_order():
             async with contextlib.AsyncExitStack() as hosts:
                 if self._processes is not None:
@@ -225,7 +227,7 @@ class RunSession(Generic[S]):
                 with self._error.wins():
                     async with contextlib.AsyncExitStack() as resources:
                         self._open_outputs(resources)
-                        summary = await work(resources)
+                        summary = await work(self, resources)
             self.summary = summary
 
     def _open_outputs(self, resources: contextlib.AsyncExitStack) -> None:
@@ -239,22 +241,27 @@ class RunSession(Generic[S]):
             resources.enter_context(tracing)
         self.progress.message(f"run directory: {self.run_dir.path}")
 
-    async def load(self, trainer: Trainer) -> None:
-        """Have the trainer load the checkpoint from which the run resumes, if there is one."""
-        if (checkpoint := self.start.checkpoint) is not None:
-            with self.progress.working(f"loading {checkpoint}"):
-                self.start.loaded(await trainer.load(checkpoint))
-            self.progress.message(f"continuing from {checkpoint}")
+    async def run_loop(self, loop: TrainingLoop[S], planes: Planes[Any], **watchers: Coroutine[Any, Any, object]) -> S:
+        """Run the training loop beside the watchers of its processes and further ones; see `training`."""
+        if planes.training is not None:
+            planes.training.before_leaving = loop.save_soon
+        try:
+            async with self.training(planes, **watchers):
+                return await loop.run()
+        finally:
+            self.messages.note_step(loop.version)
 
     @contextlib.asynccontextmanager
-    async def training(self, **watchers: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
-        """Run watchers, named by their keywords, beside the block, which is the training loop.
+    async def training(self, planes: Planes[Any], **watchers: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
+        """Run the watchers of a run's processes, and further ones, named by their keywords, beside the block, which
+        trains.
 
         An error of the block is raised even if closing the run also fails. From now on, a signal stops the run with a
         checkpoint.
         """
+        shortage = warn_of_shortage(planes, self.progress, self.run_dir.path)
         with self._error.source():
-            async with background_tasks(**watchers):
+            async with background_tasks(watch=planes.watch(), shortage=shortage, **watchers):
                 self.signals.stopping = STOPPING
                 yield
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from titan_rl.cluster.processes.roles import Respawns, Role
 from titan_rl.config.build import make_sample_maker
@@ -36,14 +36,6 @@ from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import StepResult, Trainer
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of
 from titan_rl.weights.types import Manifest, PublishedWeights
-
-if TYPE_CHECKING:
-    from titan_rl.cluster.trainer_processes import TrainerProcesses
-
-
-def lacks_of(group: TrainerProcesses | None) -> str:
-    """Text about the resource for which a trainer waits in order to restart; "" if it waits for none."""
-    return f"it waits for {group.waits_for}" if group and group.waits_for else ""
 
 
 class TrainedSteps(Protocol):
@@ -421,7 +413,7 @@ def _has(save: _Save) -> bool:
 
 
 def open_trainer(
-    group: TrainerProcesses,
+    group: TrainerGroup,
     steps: TrainedSteps,
     config: RunConfig,
     run_dir: RunDirectory,

@@ -8,11 +8,10 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from titan_rl.cluster.hosts.elastic import hosts_watcher
 from titan_rl.cluster.hosts.lifecycle import HostHistory
@@ -33,18 +32,14 @@ from titan_rl.run.machine.environment import file_modes
 from titan_rl.run.machine.requirements import check_policy, require_modules
 from titan_rl.run.observability.progress import status
 from titan_rl.run.observability.summary import show_summary
-from titan_rl.run.observability.watchers import warn_of_shortage
+from titan_rl.run.parts import Planes
 from titan_rl.run.session import RunSession, check_resumption, open_run_dir
 from titan_rl.run.sft.demonstrations import Found, TokenSource, best_rollouts, read_chats, task_demonstrations
 from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop, SupervisedSummary
-from titan_rl.run.trainer_recovery import lacks_of, open_trainer
+from titan_rl.run.trainer_recovery import open_trainer
 from titan_rl.training.settings import AdapterConfig, CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.tiny_model import make_tiny_model
 from titan_rl.weights.types import PublishedWeights
-
-if TYPE_CHECKING:
-    from titan_rl.cluster.trainer_processes import TrainerProcesses
-
 
 WARMUP_SHARE = 0.05
 """Share of the steps in which the learning rate rises."""
@@ -282,7 +277,7 @@ def run_sft(
             processes="titan_rl.cluster.trainer_processes",
             verbosity=verbosity,
         )
-        code = session.run(partial(_teach, session, found))
+        code = session.run(partial(_teach, found))
     if session.summary is not None:
         show_summary(session.summary)
     return code
@@ -359,7 +354,7 @@ def _check_data(file: Path, now: str) -> None:
 
 
 async def _teach(
-    session: RunSession[SupervisedSummary], found: list[Found], resources: contextlib.AsyncExitStack
+    found: list[Found], session: RunSession[SupervisedSummary], resources: contextlib.AsyncExitStack
 ) -> SupervisedSummary:
     from titan_rl.cluster.trainer_processes import start_trainer
 
@@ -382,10 +377,11 @@ async def _teach(
         processes = await resources.enter_async_context(start_trainer(config, run_dir, progress))
     training = processes.training
     watch_hosts = hosts_watcher(config.hosts, files, processes, history, session.provided)
+    planes = Planes(None, training, watch_hosts, waits_for=str)
     steps, published = LearnedSteps(tokens, plan), PublishedWeights()  # no generator reads versions
     opening = open_trainer(training, steps, config, run_dir, published, progress)
     trainer = await resources.enter_async_context(opening)
-    await session.load(trainer)
+    await session.start.load(trainer, progress)
     loop = SupervisedLoop(
         config,
         trainer,
@@ -398,23 +394,6 @@ async def _teach(
         progress=progress,
         hosts=history,
     )
-    training.before_leaving = loop.save_soon
-    resources.callback(lambda: session.messages.note_step(loop.version))
-    shortage = warn_of_shortage(_TrainerAlone(training), progress, run_dir.path)
-    async with session.training(hosts=watch_hosts(), shortage=shortage):
-        summary = await loop.run()
+    summary = await session.run_loop(loop, planes)
     await training.close()
     return summary
-
-
-@dataclass(frozen=True, slots=True)
-class _TrainerAlone:
-    """`Resources` of a run without generators."""
-
-    training: TrainerProcesses
-
-    def trouble(self) -> str | None:
-        return None
-
-    def trainer_lacks(self) -> str:
-        return lacks_of(self.training)

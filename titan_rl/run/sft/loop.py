@@ -137,7 +137,7 @@ class SupervisedSummary:
         return "held-out loss" if before is not None and after is not None and after < before else None
 
 
-class SupervisedLoop(TrainingLoop):
+class SupervisedLoop(TrainingLoop[SupervisedSummary]):
     """Training loop over demonstrations. It does not close the objects that it is given.
 
     The demonstrations of the next step are encoded while the trainer computes the current one.
