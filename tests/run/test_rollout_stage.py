@@ -19,7 +19,7 @@ from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.rollout_log import RolloutLog
-from titan_rl.run.stages.rollout_stage import EvaluatedVersion, RolloutStage
+from titan_rl.run.stages.rollout_stage import RolloutStage
 from titan_rl.scheduling.curriculum import InOrder
 from titan_rl.scheduling.task_mix import TaskMix, WeightedTask
 from titan_rl.training.settings import ModelConfig
@@ -79,7 +79,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
         stop_token_ids=[],
         transcripts=RolloutLog(RunDirectory(tmp_path), 0, ConsoleLines()),
     )
-    validation = groups.run_validation_group(config.suites[0], "validation-0", 4, EvaluatedVersion(0, is_named=False))
+    validation = groups.run_validation_group(config.suites[0], "validation-0", 4)
     group = await asyncio.wait_for(validation, HANG_S)
     assert any(rollout.metrics["retries"] for rollout in group.rollouts)
     assert any("~" in session_id for session_id in noting.begun)

@@ -49,11 +49,10 @@ from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
 from titan_rl.run.observability.steps import Stage, StepReports, prefixed
 from titan_rl.run.observability.summary import RunSummary
-from titan_rl.run.stages.background_validation import BackgroundValidation
 from titan_rl.run.stages.league import FrozenVersions
 from titan_rl.run.stages.rollout_stage import RolloutStage, Workers, make_mix
 from titan_rl.run.stages.training import WeightSync
-from titan_rl.run.stages.validation import Validation
+from titan_rl.run.stages.validation import BackgroundValidation, Validation
 from titan_rl.run.terminal.view import RunLook
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.filters import GroupFilter
@@ -62,7 +61,7 @@ from titan_rl.training.teaching import Teacher
 from titan_rl.weights.types import PublishedWeights
 
 
-class Controller(TrainingLoop):
+class Controller(TrainingLoop[RunSummary]):
     """Training loop over the planes of one run. It neither starts nor closes the objects that it is given.
 
     Args:
@@ -131,17 +130,8 @@ class Controller(TrainingLoop):
             trainer, published, router, "drain" if config.generation.pull_mode == "drain" else "hot_swap"
         )
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, sinks=sinks, progress=progress)
-        self._background_validation = (
-            BackgroundValidation(
-                self._validation,
-                trainer,
-                published,
-                router,
-                progress,
-                pins=config.generation.adapter_swap == "pinned",
-            )
-            if config.validates_beside_training
-            else None
+        self._background_validation = BackgroundValidation(
+            config, self._validation, trainer, published, router, progress
         )
         self._generation = GenerationStatus(router, config.generation.num_generators, hosts)
 
@@ -165,8 +155,7 @@ class Controller(TrainingLoop):
                 self._stages.enter(Stage.VALIDATION, self.version)
                 reward_after = await self._validation.run_once(self.version)
         finally:
-            if self._background_validation is not None:
-                await self._background_validation.close()
+            await self._background_validation.close()
         await self._export()
         return RunSummary(
             reward_before=self._state.reward_before,
@@ -196,12 +185,12 @@ class Controller(TrainingLoop):
 
     async def _validate_first(self) -> None:
         """Run the first validation. A resumed run repeats a validation that was due when the run was stopped."""
-        if not self._validation.is_on:
+        if not self._config.suites:
             self._progress.message("validation is off: validation.num_prompts = 0")
         if self._state.reward_before is None:
             self._state = replace(self._state, reward_before=await self._validation.run(self.version))
-        elif self._validation.is_due(self.version) and self.version < self._config.training.steps:
-            await self._validation.run_suites(self.version, self._validation.due(self.version))
+        elif self.version < self._config.training.steps:
+            await self._validation.run(self.version, self._validation.due(self.version))
 
     async def _train(self, background: asyncio.TaskGroup) -> None:
         """Loop over the stages until all steps are trained, all generators have the last version, and no checkpoint is
@@ -224,7 +213,7 @@ class Controller(TrainingLoop):
                 if self._saver.is_due(step):
                     await self._save(background)
         await self._pulled(self.version)
-        if self._background_validation is not None:
+        if self._config.validates_beside_training:
             self._stages.enter(Stage.VALIDATION, self.version)
             await self._background_validation.ended()
         self._stages.enter(Stage.CHECKPOINT, self.version)
@@ -265,8 +254,7 @@ class Controller(TrainingLoop):
         """Run PUBLISH, and begin SYNC in the background."""
         with self._progress.working(f"waiting until the generators have loaded version {step - 1}"):
             await self._pulled(step)
-            if self._background_validation is not None:
-                await self._background_validation.before_next_version()
+            await self._background_validation.before_next_version()
         self._stages.enter(Stage.PUBLISH, step)
         await self._sync.begin()
         self._reports.add(step, self._stages.metrics())
@@ -296,11 +284,11 @@ class Controller(TrainingLoop):
 
     async def _validate_if_due(self, step: int, background: asyncio.TaskGroup) -> None:
         """Run VALIDATE if it is due."""
-        if self._validation.is_due(step):
+        if suites := self._validation.due(step):
             await self._pulled(step)
             self._stages.enter(Stage.VALIDATION, step)
-            if self._background_validation is None or not await self._background_validation.begin(step, background):
-                await self._validation.run_suites(step, self._validation.due(step))
+            if not await self._background_validation.begin(step, suites, background):
+                await self._validation.run(step, suites)
 
     async def _save(self, background: asyncio.TaskGroup) -> None:
         """Run SAVE, and begin WRITE in the background."""
@@ -310,8 +298,7 @@ class Controller(TrainingLoop):
         await self._saver.begin(background)
 
     async def _before_checkpoint(self) -> None:
-        if self._background_validation is not None:
-            await self._background_validation.before_checkpoint(self.version)
+        await self._background_validation.before_checkpoint(self.version)
 
     def _report(self, step: int) -> None:
         self._reports.add(step, self._generation.take_metrics(step))

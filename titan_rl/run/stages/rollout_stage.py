@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import ResolvedSuite
-from titan_rl.core.errors import TrainingError
 from titan_rl.generation.group_requests import GroupRequests
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode
@@ -41,43 +40,6 @@ def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix
         events=[event for event in journal.events if not start.position.is_settled(event.index)],
         is_dropped=journal.state.is_settled,
     )
-
-
-class EvaluatedVersion:
-    """Version that should produce all tokens of a validation.
-
-    Args:
-        is_named: Whether requests name the version, because the generators go on to later versions.
-
-    Attributes:
-        named: Version for requests to name; None if they name none.
-    """
-
-    def __init__(self, version: int, *, is_named: bool) -> None:
-        self.named = version if is_named else None
-        self._version = version
-        self._others: Counter[int] = Counter()  # number of tokens by other version
-
-    def note(self, group: RolloutGroup) -> None:
-        """Note the versions of a group's tokens."""
-        for rollout in group.rollouts:
-            for turn in rollout.turns:
-                for span in turn.completion.version_spans:
-                    if span.version != self._version and span.num_tokens:
-                        self._others[span.version] += span.num_tokens
-
-    def check(self) -> None:
-        """Check that no other version has produced any of the tokens.
-
-        Raises:
-            TrainingError: Another version has produced some of them.
-        """
-        if self._others:
-            found = ", ".join(f"{count} of version {version}" for version, count in sorted(self._others.items()))
-            raise TrainingError(
-                f"the validation of version {self._version} has tokens of other versions: {found}. A generator "
-                "reported a version that it does not have, or loaded another one meanwhile"
-            )
 
 
 class Workers(Protocol):
@@ -170,35 +132,61 @@ class RolloutStage:
 
     async def run_training_group(self, lease: Lease) -> RolloutGroup:
         """Run the group of a scheduler's lease."""
-        played = self._mix.assignment(lease.index)
-        task, sample = played.task, self.train_sample(played.task, played.sample)
-        opponent = split_number(played.sample)[1]
-        temperature = self._config.sampling_of(self._sources[task]).temperature
-        return await self._run_group(
-            self._training,
-            lease,
-            task,
-            sample if opponent is None else Matched(sample, opponent),
-            group_id=train_group_id(lease.index),
-            group_size=self._config.rollout.group_size,
-            sampling=self._sampling(task, temperature, routed_experts=self._config.generation.return_routed_experts),
-        )
+        config, played = self._config, self._mix.assignment(lease.index)
+        sample, opponent = self.train_sample(played.task, played.sample), split_number(played.sample)[1]
+        sampling = config.sampling_of(self._sources[played.task])
+        with self._training.one(config.rollout.group_size) as playing:
+            requests = GroupRequests(
+                self._router,
+                playing,
+                recorder=self._journal.recorder(lease.index),
+                suspension=lease.suspension,
+                room=self._journal.room,
+                max_context=config.model.max_context,
+            )
+            group = await self._run_group(
+                played.task,
+                sample if opponent is None else Matched(sample, opponent),
+                requests,
+                playing,
+                lease,
+                group_id=train_group_id(lease.index),
+                group_size=config.rollout.group_size,
+                sampling=SamplingParams(
+                    max_tokens=sampling.max_tokens,
+                    temperature=sampling.temperature,
+                    stop_token_ids=self._stop_token_ids,
+                    return_routed_experts=config.generation.return_routed_experts,
+                ),
+            )
+            if (teacher := self._teachers.get(played.task)) is not None:
+                await teacher.score(group)
+        return group
 
     async def run_validation_group(
-        self, suite: ResolvedSuite, group_id: str, sample: Any, evaluated: EvaluatedVersion
+        self, suite: ResolvedSuite, group_id: str, sample: Any, named_version: int | None = None
     ) -> RolloutGroup:
         """Run the group of a held-out sample. The seeds are the same each time, so that two validations differ only in
-        the weights."""
-        return await self._run_group(
-            self.held_out,
-            None,
-            suite.source.name,
-            sample,
-            group_id=group_id,
-            group_size=suite.samples_per_prompt,
-            sampling=self._sampling(suite.source.name, suite.temperature, seed=self._config.seed),
-            evaluated=evaluated,
-        )
+        the weights.
+
+        Args:
+            named_version: Version that the requests name, if generators go on to later ones meanwhile.
+        """
+        with self.held_out.one(suite.samples_per_prompt) as playing:
+            return await self._run_group(
+                suite.source.name,
+                sample,
+                GroupRequests(self._router, playing, version=named_version),
+                playing,
+                group_id=group_id,
+                group_size=suite.samples_per_prompt,
+                sampling=SamplingParams(
+                    max_tokens=self._config.sampling_of(suite.source).max_tokens,
+                    temperature=suite.temperature,
+                    seed=self._config.seed,
+                    stop_token_ids=self._stop_token_ids,
+                ),
+            )
 
     @contextlib.asynccontextmanager
     async def paused(self, mode: PauseMode | str) -> AsyncGenerator[bool]:
@@ -225,68 +213,26 @@ class RolloutStage:
 
     async def _run_group(
         self,
-        running: RunningGroups,
-        lease: Lease | None,
         task: str,
         sample: Any,
+        requests: GroupRequests,
+        playing: RunningGroup,
+        lease: Lease | None = None,
         *,
         group_id: str,
         group_size: int,
         sampling: SamplingParams,
-        evaluated: EvaluatedVersion | None = None,
     ) -> RolloutGroup:
-        with running.one(group_size) as playing:
+        def finish(rollout: Rollout) -> None:
+            playing.ended(rollout.rollout_id)
+            if lease is not None:
+                lease.rollout_finished(rollout)
+            self._transcripts.ended(rollout)
 
-            def finish(rollout: Rollout) -> None:
-                playing.ended(rollout.rollout_id)
-                if lease is not None:
-                    lease.rollout_finished(rollout)
-                self._transcripts.ended(rollout)
-
-            group = await self._group_runners[task].run_group(
-                self._requests_of(lease, evaluated, playing),
-                sample,
-                group_id=group_id,
-                group_size=group_size,
-                sampling=sampling,
-                on_finished=finish,
-            )
-            if lease is not None and (teacher := self._teachers.get(task)) is not None:
-                await teacher.score(group)
+        group = await self._group_runners[task].run_group(
+            requests, sample, group_id=group_id, group_size=group_size, sampling=sampling, on_finished=finish
+        )
         group.task = task
-        if evaluated is not None:
-            evaluated.note(group)
         if group.failure is not None:
             self._transcripts.lost(group)
         return group
-
-    def _requests_of(
-        self, lease: Lease | None, evaluated: EvaluatedVersion | None, playing: RunningGroup
-    ) -> GroupRequests:
-        """Build the requests of a group.
-
-        Args:
-            lease: Lease of a training group; None for a validation group.
-            evaluated: Version of a validation; None for a training group.
-        """
-        if lease is None:
-            return GroupRequests(self._router, playing, version=None if evaluated is None else evaluated.named)
-        return GroupRequests(
-            self._router,
-            playing,
-            recorder=self._journal.recorder(lease.index),
-            suspension=lease.suspension,
-            room=self._journal.room,
-            max_context=self._config.model.max_context,
-        )
-
-    def _sampling(
-        self, task: str, temperature: float, *, seed: int | None = None, routed_experts: bool = False
-    ) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self._config.sampling_of(self._sources[task]).max_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop_token_ids=self._stop_token_ids,
-            return_routed_experts=routed_experts,
-        )
