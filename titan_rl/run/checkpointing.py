@@ -29,6 +29,7 @@ from titan_rl.training.state.checkpoint import (
     CHECKSUMS,
     being_written,
     keep_last,
+    latest,
     list_checkpoints,
     step_directory,
     step_of,
@@ -102,6 +103,15 @@ class SavedRun(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Copy of a run that is being written."""
+
+    version: int
+    run_state: Mapping[str, Any]
+    began_at: float
+
+
 class CheckpointSaver:
     """Writer of a run's checkpoints, one at a time, while the run continues and when it ends. A checkpoint that does
     not fit on the disk is skipped with a message, and retried when the next one is due; the last one has to fit.
@@ -129,10 +139,9 @@ class CheckpointSaver:
         self._root = root
         self._estimate = estimate
         self._progress = progress
-        self._copied = self._saved = run.version
-        self._run_state: Mapping[str, Any] = {}  # state of the version begun last
+        self._saved = run.version
+        self._copy: _Copy | None = None  # until it is whole on the disk
         self._wait_s = config.interval_s  # seconds from the end of one checkpoint to the next by time
-        self._began_at: float | None = None
         self._ended_at: float | None = None
         self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
         self._requested = asyncio.Event()
@@ -147,7 +156,7 @@ class CheckpointSaver:
             self._ended_at = now
         by_steps = self._config.interval > 0 and step % self._config.interval == 0
         by_time = self._config.interval_s > 0 and now - self._ended_at >= self._wait_s
-        return by_steps or (by_time and self._copied == self._saved) or self._requested.is_set()
+        return by_steps or (by_time and self._copy is None) or self._requested.is_set()
 
     async def soon(self) -> None:
         """Ask for a checkpoint at the loop's next opportunity, and wait until it is written, or is skipped because the
@@ -181,11 +190,11 @@ class CheckpointSaver:
         if self._saved == version:
             return
         try:
-            await self._calls.finish(self._copy())
+            copy = await self._calls.finish(self._copy_run())
         except NoSpaceError as error:
             self._skip(version, error)
         else:
-            self._writing = background.create_task(self._write(version), name=f"checkpoint-{version}")
+            self._writing = background.create_task(self._write(copy), name=f"checkpoint-{version}")
 
     async def written(self) -> None:
         """Wait until no checkpoint is being written."""
@@ -220,44 +229,42 @@ class CheckpointSaver:
         self._progress.message(f"step {version} is saved")
 
     async def _copy_and_finish(self) -> None:
-        if self._copied != self._run.version:  # otherwise the copy was made before the run was stopped
-            await self._copy()
-        await self._finish()
+        copy = self._copy
+        if copy is None or copy.version != self._run.version:  # otherwise it was copied before the run was stopped
+            copy = await self._copy_run()
+        await self._finish(copy)
 
-    async def _write(self, version: int) -> None:
-        """Write the version that was copied. A full disk is reported; any other failure fails the background task
-        group."""
+    async def _write(self, copy: _Copy) -> None:
+        """Write a copy. A full disk is reported; any other failure fails the background task group."""
         with (
-            self._progress.working(f"writing the checkpoint of step {version}"),
-            span("checkpoint", "checkpoint", lane="checkpoint", step=version),
+            self._progress.working(f"writing the checkpoint of step {copy.version}"),
+            span("checkpoint", "checkpoint", lane="checkpoint", step=copy.version),
         ):
             try:
-                await self._finish()
+                await self._finish(copy)
             except NoSpaceError as error:
-                self._copied = self._saved
-                self._skip(version, error)
+                self._copy = None
+                self._skip(copy.version, error)
             finally:
-                self._note_tried(version)
+                self._note_tried(copy.version)
 
-    async def _copy(self) -> None:
+    async def _copy_run(self) -> _Copy:
         require_room(self._root, self._size())
-        self._began_at = asyncio.get_running_loop().time()
-        version = self._run.version
-        self._run_state = await self._run.copy_state()
-        self._copied = version
+        began_at, version = asyncio.get_running_loop().time(), self._run.version
+        self._copy = _Copy(version, await self._run.copy_state(), began_at)
+        return self._copy
 
-    async def _finish(self) -> None:
+    async def _finish(self, copy: _Copy) -> None:
         try:
             await self._calls.trainer.finish_save()
-            if not is_complete(self._root, self._copied):
-                await in_thread(complete, self._root, self._copied, self._run_state)
+            if not is_complete(self._root, copy.version):
+                await in_thread(complete, self._root, copy.version, copy.run_state)
         except NoSpaceError as error:  # another process has used the space meanwhile
             raise NoSpaceError(no_space(self._root, self._size(), free_bytes(self._root))) from error
         finally:
             self._ended_at = asyncio.get_running_loop().time()
-        assert self._began_at is not None
-        self._wait_s = max(self._config.interval_s, (self._ended_at - self._began_at) * (1 / SHARE - 1))
-        self._saved = self._copied
+        self._wait_s = max(self._config.interval_s, (self._ended_at - copy.began_at) * (1 / SHARE - 1))
+        self._saved, self._copy = copy.version, None
         keep_last(self._root, self._config.keep)
         self._run.forget_before(min(map(step_of, list_checkpoints(self._root)), default=0))
 
@@ -407,9 +414,14 @@ def _check_mix(config: RunConfig, state: RunState, folder: Path) -> None:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def is_finished(config: RunConfig, run_dir: RunDirectory, newest: Path | None) -> bool:
+def is_finished(config: RunConfig, run_dir: RunDirectory, newest: Path | None = None) -> bool:
     """Return whether a run is finished: its newest checkpoint has all steps, and the policy was exported after it. The
-    checkpoint alone is not enough, because a run may be stopped in its last validation."""
+    checkpoint alone is not enough, because a run may be stopped in its last validation.
+
+    Args:
+        newest: Newest checkpoint that is whole, if others may be damaged.
+    """
+    newest = newest or latest(run_dir.checkpoints)
     if newest is None or step_of(newest) < config.training.steps:
         return False
     export = run_dir.export

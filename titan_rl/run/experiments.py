@@ -154,7 +154,7 @@ class Experiment:
         if not self.begins:
             check_files(path)
         self.run_dir = RunDirectory(path)
-        self.is_over = is_finished(config, self.run_dir, latest(self.run_dir.checkpoints))
+        self.is_over = is_finished(config, self.run_dir)
         self.summary = self._past_summary() if self.is_over else None
         self.error: Exception | None = None
         self.controller: Controller | None = None

@@ -333,7 +333,7 @@ def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = Fals
         return [
             f"{each.name}: {loss}"
             for each, folder in started
-            if not _is_over(each, folder)
+            if not is_finished(each, folder)
             for loss in find_standing(each, folder).losses
         ]
 
@@ -345,7 +345,7 @@ def check_unfinished(config: RunConfig, run_dir: RunDirectory) -> None:
         CheckpointError: All adapters are finished.
     """
     started = _started_adapters(config, run_dir)
-    if len(started) == len(config.adapters) and all(_is_over(each, folder) for each, folder in started):
+    if len(started) == len(config.adapters) and all(is_finished(each, folder) for each, folder in started):
         first, _ = started[0]
         raise CheckpointError(
             f"{run_dir.path}: all adapters have trained all their steps; give one of them more, for example with "
@@ -360,10 +360,6 @@ def _started_adapters(config: RunConfig, run_dir: RunDirectory) -> list[tuple[Ru
         for name, each in config.experiments.items()
         if (folders[name] / FILE).is_file()
     ]
-
-
-def _is_over(config: RunConfig, run_dir: RunDirectory) -> bool:
-    return is_finished(config, run_dir, latest(run_dir.checkpoints))
 
 
 class EndMessages:
@@ -427,7 +423,7 @@ class EndMessages:
 
     def _finished(self) -> str | None:
         """Message about a finished run; None if steps are left."""
-        if not is_finished(self._config, self._run_dir, latest(self._run_dir.checkpoints)):
+        if not is_finished(self._config, self._run_dir):
             return None
         return f"all steps were trained and saved: the run is finished, its policy is {self._run_dir.export}"
 
