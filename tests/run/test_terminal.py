@@ -136,11 +136,11 @@ def test_work_that_takes_long_is_told_of_now_and_then_and_at_its_end():
     clock = ManualClock()
     operations = Operations(said, clock)
     operations.shows_lines = True
-    with operations.begin("starting 2 generators"):
+    with operations.running("starting 2 generators"):
         for clock.seconds in (1.0, 9.0, 10.0, 12.0, 29.0, 31.0, 45.0, 61.0):
             operations.tick()
         clock.seconds = 70.2
-    with operations.begin("opening the tasks"):
+    with operations.running("opening the tasks"):
         clock.seconds = 72.0
         operations.tick()
     assert said == [
@@ -157,9 +157,9 @@ def test_several_at_a_time_are_each_told_of_with_their_notes():
     operations = Operations(said, clock)
     operations.shows_lines = True
     done = 0
-    with operations.begin("validating", lambda: f"{done} of 64 groups"):
+    with operations.running("validating", lambda: f"{done} of 64 groups"):
         clock.seconds = 5.0
-        with operations.begin("writing the checkpoint"):
+        with operations.running("writing the checkpoint"):
             done, clock.seconds = 3, 11.0
             operations.tick()
             clock.seconds = 16.0
@@ -173,7 +173,7 @@ def test_work_that_fails_is_not_said_to_have_taken_its_time():
     clock = ManualClock()
     operations = Operations(said, clock)
     operations.shows_lines = True
-    with pytest.raises(ValueError, match="no"), operations.begin("starting"):  # noqa: PT012
+    with pytest.raises(ValueError, match="no"), operations.running("starting"):  # noqa: PT012
         clock.seconds = 12.0
         operations.tick()
         raise ValueError("no")

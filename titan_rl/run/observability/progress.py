@@ -28,32 +28,20 @@ REPORT_AFTER_S = 10.0
 REPORT_EVERY_S = 30.0
 
 
+@dataclass(slots=True, eq=False)
 class Operation:
-    """Long-running operation, as a context manager.
+    """Operation that may take long.
 
-    Args:
+    Attributes:
         text: Name of the operation, such as "starting 2 generators".
         note: Function that returns a note on its progress.
+        num_reports: Number of lines about it so far.
     """
 
-    def __init__(self, operations: Operations, text: str, note: Callable[[], str] | None, began: float) -> None:
-        self._operations = operations
-        self.text = text
-        self.began = began
-        self.num_reports = 0
-        self._note = note
-
-    @property
-    def note(self) -> str:
-        return self._note() if self._note is not None else ""
-
-    def __enter__(self) -> Operation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._operations.ended(self, failed=error is not None)
+    text: str
+    note: Callable[[], str] | None
+    began: float
+    num_reports: int = 0
 
     def described(self, seconds: float, leave_out: Collection[str] = ()) -> str:
         """Describe the operation.
@@ -63,7 +51,7 @@ class Operation:
 
         Example: "validating at step 0, 12.0 s: 3 of 64 groups"
         """
-        note = self.note
+        note = "" if self.note is None else self.note()
         return f"{self.text}, {format_seconds(seconds)}{f': {note}' if note and note not in leave_out else ''}"
 
 
@@ -84,16 +72,18 @@ class Operations:
         self.shows_lines = False
         """Whether lines about long operations are shown."""
 
-    def begin(self, text: str, note: Callable[[], str] | None = None) -> Operation:
-        operation = Operation(self, text, note, self._clock.now())
+    @contextlib.contextmanager
+    def running(self, text: str, note: Callable[[], str] | None = None) -> Generator[None]:
+        """Track an operation during a block; see `Progress.working`."""
+        operation = Operation(text, note, self._clock.now())
         with self._lock:
             self._operations.append(operation)
-        return operation
-
-    def ended(self, operation: Operation, *, failed: bool) -> None:
-        with self._lock:
-            self._operations.remove(operation)
-        if operation.num_reports and self.shows_lines and not failed:
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._operations.remove(operation)
+        if operation.num_reports and self.shows_lines:
             self._console.message(f"{operation.text} took {format_seconds(self._clock.now() - operation.began)}")
 
     def shown(self, after_s: float = SHOWN_AFTER_S) -> Sequence[tuple[Operation, float]]:
@@ -270,7 +260,7 @@ class Progress(StderrConsole):
         self._end_live()
         write_stderr_unbuffered(text)
 
-    def working(self, text: str, note: Callable[[], str] | None = None) -> Operation:
+    def working(self, text: str, note: Callable[[], str] | None = None) -> contextlib.AbstractContextManager[None]:
         """Track an operation that may take long, during a block. If it takes long, its name and duration are shown in
         the live display or, without one, as a line now and then.
 
@@ -280,7 +270,7 @@ class Progress(StderrConsole):
 
         Example: `with progress.working("validating", lambda: f"{done} of 64 groups"): ...`
         """
-        return self._operations.begin(text, note)
+        return self._operations.running(text, note)
 
     async def follow(self, run: Followed) -> None:
         """Show snapshots of generation, refreshed until this is cancelled."""
