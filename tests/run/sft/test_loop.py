@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from titan_rl.config.build import make_renderer
 from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_sft_config
 from titan_rl.config.run import RunConfig
@@ -26,8 +25,7 @@ from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import JSONLSink
 from titan_rl.run.session import open_run_dir
-from titan_rl.run.sft.demonstrations import TokenSource
-from titan_rl.run.sft.launch import check, find_demonstrations, plan_steps, prepared
+from titan_rl.run.sft.launch import check, find_demonstrations, plan_run
 from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop
 from titan_rl.run.trainer_recovery import RecoveringTrainer, recovering
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
@@ -173,17 +171,16 @@ def make_loop(
     shown: io.StringIO | None = None,
 ) -> SupervisedLoop:
     found = find_demonstrations(config)
-    ready = prepared(config, found, folder)
+    plan = plan_run(config, found, folder)
+    ready, tokens = plan.config, plan.tokens
     run_dir = RunDirectory(folder)
     run_dir.write_config(ready)
-    tokens = TokenSource(make_renderer(ready.model), found, ready.model.max_context)
-    plan, held_out = plan_steps(ready, tokens, len(found))
     begun = start or RunState(settings=settings_of(ready), run="a run")
     if start is None:
         begun.write(run_dir.path)
-    progress = Progress(len(plan), shown or io.StringIO())
+    progress = Progress(len(plan.steps), shown or io.StringIO())
     if isinstance(trainer, Group):
-        steps, checkpoints = LearnedSteps(tokens, plan), run_dir.checkpoints
+        steps, checkpoints = LearnedSteps(tokens, plan.steps), run_dir.checkpoints
         taught: Any = RecoveringTrainer(
             trainer,
             steps=steps,
@@ -198,8 +195,8 @@ def make_loop(
         ready,
         taught,
         tokens,
-        plan=plan,
-        held_out=held_out,
+        plan=plan.steps,
+        held_out=plan.held_out,
         run_dir=run_dir,
         start=begun,
         sinks=JSONLSink(run_dir),
@@ -269,7 +266,7 @@ async def test_what_is_stopped_is_saved_and_goes_on_with_the_next_demonstrations
 
     again = load_sft_config(folder / "config.toml")
     found = find_demonstrations(again)
-    start = resume_from_newest(prepared(again, found, folder), RunDirectory(folder))
+    start = resume_from_newest(plan_run(again, found, folder).config, RunDirectory(folder))
     assert start.state.step == first.version
     second = Taught(start.state.step)
     summary = await make_loop(again, folder, second, start.state).run()
@@ -334,12 +331,11 @@ def test_a_dry_run_tells_what_would_be_learned(toml: Path) -> None:
 def test_steps_of_so_many_tokens_are_as_long_as_fits(toml: Path) -> None:
     config = load_sft_config(toml, [("sft.batch_tokens", "100"), ("sft.batch_size", "32"), ("sft.shuffle", "false")])
     found = find_demonstrations(config)
-    ready = prepared(config, found, toml.parent / "scratch")
-    tokens = TokenSource(make_renderer(ready.model), found, 64)
-    plan, _ = plan_steps(ready, tokens, len(found))
-    assert ready.training.steps == len(plan)
-    assert all(sum(map(tokens.length, step)) <= 100 for step in plan)
-    assert [number for step in plan for number in step] == sorted(number for step in plan for number in step)
+    plan = plan_run(config, found, toml.parent / "scratch")
+    assert plan.config.training.steps == len(plan.steps)
+    assert all(sum(map(plan.tokens.length, step)) <= 100 for step in plan.steps)
+    numbers = [number for step in plan.steps for number in step]
+    assert numbers == sorted(numbers)
 
 
 def test_what_sft_did_not_make_is_not_replaced(toml: Path) -> None:

@@ -238,6 +238,10 @@ class TokenSource:
         self._tokens: dict[int, DemonstrationTokens] = {}
         self.too_long: set[int] = set()
 
+    @property
+    def num_demonstrations(self) -> int:
+        return len(self._found)
+
     def length(self, number: int) -> int:
         """Length of a demonstration in tokens."""
         return len(self._encoded(number).token_ids)

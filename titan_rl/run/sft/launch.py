@@ -7,7 +7,8 @@ import contextlib
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -80,8 +81,9 @@ def batches(
         lengths: Number of tokens of each item. If given, steps are limited by `batch_tokens` instead of `batch_size`.
     """
     stream = _stream(items, epochs if steps is None else None, shuffle, seed)
-    cut = _by_number(stream, batch_size) if lengths is None else _by_tokens(stream, lengths, batch_tokens)
-    return list(islice(cut, steps))
+    if lengths is None:
+        return list(islice(_cut(stream, lambda item: 1, batch_size), steps))
+    return list(islice(_cut(stream, lengths.__getitem__, batch_tokens), steps))
 
 
 def _stream(items: Sequence[int], epochs: int | None, shuffle: bool, seed: int) -> Iterator[int]:
@@ -91,20 +93,16 @@ def _stream(items: Sequence[int], epochs: int | None, shuffle: bool, seed: int) 
         epoch += 1
 
 
-def _by_number(stream: Iterator[int], batch_size: int) -> Iterator[list[int]]:
-    while batch := list(islice(stream, batch_size)):
-        yield batch
-
-
-def _by_tokens(stream: Iterator[int], lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+def _cut(stream: Iterator[int], size_of: Callable[[int], int], most: int) -> Iterator[list[int]]:
+    """Cut a stream into batches whose items have at most a total size. A larger item has a batch of its own."""
     batch: list[int] = []
-    tokens = 0
+    size = 0
     for item in stream:
-        if batch and tokens + lengths[item] > most:
+        if batch and size + size_of(item) > most:
             yield batch
-            batch, tokens = [], 0
+            batch, size = [], 0
         batch.append(item)
-        tokens += lengths[item]
+        size += size_of(item)
     if batch:
         yield batch
 
@@ -179,17 +177,46 @@ def _rendered(renderer: Renderer, found: Found) -> list[int]:
         raise DataError(f"{name}: it cannot be rendered: {error!r}") from error
 
 
-def plan_steps(config: RunConfig, tokens: TokenSource, count: int) -> tuple[list[list[int]], list[int]]:
-    """Return the indices of the demonstrations of each step, and those of the held-out ones.
+@dataclass(frozen=True, slots=True)
+class SupervisedPlan:
+    """Plan of a supervised run.
+
+    Attributes:
+        config: Settings of the run that runs the supervised steps, including the model from which it starts.
+        tokens: Tokens of the demonstrations.
+        steps: Indices of the demonstrations that each step learns.
+        held_out: Indices of the demonstrations that no step learns.
+    """
+
+    config: RunConfig
+    tokens: TokenSource
+    steps: list[list[int]]
+    held_out: list[int]
+
+    def __str__(self) -> str:
+        num_learned = self.tokens.num_demonstrations - len(self.held_out)
+        return (
+            f"{num_learned:,} demonstrations to learn in {len(self.steps):,} steps, and {len(self.held_out)} held out"
+        )
+
+
+def plan_run(config: RunConfig, found: list[Found], folder: Path) -> SupervisedPlan:
+    """Plan a supervised run.
 
     Args:
-        count: Number of demonstrations.
+        folder: Folder in which a tiny model is created if the settings name no model.
 
     Raises:
-        DataError: A demonstration cannot be rendered. This is raised only with `sft.batch_tokens`, which needs lengths.
+        ConfigError: The settings do not fit the model.
+        DataError: A demonstration cannot be rendered, or there are too few demonstrations.
     """
     sft = config.sft
-    learned, held_out = hold_out(count, sft.held_out, config.seed)
+    start = Path(sft.start or folder / "start")
+    model = config.model.model_copy(update={"path": str(start)})
+    if not sft.start:
+        make_start(start, model, found, config)
+    tokens = TokenSource(make_renderer(model), found, model.max_context)
+    learned, held_out = hold_out(len(found), sft.held_out, config.seed)
     steps = batches(
         learned,
         batch_size=sft.batch_size,
@@ -197,10 +224,10 @@ def plan_steps(config: RunConfig, tokens: TokenSource, count: int) -> tuple[list
         epochs=sft.epochs,
         shuffle=sft.shuffle,
         seed=config.seed,
-        lengths=None if sft.batch_tokens is None else [tokens.length(number) for number in range(count)],
+        lengths=None if sft.batch_tokens is None else [tokens.length(number) for number in range(len(found))],
         batch_tokens=sft.batch_tokens or 0,
     )
-    return steps, held_out
+    return SupervisedPlan(supervised(config, model, len(steps)), tokens, steps, held_out)
 
 
 def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
@@ -264,12 +291,12 @@ def run_sft(
     with file_modes(share=config.share_run_dir):
         run_dir = open_run_dir(config, resume, name or f"sft-{run_name(config)}", supervised=True)
         with status("reading the model and the demonstrations", verbosity):
-            ready = prepared(config, found, run_dir.path)
+            plan = plan_run(config, found, run_dir.path)
         _check_data(run_dir.supervised, digest(found))
         if resume is None:
-            run_dir.write_config(ready)
+            run_dir.write_config(plan.config)
         session = RunSession[SupervisedSummary](
-            ready,
+            plan.config,
             run_dir,
             begins=resume is None,
             started_by=started_by,
@@ -277,28 +304,10 @@ def run_sft(
             processes="titan_rl.cluster.trainer_processes",
             verbosity=verbosity,
         )
-        code = session.run(partial(_teach, found))
+        code = session.run(partial(_teach, plan))
     if session.summary is not None:
         show_summary(session.summary)
     return code
-
-
-def prepared(config: RunConfig, found: list[Found], folder: Path) -> RunConfig:
-    """Build the settings of the run that runs the supervised steps, including the model from which it starts.
-
-    Args:
-        folder: Folder in which a tiny model is created if the settings name no model.
-
-    Raises:
-        ConfigError: The settings do not fit the model.
-        DataError: A demonstration cannot be rendered, or there are too few demonstrations.
-    """
-    start = Path(config.sft.start or folder / "start")
-    model = config.model.model_copy(update={"path": str(start)})
-    if not config.sft.start:
-        make_start(start, model, found, config)
-    plan, _ = plan_steps(config, _token_source(model, found), len(found))
-    return supervised(config, model, len(plan))
 
 
 def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[RunConfig, str]:
@@ -315,27 +324,22 @@ def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[
         TitanRLError: The run would not begin.
     """
     found = find_demonstrations(config)
-    ready = prepared(config, found, folder)
+    plan = plan_run(config, found, folder)
+    ready = plan.config
     check_policy(ready)
     losses: Sequence[str] = ()
     if resume is not None:
         losses = check_resumption(ready, resume, supervised=True)
         _check_data(RunDirectory(resume).supervised, digest(found))
-    tokens = _token_source(ready.model, found)
-    plan, held_out = plan_steps(ready, tokens, len(found))
-    samples = tokens.samples(plan[0])
+    samples = plan.tokens.samples(plan.steps[0])
     lengths = [len(sample.token_ids) for sample in samples]
     learned = sum(sample.num_trained_tokens for sample in samples)
     summary = "".join(f"{loss}\ntitan-rl: " for loss in losses) + (
-        f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held out; "
-        f"the first step learns {learned:,} of {sum(lengths):,} tokens, {max(lengths)} in the longest conversation"
+        f"{plan}; the first step learns {learned:,} of {sum(lengths):,} tokens, {max(lengths)} in the longest "
+        "conversation"
     )
     shown = ready.sft.model_copy(update={"start": config.sft.start})
     return ready.model_copy(update={"sft": shown, "model": config.model, "training": config.training}), summary
-
-
-def _token_source(model: Any, found: list[Found]) -> TokenSource:
-    return TokenSource(make_renderer(model), found, model.max_context)
 
 
 def _check_data(file: Path, now: str) -> None:
@@ -354,7 +358,7 @@ def _check_data(file: Path, now: str) -> None:
 
 
 async def _teach(
-    found: list[Found], session: RunSession[SupervisedSummary], resources: contextlib.AsyncExitStack
+    plan: SupervisedPlan, session: RunSession[SupervisedSummary], resources: contextlib.AsyncExitStack
 ) -> SupervisedSummary:
     from titan_rl.cluster.trainer_processes import start_trainer
 
@@ -363,13 +367,7 @@ async def _teach(
         progress.message(note)
     for loss in session.start.losses:
         progress.warning(loss)
-    with progress.working("turning the demonstrations into tokens"):
-        tokens = _token_source(config.model, found)
-        plan, held_out = plan_steps(config, tokens, len(found))
-    progress.message(
-        f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held "
-        "out; starting a trainer"
-    )
+    progress.message(f"{plan}; starting a trainer")
     resources.enter_context(LoopWatchdog(progress))
     (files := HostFiles(run_dir.path)).begin()
     history = HostHistory()
@@ -378,16 +376,16 @@ async def _teach(
     training = processes.training
     watch_hosts = hosts_watcher(config.hosts, files, processes, history, session.provided)
     planes = Planes(None, training, watch_hosts, waits_for=str)
-    steps, published = LearnedSteps(tokens, plan), PublishedWeights()  # no generator reads versions
-    opening = open_trainer(training, steps, config, run_dir, published, progress)
+    steps = LearnedSteps(plan.tokens, plan.steps)
+    opening = open_trainer(training, steps, config, run_dir, PublishedWeights(), progress)
     trainer = await resources.enter_async_context(opening)
     await session.start.load(trainer, progress)
     loop = SupervisedLoop(
         config,
         trainer,
-        tokens,
-        plan=plan,
-        held_out=held_out,
+        plan.tokens,
+        plan=plan.steps,
+        held_out=plan.held_out,
         run_dir=run_dir,
         start=session.start.state,
         sinks=session.sinks,
