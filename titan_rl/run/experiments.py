@@ -56,32 +56,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ExperimentProgress(Progress):
-    """Progress of one experiment. Its lines in the display of the run begin with its name.
-
-    Args:
-        run: Display of the run.
-        name: Name of the experiment.
-    """
-
-    def __init__(self, total: int, run: Progress, name: str) -> None:
-        super().__init__(total)
-        self._run = run
-        self._name = name
-
-    def message(self, text: str) -> None:
-        self._run.message(f"{self._name}: {text}")
-
-    def warning(self, text: str) -> None:
-        self._run.warning(f"{self._name}: {text}")
-
-    def step(self, report: ShownStep) -> None:
-        self.reached(report)
-        name, value, note = report.curve
-        figures = "  ".join(f"{label} {figure}" for label, figure in report.figures.items())
-        self.message(f"step {report.step}/{self._total}  {name} {value:.3f}{note}  {figures}  {report.seconds:.2f} s")
-
-
 class RunMetrics:
     """Metrics of the run itself: for each experiment, its steps, its share of the trainer's time, and whether it
     failed.
@@ -119,18 +93,32 @@ class RunMetrics:
         self._sink.log(sum(self._steps.values()), metrics)
 
 
-class StepSink:
-    """Metric sink of an experiment that reports its steps to the run's metrics."""
+class ExperimentProgress(Progress):
+    """Progress of one experiment. Its lines in the display of the run begin with its name.
 
-    def __init__(self, metrics: RunMetrics, name: str) -> None:
+    Args:
+        run: Display of the run.
+        metrics: Metrics of the run, which count the experiment's steps.
+        name: Name of the experiment.
+    """
+
+    def __init__(self, total: int, run: Progress, metrics: RunMetrics, name: str) -> None:
+        super().__init__(total)
+        self._run = run
         self._metrics = metrics
         self._name = name
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._metrics.reached(self._name, step)
+    def message(self, text: str) -> None:
+        self._run.message(f"{self._name}: {text}")
 
-    def close(self) -> None:
-        """Do nothing: the run closes its sinks."""
+    def warning(self, text: str) -> None:
+        self._run.warning(f"{self._name}: {text}")
+
+    def step(self, report: ShownStep) -> None:
+        self._metrics.reached(self._name, report.step)
+        name, value, note = report.curve
+        figures = "  ".join(f"{label} {figure}" for label, figure in report.figures.items())
+        self.message(f"step {report.step}/{self._total}  {name} {value:.3f}{note}  {figures}  {report.seconds:.2f} s")
 
 
 class Experiment:
@@ -273,7 +261,8 @@ class Experiments:
         return RunSummary.of_adapters(finished, self._run_dir.path, self._run_dir.elapsed_s)
 
     async def _run(self, experiment: Experiment) -> None:
-        progress = ExperimentProgress(experiment.config.training.steps, self._progress, experiment.name)
+        total = experiment.config.training.steps
+        progress = ExperimentProgress(total, self._progress, self._metrics, experiment.name)
         try:
             with experiment.run_dir.locked(), noted(experiment.run_dir.path, begins=experiment.begins):
                 try:
@@ -301,10 +290,8 @@ class Experiments:
         router, published = routers.by_adapter[name], routers.published[name]
         async with contextlib.AsyncExitStack() as resources:
             resources.push_async_callback(routers.close_router, name)
-            further_sinks = {"the metrics of the run": StepSink(self._metrics, name)}
-            sinks = resources.enter_context(
-                open_sinks(config.logging, run_dir, progress, further_sinks, step=start.state.step)
-            )
+            opened = open_sinks(config.logging, run_dir, progress, step=start.state.step)
+            sinks = resources.enter_context(opened)
             journal = resources.enter_context(open_journal(start, run_dir, progress))
             opening = open_rollouters(config, run_dir.path, progress, self._renderer)
             runners = await resources.enter_async_context(opening)

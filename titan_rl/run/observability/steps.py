@@ -225,8 +225,8 @@ class StepReports:
         self._transcripts = transcripts
         self._tasks = tasks
         self._warning_signs = WarningSigns()
-        self._trained: dict[int, tuple[GroupBatch, dict[str, float]]] = {}  # by step that is not yet reported
-        self._skipped: dict[int, Mapping[str, str]] = {}  # by the same steps
+        # by step that is not yet reported: its batch, its metrics, and the reasons why rollouts were skipped
+        self._trained: dict[int, tuple[GroupBatch, dict[str, float], Mapping[str, str]]] = {}
 
     def trained(
         self,
@@ -243,10 +243,9 @@ class StepReports:
             metrics: Metrics of the trainer.
             skipped: Reasons why rollouts of the batch were skipped, by their ids.
         """
-        self._skipped[step] = skipped
         scheduling = prefixed("scheduling", batch.metrics) | finished_figures(batch.groups, dropped.finished)
         of_tasks = [prefixed(f"task/{task}", task_metrics(task, batch.groups, dropped)) for task in self._tasks]
-        self._trained[step] = batch, prefixed("train", metrics) | scheduling | dict(ChainMap(*of_tasks))
+        self._trained[step] = batch, prefixed("train", metrics) | scheduling | dict(ChainMap(*of_tasks)), skipped
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics, by their full names, to a step that is not yet reported. One call must add `time/step_s`."""
@@ -259,10 +258,9 @@ class StepReports:
 
     def report(self, step: int) -> None:
         """Write and show the metrics of a step, once."""
-        batch, metrics = self._trained.pop(step)
+        batch, metrics, skipped = self._trained.pop(step)
         metrics = group_metrics(batch.groups) | metrics
         metrics["throughput/tokens_per_s"] = batch.num_tokens / metrics["time/step_s"]
-        skipped = self._skipped.pop(step)
         self._transcripts.finished(batch.groups, "train", step, trained_at=batch.version, skipped=skipped)
         self._sinks.log(step, metrics | self._transcripts.figures())
         for warning in self._warning_signs.look(metrics):
