@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.config.build import VERSIONS, make_filters, make_sample_maker
@@ -50,7 +50,7 @@ from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
 from titan_rl.run.observability.steps import Stage, StepReports, prefixed
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.stages.league import FrozenVersions
-from titan_rl.run.stages.rollout_stage import RolloutStage, Workers, make_mix
+from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix
 from titan_rl.run.stages.training import WeightSync
 from titan_rl.run.stages.validation import BackgroundValidation, Validation
 from titan_rl.run.terminal.view import RunLook
@@ -59,6 +59,9 @@ from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
 from titan_rl.training.teaching import Teacher
 from titan_rl.weights.types import PublishedWeights
+
+if TYPE_CHECKING:
+    from titan_rl.cluster.rollout_workers import WorkerPool
 
 
 class Controller(TrainingLoop[RunSummary]):
@@ -94,7 +97,7 @@ class Controller(TrainingLoop[RunSummary]):
         filters: Sequence[GroupFilter] | None = None,
         hosts: HostHistory | None = None,
         teachers: Mapping[str, Teacher] | None = None,
-        workers: Workers | None = None,
+        workers: WorkerPool | None = None,
     ) -> None:
         state = replace(start, settings=settings_of(config))
         super().__init__(config, trainer, run_dir=run_dir, state=state, sinks=sinks, progress=progress)

@@ -353,10 +353,10 @@ class ExperimentMessages(EndMessages):
     experiments: Sequence[Experiment] = ()
 
     def stopped(self) -> str:
-        return f"stopped; {self._saved()}; to continue: {self.resume_command}"
+        return f"stopped; {self._saved()}; to continue: {self._command}"
 
     def failed(self) -> str:
-        return f"{self._saved()}; fix the error, then continue with: {self.resume_command}"
+        return f"{self._saved()}; fix the error, then continue with: {self._command}"
 
     def _saved(self) -> str:
         unsaved = [f"{each.name}: {text}" for each in self.experiments if (text := each.unsaved) is not None]

@@ -385,11 +385,6 @@ class EndMessages:
         self._started_by = started_by
         self._command = shlex.join(["titan-rl", command, "--resume", str(run_dir.path)])
 
-    @property
-    def resume_command(self) -> str:
-        """Command that resumes the run."""
-        return self._command
-
     def note_step(self, step: int) -> None:
         """Set the step that was trained last."""
         self._step = step

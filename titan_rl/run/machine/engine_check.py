@@ -11,7 +11,6 @@ from titan_rl.core.errors import GenerationError
 from titan_rl.generation.engine import Engine, EngineSpec, TokenDelta
 from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
-from titan_rl.training.choices import Implementation
 from titan_rl.training.comparison import Comparison
 from titan_rl.training.family_check import (
     CONTEXT,
@@ -31,7 +30,7 @@ LEAST_CHANGE = 100
 for new ones."""
 
 
-def check_engine(folder: Path, implementation: Implementation = "auto") -> Iterator[Comparison]:
+def check_engine(folder: Path) -> Iterator[Comparison]:
     """Start vLLM with a tiny model, and compare its logprobs with the trainer's: for given sequences, for sampled
     tokens, and after each of `SWAPS` hot swaps, between which requests continue. vLLM runs in this process, which must
     exit afterwards.
@@ -41,7 +40,7 @@ def check_engine(folder: Path, implementation: Implementation = "auto") -> Itera
         GenerationError: The engine stops, or a swap changes too little.
         Exception: Any error of the engine.
     """
-    policy = tiny_policy(folder, implementation)
+    policy = tiny_policy(folder)
     sequences = draw_sequences(40, 17)
     tolerance = logprob_tolerance(folder, sequences, tolerances_of(policy.device).engine)
     engine = make_engine("vllm", EngineSpec(str(folder), max_context=CONTEXT, kv_cache_gib=0.1))

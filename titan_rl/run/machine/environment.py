@@ -24,21 +24,16 @@ from titan_rl.run.machine.guard import keep_clean
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def log_to(path: Path) -> None:
-    """Write all log messages to a file, and none to the terminal."""
-    logging.basicConfig(filename=path, level=logging.INFO, format=LOG_FORMAT, force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each request to a judge or teacher
-    logging.raiseExceptions = False  # on a full disk, each line of the log would print an error on the screen
-
-
 @contextlib.contextmanager
 def logging_to(path: Path) -> Generator[None]:
-    """Log as `log_to` does during the block, in a program with logging of its own. Its handlers are restored
-    afterwards."""
+    """Write all log messages to a file during the block, and none to the terminal. Handlers of a program with logging
+    of its own are restored afterwards."""
     root = logging.getLogger()
     handlers, level, raises = root.handlers[:], root.level, logging.raiseExceptions
     root.handlers.clear()  # `basicConfig(force=True)` would close them
-    log_to(path)
+    logging.basicConfig(filename=path, level=logging.INFO, format=LOG_FORMAT)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each request to a judge or teacher
+    logging.raiseExceptions = False  # on a full disk, each line of the log would print an error on the screen
     try:
         yield
     finally:

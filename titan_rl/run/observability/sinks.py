@@ -24,20 +24,18 @@ class BestEffort:
     """Attempts of one kind that may fail without ending a run. Of several failures in a row, the first one is reported
     with its reason, and so is the next success. At the end, the number of failures is reported.
 
+    Attributes:
+        num_lost: Number of attempts that failed.
+
     Args:
         what: Name of the attempts in messages, such as "writing rollouts.jsonl".
     """
 
     def __init__(self, what: str, console: Console) -> None:
+        self.num_lost = 0
         self._what = what
         self._console = console
-        self._num_lost = 0
         self._in_a_row = 0
-
-    @property
-    def num_lost(self) -> int:
-        """Number of attempts that failed."""
-        return self._num_lost
 
     @contextlib.contextmanager
     def attempt(self) -> Generator[None]:
@@ -47,27 +45,21 @@ class BestEffort:
         except BaseException as error:  # a client may even raise SystemExit
             if is_ctrl_c(error):
                 raise
-            self._failed(error)
+            self.num_lost += 1
+            self._in_a_row += 1
+            if self._in_a_row == 1:
+                logger.warning("%s failed", self._what, exc_info=error)
+                self._console.warning(f"{self._what} failed, and the run continues without it: {summary(error)}")
         else:
-            self._worked()
-
-    def _failed(self, error: BaseException) -> None:
-        self._num_lost += 1
-        self._in_a_row += 1
-        if self._in_a_row == 1:
-            logger.warning("%s failed", self._what, exc_info=error)
-            self._console.warning(f"{self._what} failed, and the run continues without it: {summary(error)}")
-
-    def _worked(self) -> None:
-        if self._in_a_row:
-            self._console.warning(f"{self._what} works again; {self._in_a_row} were lost meanwhile")
-            self._in_a_row = 0
+            if self._in_a_row:
+                self._console.warning(f"{self._what} works again; {self._in_a_row} were lost meanwhile")
+                self._in_a_row = 0
 
     def close(self) -> None:
         """Report the number of failures, if there were any."""
-        if self._num_lost:
+        if self.num_lost:
             self._console.warning(
-                f"{self._what} failed {self._num_lost} times in this run; the log has the first reason"
+                f"{self._what} failed {self.num_lost} times in this run; the log has the first reason"
             )
 
 

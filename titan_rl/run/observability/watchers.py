@@ -40,21 +40,21 @@ class Progressing(Protocol):
         ...
 
 
-async def warn_of_stalls(run: Progressing, console: Console, *, after_s: float = STALL_S) -> None:
-    """Warn when nothing has happened for `after_s` seconds, again after twice that time and so on, and when the run
+async def warn_of_stalls(run: Progressing, console: Console) -> None:
+    """Warn when nothing has happened for `STALL_S` seconds, again after twice that time and so on, and when the run
     continues.
 
     This runs until it is cancelled.
     """
     clock = asyncio.get_running_loop().time
-    last, since, limit = run.progress(), clock(), after_s
+    last, since, limit = run.progress(), clock(), STALL_S
     while True:
-        await asyncio.sleep(min(STALL_POLL_S, after_s))
+        await asyncio.sleep(STALL_POLL_S)
         now, seconds = run.progress(), clock() - since
         if now != last:
-            if limit > after_s:
+            if limit > STALL_S:
                 console.warning(f"the run continues, after {seconds:.0f} s")
-            last, since, limit = now, clock(), after_s
+            last, since, limit = now, clock(), STALL_S
         elif seconds >= limit:
             console.warning(f"nothing has happened for {seconds:.0f} s: {run.waits_for()}")
             limit *= 2

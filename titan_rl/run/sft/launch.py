@@ -266,7 +266,6 @@ def run_sft(
     config: RunConfig,
     resume: Path | None = None,
     *,
-    name: str | None = None,
     started_by: str | None = None,
     verbosity: Verbosity = Verbosity.NORMAL,
 ) -> int:
@@ -275,7 +274,6 @@ def run_sft(
     Args:
         config: Result of `load_sft_config`.
         resume: Folder of an earlier run with this config, which is continued from its newest checkpoint.
-        name: Last part of the name of a new run's folder.
         started_by: Command to name if the run fails before it has saved anything.
 
     Returns:
@@ -289,7 +287,7 @@ def run_sft(
         found = find_demonstrations(config)
     check_own_machine(config.hosts)
     with file_modes(share=config.share_run_dir):
-        run_dir = open_run_dir(config, resume, name or f"sft-{run_name(config)}", supervised=True)
+        run_dir = open_run_dir(config, resume, f"sft-{run_name(config)}", supervised=True)
         with status("reading the model and the demonstrations", verbosity):
             plan = plan_run(config, found, run_dir.path)
         _check_data(run_dir.supervised, digest(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import ResolvedSuite
@@ -29,6 +29,9 @@ from titan_rl.tasks.league import split_number
 from titan_rl.training.teaching import Teacher
 from titan_rl.types import SamplingParams
 
+if TYPE_CHECKING:
+    from titan_rl.cluster.rollout_workers import WorkerPool
+
 
 def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix:
     """Build the task mix with the weights and curricula of the config, and restore its state from the checkpoint and
@@ -40,18 +43,6 @@ def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix
         events=[event for event in journal.events if not start.position.is_settled(event.index)],
         is_dropped=journal.state.is_settled,
     )
-
-
-class Workers(Protocol):
-    """Rollout workers; see `WorkerPool`."""
-
-    def states(self) -> Counter[str]:
-        """Number of running training groups by state."""
-        ...
-
-    async def send_answers(self) -> None:
-        """Have the workers send the tokens so far of their requests in flight to the journal."""
-        ...
 
 
 class RolloutStage:
@@ -76,7 +67,7 @@ class RolloutStage:
         stop_token_ids: Sequence[int],
         transcripts: RolloutLog,
         teachers: Mapping[str, Teacher] | None = None,
-        workers: Workers | None = None,
+        workers: WorkerPool | None = None,
     ) -> None:
         self._config = config
         self._workers = workers
