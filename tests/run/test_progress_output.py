@@ -8,7 +8,8 @@ import os
 
 import pytest
 
-from titan_rl.run.observability.progress import Progress, StepReport
+from titan_rl.run.observability.progress import Progress, ShownStep
+from titan_rl.run.observability.steps import shown_step
 
 
 def show_a_run(descriptor: int) -> None:
@@ -17,7 +18,7 @@ def show_a_run(descriptor: int) -> None:
         with Progress(10, file) as progress:
             for step in (1, 2):
                 progress.message("hello")
-                progress.step(StepReport(step, 0.5, 0.5, 100.0, 0.0, 1.0))
+                progress.step(ShownStep(step, 1.0, ("reward", 0.5, "")))
     finally:
         with contextlib.suppress(OSError):  # of what its buffer holds still
             file.close()
@@ -35,9 +36,12 @@ def test_output_to_a_full_disk_ends_nothing():
 
 def test_errors_that_are_not_few_stand_beside_the_reward():
     said = io.StringIO()
+    metrics = {"rollout/reward_mean": 0.5, "throughput/tokens_per_s": 100.0, "time/step_s": 1.0}
+    many = {"rollout/finished_reward_mean": 0.75, "rollout/finished_errors": 65.0, "rollout/finished_rollouts": 100.0}
+    few = {"rollout/finished_reward_mean": 0.5, "rollout/finished_errors": 1.0, "rollout/finished_rollouts": 100.0}
     with Progress(10, said) as progress:
-        progress.step(StepReport(1, 0.75, 0.5, 100.0, 0.0, 1.0, errors=0.65))
-        progress.step(StepReport(2, 0.5, 0.5, 100.0, 0.0, 1.0, errors=0.01))
+        progress.step(shown_step(1, metrics | many))
+        progress.step(shown_step(2, metrics | few))
     first, second = said.getvalue().splitlines()
     assert "reward 0.750 (trained on 0.500; 65% ended in an error)" in first
     assert "error" not in second
@@ -54,10 +58,10 @@ def test_an_interruption_ends_the_live_display_and_what_follows_is_plain(
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     with Progress(10, terminal) as progress:
-        progress.step(StepReport(1, 0.5, 0.5, 100.0, 0.0, 1.0))
+        progress.step(ShownStep(1, 1.0, ("reward", 0.5, "")))
         assert "\x1b[?25l" in terminal.getvalue(), "the live display hides the cursor"
         progress.end_with("stopping")
         assert terminal.getvalue().rstrip().endswith("\x1b[?25h"), "it is shown again"
-        progress.step(StepReport(2, 0.75, 0.5, 100.0, 0.0, 1.0))
+        progress.step(ShownStep(2, 1.0, ("reward", 0.75, " (trained on 0.500)")))
     assert capfd.readouterr().err == "titan-rl: stopping\n"
     assert "step  2/10  reward 0.750 (trained on 0.500)" in terminal.getvalue()

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from titan_rl.cluster.hosts.lifecycle import HostStatus
 from titan_rl.core.console import ConsoleLines, Verbosity
-from titan_rl.run.observability.progress import Operations, Progress, StepReport
+from titan_rl.run.observability.progress import Operations, Progress, ShownStep
 from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.run.terminal.view import SLOT_STYLES, LiveLines, ReplicaLook, RunLook, View, flow, layout
 from titan_rl.testing.clock import ManualClock
@@ -196,7 +196,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return Terminal()
 
 
-STEP = StepReport(1, 0.5, 0.5, 100.0, 0.0, 1.0)
+STEP = ShownStep(1, 1.0, ("reward", 0.5, ""), {"tokens/s": "   100", "staleness": "0.0"})
 
 
 def plain(text: str) -> str:
@@ -211,7 +211,6 @@ def test_what_is_printed_and_told_meanwhile_scrolls_above_the_display(
         progress.step(STEP)
         progress.message("a message of the run")
         print("a print of the user's code")
-        progress.refresh()
         shown = plain(terminal.getvalue())
     assert shown.index("a message of the run") < shown.rindex("step 1/10")
     assert shown.index("a print of the user's code") < shown.rindex("step 1/10")
@@ -256,12 +255,12 @@ async def test_what_generation_was_at_is_not_shown_once_it_is_over(terminal: Ter
     with Progress(10, terminal) as progress:
         following = asyncio.create_task(progress.follow(Run()))
         await looked.wait()
-        progress.refresh()
+        progress.message("drawn again")
         assert "generator-0" in plain(terminal.getvalue())
         following.cancel()
         await asyncio.wait([following])
         terminal.truncate(0)
-        progress.refresh()
+        progress.message("drawn again")
     assert "generator-0" not in plain(terminal.getvalue())
 
 
@@ -300,10 +299,10 @@ def test_the_display_shows_work_after_two_seconds_and_then_nothing_of_it(termina
             assert "starting 2 generators" not in terminal.getvalue()
             clock.seconds = 12.0
             terminal.truncate(0)
-            progress.refresh()
+            progress.message("drawn again")
             assert "starting 2 generators, 12.0 s" in plain(terminal.getvalue())
         terminal.truncate(0)
-        progress.refresh()
+        progress.message("drawn again")
         assert "starting 2 generators" not in terminal.getvalue()
 
 

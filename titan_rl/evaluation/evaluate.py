@@ -12,7 +12,6 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,7 +33,7 @@ from titan_rl.run.directory import read_jsonl
 from titan_rl.run.json_lines import JsonLines, cut_records
 from titan_rl.run.machine.environment import file_modes, logging_to
 from titan_rl.run.machine.signals import StopSignals, first_cause, run_to_its_end
-from titan_rl.run.observability.progress import Progress
+from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.session import SessionFiles, process_session
 from titan_rl.types import GenerateFn
 
@@ -112,23 +111,6 @@ class EvaluationFolder:
 
     def close(self) -> None:
         self._rollouts.close()
-
-
-@dataclass(frozen=True, slots=True)
-class SampledShown:
-    """Progress of an evaluation, for the display."""
-
-    step: int  # number of samples so far
-    seconds: float  # time per sample, of the newest samples
-    reward: float  # mean reward so far
-
-    @property
-    def curve(self) -> tuple[str, float, str]:
-        return "reward", self.reward, " so far"
-
-    @property
-    def figures(self) -> Mapping[str, str]:
-        return {}
 
 
 class EvaluationRun:
@@ -235,7 +217,8 @@ class EvaluationRun:
         now = time.monotonic()
         rewards = [line["reward"] for line in self._lines if line["reward"] is not None]
         mean = fmean(rewards) if rewards else math.nan
-        self._progress.reached(SampledShown(len(self._lines), (now - self._reported_at) / max(len(lines), 1), mean))
+        seconds = (now - self._reported_at) / max(len(lines), 1)  # for each of the newest samples
+        self._progress.reached(ShownStep(len(self._lines), seconds, ("reward", mean, " so far")))
         self._reported_at = now
 
     def _made_with(self) -> dict[str, Any]:

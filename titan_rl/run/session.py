@@ -171,7 +171,7 @@ class RunSession(Generic[S]):
             self.messages = self._end_messages()
             with (
                 reported(run_dir.path, run_dir.report),
-                noted(run_dir.path, begins=self._begins) as outcome,
+                noted(run_dir.path, begins=self._begins) as status,
                 process_session(
                     run_dir.run_id,
                     config.pythonpath,
@@ -183,7 +183,8 @@ class RunSession(Generic[S]):
             ):
                 try:
                     run_to_its_end(self._run(work))
-                    code = outcome.code = self.signals.code
+                    if code := self.signals.code:
+                        status.state = "stopped"
                 except Exception as error:
                     error.add_note(self.messages.failed())
                     raise

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl.core.calls.user_code import reason, summary
@@ -24,17 +23,6 @@ REPORT_S = 20.0
 
 BEAT_S = 10.0
 """Seconds between heartbeats of a run, for observers that cannot see its lock."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Outcome of a run that did not end with an error.
-
-    Attributes:
-        code: 128 + the number of the signal that stopped the run; 0 if the run was completed.
-    """
-
-    code: int = 0
 
 
 @contextlib.contextmanager
@@ -58,12 +46,15 @@ def reported(folder: Path, out: Path) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def noted(folder: Path, *, begins: bool) -> Generator[Outcome]:
+def noted(folder: Path, *, begins: bool) -> Generator[RunStatus]:
     """Keep a run's `status.json` up to date: it says that the run is running during the block, and then the outcome. A
     full disk does not end the run.
 
     Args:
         begins: Whether the run is new, not resumed.
+
+    Yields:
+        The status, whose state the block sets to "stopped" if a signal has stopped the run.
     """
     if begins:
         status = RunStatus("running", time.time(), seen_from=seen_from())
@@ -71,16 +62,15 @@ def noted(folder: Path, *, begins: bool) -> Generator[Outcome]:
         before = read_status(folder)
         status = RunStatus("running", before.began, [*before.resumed, time.time()], seen_from=seen_from())
     _write(status, folder)
-    outcome = Outcome()
     try:
         with _giving_signs_of_life(folder / LOCK):
-            yield outcome
+            yield status
     except BaseException as error:
         status.state = "failed" if isinstance(error, Exception) else "stopped"
         status.reason = "\n".join([reason(error), *getattr(error, "__notes__", ())])
         raise
     else:
-        status.state = "stopped" if outcome.code else "finished"
+        status.state = "finished" if status.state == "running" else status.state
     finally:
         status.ended = time.time()
         _write(status, folder)

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from types import TracebackType
 from typing import Protocol, TextIO
@@ -120,53 +120,21 @@ class Operations:
             self.tick()
 
 
-_REPORTED_ERRORS = 0.05  # share of the rollouts
-
-
-class ShownStep(Protocol):
-    """Finished step, as the display shows it."""
-
-    @property
-    def step(self) -> int:
-        """Number of the step, counted from 1."""
-        ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def curve(self) -> tuple[str, float, str]:
-        """The most important figure: its name, its value, and a note, which may be empty."""
-        ...
-
-    @property
-    def figures(self) -> Mapping[str, str]:
-        """Other figures, by name."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class StepReport:
-    """Finished step of reinforcement learning, as the display shows it."""
+class ShownStep:
+    """Finished step, as the display shows it.
 
-    step: int  # from 1
-    reward: float  # mean over trained and dropped rollouts
-    reward_trained: float  # mean over trained rollouts
-    tokens_per_second: float  # counts completion tokens
-    staleness: float | None  # mean over the trained tokens; None if the trainer does not report it
+    Attributes:
+        step: Number of the step, counted from 1.
+        seconds: Duration of the step.
+        curve: The most important figure: its name, its value, and a note, which may be empty.
+        figures: Other figures, by name.
+    """
+
+    step: int
     seconds: float
-    errors: float = 0.0  # share of trained and dropped rollouts that ended in an error
-
-    @property
-    def curve(self) -> tuple[str, float, str]:
-        notes = [f"trained on {self.reward_trained:.3f}"] if abs(self.reward - self.reward_trained) >= 0.0005 else []
-        notes += [f"{self.errors:.0%} ended in an error"] if self.errors >= _REPORTED_ERRORS else []
-        return "reward", self.reward, f" ({'; '.join(notes)})" if notes else ""
-
-    @property
-    def figures(self) -> Mapping[str, str]:
-        staleness = {} if self.staleness is None else {"staleness": f"{self.staleness:.1f}"}
-        return {"tokens/s": f"{self.tokens_per_second:6.0f}", **staleness}
+    curve: tuple[str, float, str]
+    figures: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 _ETA_STEPS = 10  # number of last steps from which the remaining time is estimated

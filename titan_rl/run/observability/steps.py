@@ -14,7 +14,7 @@ from typing import Any
 from titan_rl.core.tracing.spans import Track
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.run.observability.progress import Progress, StepReport
+from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.rollout_log import DroppedGroups, RolloutLog
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.training.data.sample_builder import count_branches
@@ -266,18 +266,26 @@ class StepReports:
         for warning in self._warning_signs.look(metrics):
             logger.warning("step %d: %s", step, warning)
             self._progress.warning(f"warning: {warning}")
-        trained = metrics["rollout/reward_mean"]
-        self._progress.step(
-            StepReport(
-                step=step,
-                reward=metrics.get("rollout/finished_reward_mean", trained),
-                reward_trained=trained,
-                tokens_per_second=metrics["throughput/tokens_per_s"],
-                staleness=metrics.get("train/staleness_mean"),
-                seconds=metrics["time/step_s"],
-                errors=metrics["rollout/finished_errors"] / metrics["rollout/finished_rollouts"],
-            )
-        )
+        self._progress.step(shown_step(step, metrics))
+
+
+_REPORTED_ERRORS = 0.05  # share of the rollouts
+
+
+def shown_step(step: int, metrics: Mapping[str, float]) -> ShownStep:
+    """Choose the metrics of a step that the display shows: the mean reward of trained and dropped rollouts, the speed,
+    and the staleness, if the trainer reports it. The reward of the trained rollouts is noted if it differs, and so is a
+    large share of errors."""
+    trained = metrics["rollout/reward_mean"]
+    reward = metrics.get("rollout/finished_reward_mean", trained)
+    errors = metrics["rollout/finished_errors"] / metrics["rollout/finished_rollouts"]
+    notes = [f"trained on {trained:.3f}"] if abs(reward - trained) >= 0.0005 else []
+    notes += [f"{errors:.0%} ended in an error"] if errors >= _REPORTED_ERRORS else []
+    figures = {"tokens/s": f"{metrics['throughput/tokens_per_s']:6.0f}"}
+    if (staleness := metrics.get("train/staleness_mean")) is not None:
+        figures["staleness"] = f"{staleness:.1f}"
+    curve = "reward", reward, f" ({'; '.join(notes)})" if notes else ""
+    return ShownStep(step, metrics["time/step_s"], curve, figures)
 
 
 def finished_figures(trained: Sequence[RolloutGroup], dropped: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.loop import TrainingLoop
-from titan_rl.run.observability.progress import Progress
+from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.steps import Stage
 from titan_rl.run.sft.demonstrations import TokenSource
 from titan_rl.run.terminal.view import format_seconds
@@ -89,24 +89,6 @@ LOGGED = (
 )
 """Metrics of the trainer that are logged. The others are comparisons with a sampling policy, which does not exist
 here."""
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisedStep:
-    """Finished step of a supervised run, as the display shows it."""
-
-    step: int  # from 1
-    loss: float
-    tokens_per_second: float  # counts all tokens of the conversations
-    seconds: float
-
-    @property
-    def curve(self) -> tuple[str, float, str]:
-        return "loss", self.loss, ""
-
-    @property
-    def figures(self) -> Mapping[str, str]:
-        return {"tokens/s": f"{self.tokens_per_second:6.0f}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,14 +211,15 @@ class SupervisedLoop(TrainingLoop[SupervisedSummary]):
         seconds = waited_s + time.monotonic() - began
         tokens = self._state.tokens + int(metrics["num_tokens"])
         self._state = replace(self._state, step=result.version, tokens=tokens)
-        speed = sum(len(sample.token_ids) for sample in samples) / seconds
+        speed = sum(len(sample.token_ids) for sample in samples) / seconds  # of all tokens of the conversations
         self._sinks.log(
             self.version,
             {f"train/{name}": metrics[name] for name in LOGGED if name in metrics}
             | self._hosts.take_metrics()
             | {"throughput/tokens_per_s": speed, "time/step_s": seconds, "time/wait_for_tokens_s": waited_s},
         )
-        self._progress.step(SupervisedStep(self.version, metrics.get("loss", math.nan), speed, seconds))
+        curve = "loss", metrics.get("loss", math.nan), ""
+        self._progress.step(ShownStep(self.version, seconds, curve, {"tokens/s": f"{speed:6.0f}"}))
         if len(self._tokens.too_long) > self._num_too_long:
             self._num_too_long = len(self._tokens.too_long)
             self._progress.warning(
