@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from titan_rl.core.errors import CheckpointError, StateDictError, TrainingError
-from titan_rl.run.checkpointing import Resumption
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
+from titan_rl.run.resumption import Resumption
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.training.protocol import agreed_version
 from titan_rl.weights.manifest import join

@@ -14,8 +14,8 @@ import pytest
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig
 from titan_rl.core.errors import CheckpointError, ConfigError, NoSpaceError
-from titan_rl.run import checkpointing
-from titan_rl.run.checkpointing import CheckpointSaver
+from titan_rl.run import loop
+from titan_rl.run.loop import CheckpointSaver
 from titan_rl.run.machine import requirements
 from titan_rl.run.machine.requirements import check_room, checkpoint_bytes
 from titan_rl.run.observability.progress import Progress
@@ -57,10 +57,9 @@ class Disk:
         self._copied = 0
 
     def saver(self, **settings: Any) -> CheckpointSaver:
-        calls = TrainerCalls(self)  # pyright: ignore[reportArgumentType]
-        return CheckpointSaver(
-            self, calls, CheckpointConfig(**settings), self.root, estimate=SIZE, progress=self.progress
-        )
+        run: Any = self
+        calls, config = TrainerCalls(run), CheckpointConfig(**settings)
+        return CheckpointSaver(run, calls, config, self.root, estimate=SIZE, progress=self.progress)
 
     async def copy_state(self) -> dict[str, Any]:
         await asyncio.sleep(self.copy_s)
@@ -168,7 +167,7 @@ async def test_the_last_one_says_what_it_does_for_as_long_as_it_takes(disk: Disk
     assert disk.saved == [(5, 7200.0)]
     assert disk.said[0] == f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"
     assert disk.said[-1] == "step 5 is saved"
-    assert len(disk.said) == 2 + 7200 / checkpointing.REPORT_EVERY_S - 1
+    assert len(disk.said) == 2 + 7200 / loop.REPORT_EVERY_S - 1
 
 
 @pytest.mark.looptime

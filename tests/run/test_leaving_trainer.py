@@ -12,7 +12,7 @@ from depth import DEEP
 from test_trainer_recovery import STEPS, Fate, MortalRig, checkpoints, times_trained, trained_on, undisturbed
 
 from titan_rl.core.errors import NoSpaceError
-from titan_rl.run import checkpointing
+from titan_rl.run import loop
 from titan_rl.training.state.checkpoint import list_checkpoints
 
 
@@ -105,7 +105,7 @@ async def test_on_a_full_disk_it_leaves_unsaved(tmp_path: Path, monkeypatch: pyt
     running = asyncio.ensure_future(rig.run())
     await waits.wait()
     with monkeypatch.context() as patched:
-        patched.setattr(checkpointing, "require_room" if full == "before it is copied" else "is_complete", refuse)
+        patched.setattr(loop, "require_room" if full == "before it is copied" else "is_complete", refuse)
         async with asyncio.timeout(HANG_S):
             await rig.controller.save_soon()
     assert not running.done()

@@ -17,11 +17,11 @@ from titan_rl.config.load import load_config
 from titan_rl.config.model_files import model_identity
 from titan_rl.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from titan_rl.rollout.types import RolloutGroup
-from titan_rl.run.checkpointing import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import DataPosition, RunState
 from titan_rl.run.json_lines import cut_records
+from titan_rl.run.resumption import resume_from_newest
 from titan_rl.run.session import EndMessages
 from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.training.state.checkpoint import list_checkpoints, step_directory, write_checksums, write_summed

@@ -23,7 +23,7 @@ from titan_rl.run.experiments import Experiment, ExperimentMessages, Experiments
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import Sinks
 from titan_rl.run.observability.summary import RunSummary
-from titan_rl.run.session import begin_run
+from titan_rl.run.resumption import begin_run
 
 SEVERAL = "examples/alphabet_sort/several.toml"
 

@@ -104,7 +104,7 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     if resume is None:
         check_run_dir(config)
     else:
-        from titan_rl.run.session import check_resumption
+        from titan_rl.run.resumption import check_resumption
 
         for loss in check_resumption(config, resume):
             print_stderr(f"titan-rl: {loss}")

@@ -4,7 +4,8 @@ launch          a run from start to end: its folder, processes, tasks, journal a
 session         setup and teardown around the work of a command, and its closing messages
 controller      the training loop and its stages
 stages/         the stages: rollouts, calls of the trainer, weight sync, validation, leagues
-checkpointing   checkpoints, and resumption from the newest one
+loop            base of the training loops, and their checkpoints
+resumption      beginning of a run, and resumption from the newest checkpoint
 trainer_recovery, trainer_turns    death of the trainer's processes; several experiments that share one trainer
 journal/        events between two checkpoints
 observability/  metrics, progress, transcripts and the summary

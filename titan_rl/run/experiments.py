@@ -32,7 +32,6 @@ from titan_rl.core.errors import AdaptersFailedError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.run.checkpointing import Resumption, is_finished, resume_from_newest
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import ADAPTERS, RunDirectory, check_files
 from titan_rl.run.journal.state import RunState
@@ -42,7 +41,8 @@ from titan_rl.run.observability.sinks import open_sinks
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import Progressing, background_tasks, warn_of_stalls
 from titan_rl.run.parts import Parts, Planes, describe_processes, open_adapter_planes
-from titan_rl.run.session import EndMessages, RunSession, begin_run, check_unfinished, open_journal
+from titan_rl.run.resumption import Resumption, begin_run, check_unfinished, is_finished, resume_from_newest
+from titan_rl.run.session import EndMessages, RunSession, open_journal
 from titan_rl.run.stages.validation import MEAN
 from titan_rl.run.status import noted
 from titan_rl.run.trainer_recovery import JournaledSteps, open_trainer

@@ -30,7 +30,8 @@ from titan_rl.run.machine.requirements import check_needs
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import warn_of_stalls
 from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes
-from titan_rl.run.session import RunSession, open_journal, open_run_dir
+from titan_rl.run.resumption import open_run_dir
+from titan_rl.run.session import RunSession, open_journal
 from titan_rl.run.trainer_recovery import JournaledSteps, open_trainer
 from titan_rl.training.teaching import Teacher
 

@@ -10,41 +10,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shlex
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
-from uuid import uuid4
 
 from titan_rl.cluster.hosts.elastic import ProvidedHosts
 from titan_rl.cluster.hosts.folders import scratch_root
-from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
-from titan_rl.config.model_files import model_identity
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.cancellation import FirstError
 from titan_rl.core.calls.user_code import describe
 from titan_rl.core.console import Console, Verbosity
-from titan_rl.core.errors import CheckpointError, ConfigError, TrainingError
+from titan_rl.core.errors import CheckpointError, TrainingError
 from titan_rl.core.tracing.spans import recording
 from titan_rl.metrics.sinks.types import MetricSink
-from titan_rl.run.checkpointing import Resumption, find_standing, is_finished, resume_from_newest
-from titan_rl.run.directory import ADAPTERS, RunDirectory, check_files
+from titan_rl.run.directory import RunDirectory
 from titan_rl.run.hosts import open_hosts
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.journal.state import FILE, RunState, list_segments, read_segments
+from titan_rl.run.journal.state import RunState, list_segments, read_segments
 from titan_rl.run.loop import TrainingLoop
 from titan_rl.run.machine.environment import logging_to, run_environment
 from titan_rl.run.machine.guard import guarded
-from titan_rl.run.machine.requirements import check_room, size_of
 from titan_rl.run.machine.signals import StopSignals, run_to_its_end
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import Sinks, open_sinks
 from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage
 from titan_rl.run.parts import Planes
+from titan_rl.run.resumption import Resumption, begin_run, is_finished, resume_from_newest
 from titan_rl.run.status import noted, reported
 from titan_rl.run.terminal.standard_streams import write_stderr_unbuffered
 from titan_rl.training.state.checkpoint import latest, step_of
@@ -267,14 +262,6 @@ class RunSession(Generic[S]):
                 yield
 
 
-def begin_run(config: RunConfig, run_dir: RunDirectory) -> Resumption:
-    """Write the initial state of a new run, and return it."""
-    model = model_identity(Path(config.model.path))
-    start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex, model=model))
-    start.state.write(run_dir.path)
-    return start
-
-
 @contextlib.contextmanager
 def open_journal(start: Resumption, run_dir: RunDirectory, console: Console) -> Generator[RunJournal]:
     """Open the journal of a run, and warn of its losses and of the steps that the run repeats."""
@@ -287,80 +274,6 @@ def open_journal(start: Resumption, run_dir: RunDirectory, console: Console) -> 
         elif again:
             console.warning(f"{again} steps after the checkpoint are trained again, on the same groups")
         yield journal
-
-
-def open_run_dir(
-    config: RunConfig, resume: Path | None, name: str | None = None, *, supervised: bool = False
-) -> RunDirectory:
-    """Open the folder of the run to resume, or create a new folder.
-
-    Args:
-        supervised: Whether this is a run of `titan-rl sft`.
-
-    Raises:
-        ConfigError: The folder cannot be created or written to, has a run of the other command, or is on a disk without
-            room for the run.
-    """
-    if resume is None:
-        check_room(config, Path(config.run_dir))
-        return RunDirectory.create(config, name)
-    if not os.access(resume, os.W_OK | os.X_OK):
-        raise ConfigError(f"--resume {resume}: the run cannot continue in a folder that is not writable; copy it")
-    check_files(resume)
-    check_room(config, resume, held=size_of(resume / "checkpoints"))
-    run_dir = RunDirectory(resume)
-    if run_dir.supervised.is_file() != supervised:
-        command = "train" if supervised else "sft"
-        raise ConfigError(f"--resume {resume}: that is a run of titan-rl {command}; resume it with titan-rl {command}")
-    return run_dir
-
-
-def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = False) -> list[str]:
-    """Check that a run can resume with a config, and return messages about data that it has lost. The run is left
-    unchanged.
-
-    Args:
-        supervised: Whether this is a run of `titan-rl sft`.
-
-    Raises:
-        ConfigError, CheckpointError: The run cannot resume.
-    """
-    run_dir = open_run_dir(config, resume, supervised=supervised)
-    with run_dir.locked():
-        if not config.adapters:
-            return find_standing(config, run_dir).losses
-        check_unfinished(config, run_dir)
-        started = _started_adapters(config, run_dir)
-        return [
-            f"{each.name}: {loss}"
-            for each, folder in started
-            if not is_finished(each, folder)
-            for loss in find_standing(each, folder).losses
-        ]
-
-
-def check_unfinished(config: RunConfig, run_dir: RunDirectory) -> None:
-    """Check that at least one of the adapters of a run has steps left.
-
-    Raises:
-        CheckpointError: All adapters are finished.
-    """
-    started = _started_adapters(config, run_dir)
-    if len(started) == len(config.adapters) and all(is_finished(each, folder) for each, folder in started):
-        first, _ = started[0]
-        raise CheckpointError(
-            f"{run_dir.path}: all adapters have trained all their steps; give one of them more, for example with "
-            f"--adapters.{first.name}.training.steps {2 * first.training.steps}"
-        )
-
-
-def _started_adapters(config: RunConfig, run_dir: RunDirectory) -> list[tuple[RunConfig, RunDirectory]]:
-    folders = {name: run_dir.path / ADAPTERS / name for name in config.experiments}
-    return [
-        (each, RunDirectory(folders[name]))
-        for name, each in config.experiments.items()
-        if (folders[name] / FILE).is_file()
-    ]
 
 
 class EndMessages:

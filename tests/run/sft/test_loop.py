@@ -19,12 +19,11 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.console import LOG
 from titan_rl.core.errors import ActorDiedError, CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from titan_rl.core.tracing import spans
-from titan_rl.run.checkpointing import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import JSONLSink
-from titan_rl.run.session import open_run_dir
+from titan_rl.run.resumption import open_run_dir, resume_from_newest
 from titan_rl.run.sft.launch import check, find_demonstrations, plan_run
 from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop
 from titan_rl.run.trainer_recovery import RecoveringTrainer, recovering

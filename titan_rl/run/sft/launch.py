@@ -34,7 +34,8 @@ from titan_rl.run.machine.requirements import check_policy, require_modules
 from titan_rl.run.observability.progress import status
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.run.parts import Planes
-from titan_rl.run.session import RunSession, check_resumption, open_run_dir
+from titan_rl.run.resumption import check_resumption, open_run_dir
+from titan_rl.run.session import RunSession
 from titan_rl.run.sft.demonstrations import Found, TokenSource, best_rollouts, read_chats, task_demonstrations
 from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop, SupervisedSummary
 from titan_rl.run.trainer_recovery import open_trainer

@@ -1,0 +1,293 @@
+"""Beginning of a run, and its resumption from the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from titan_rl.config.changes import check_unchanged, settings_of
+from titan_rl.config.model_files import changed_parts, model_identity
+from titan_rl.config.run import RunConfig
+from titan_rl.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from titan_rl.run.directory import ADAPTERS, RunDirectory, check_files
+from titan_rl.run.journal.state import FILE, JournalContents, RunState, list_segments, read_segments
+from titan_rl.run.machine.requirements import check_room, size_of
+from titan_rl.run.observability.progress import Progress
+from titan_rl.scheduling.task_mix import MixState
+from titan_rl.training.protocol import Trainer
+from titan_rl.training.state.checkpoint import latest, list_checkpoints, step_of, verify
+
+
+def open_run_dir(
+    config: RunConfig, resume: Path | None, name: str | None = None, *, supervised: bool = False
+) -> RunDirectory:
+    """Open the folder of the run to resume, or create a new folder.
+
+    Args:
+        supervised: Whether this is a run of `titan-rl sft`.
+
+    Raises:
+        ConfigError: The folder cannot be created or written to, has a run of the other command, or is on a disk without
+            room for the run.
+    """
+    if resume is None:
+        check_room(config, Path(config.run_dir))
+        return RunDirectory.create(config, name)
+    if not os.access(resume, os.W_OK | os.X_OK):
+        raise ConfigError(f"--resume {resume}: the run cannot continue in a folder that is not writable; copy it")
+    check_files(resume)
+    check_room(config, resume, held=size_of(resume / "checkpoints"))
+    run_dir = RunDirectory(resume)
+    if run_dir.supervised.is_file() != supervised:
+        command = "train" if supervised else "sft"
+        raise ConfigError(f"--resume {resume}: that is a run of titan-rl {command}; resume it with titan-rl {command}")
+    return run_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Starting point of a run."""
+
+    checkpoint: Path | None  # None if there is none yet: training begins with the groups of the journal
+    state: RunState
+    losses: tuple[str, ...] = ()  # messages for the user
+    journal: JournalContents | None = None  # None for a new run
+
+    async def load(self, trainer: Trainer, progress: Progress) -> None:
+        """Have the trainer load the checkpoint, if there is one.
+
+        Raises:
+            CheckpointError: The run state in the checkpoint is that of another version.
+        """
+        if self.checkpoint is None:
+            return
+        with progress.working(f"loading {self.checkpoint}"):
+            version = await trainer.load(self.checkpoint)
+        if version != self.state.step:
+            raise CheckpointError(
+                f"{self.checkpoint} has weights of version {version} and the run's state of step {self.state.step}; "
+                "move it away to continue from the previous one"
+            )
+        progress.message(f"continuing from {self.checkpoint}")
+
+
+def begin_run(config: RunConfig, run_dir: RunDirectory) -> Resumption:
+    """Write the initial state of a new run, and return it."""
+    model = model_identity(Path(config.model.path))
+    start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex, model=model))
+    start.state.write(run_dir.path)
+    return start
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """State on the disk of a stopped run."""
+
+    checkpoint: Path | None  # the newest one that is whole
+    damaged: Mapping[Path, str]  # newer checkpoints that are damaged, each with a description of the damage
+    state: RunState
+    journal: JournalContents
+    lost_records: Sequence[str] = ()  # messages about lost metrics and transcripts
+    notes: tuple[str, ...] = ()  # other messages for the user
+
+    @property
+    def losses(self) -> list[str]:
+        """Messages for the user about damaged or lost files, before the run resumes."""
+        aside = [
+            f"{complaint}; the run continues from {self.checkpoint}, which is older"
+            for complaint in self.damaged.values()
+        ]
+        return [*self.notes, *aside, *self.journal.losses, *self.lost_records]
+
+
+def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
+    """Find the newest whole checkpoint, and check that the run can resume from it. The run is left unchanged.
+
+    Raises:
+        ConfigError: A setting that determines weights or rollouts has changed since the run began.
+        CheckpointError: The run is finished, its state cannot be read or is of other tasks, all its checkpoints are
+            damaged, its journal is of another run, or `model.path` holds another model than the run began with.
+    """
+    checkpoint, damaged = newest_complete(run_dir.checkpoints)
+    state = RunState.read(checkpoint or run_dir.path)
+    check_unchanged(config, state.settings, source=run_dir.config)
+    notes = _check_model(config, state, checkpoint)
+    if state.tasks:
+        _check_mix(config, state, checkpoint or run_dir.path)
+    if is_finished(config, run_dir, checkpoint):
+        raise CheckpointError(
+            f"{run_dir.path} has trained all its {state.step} steps; give it more with "
+            f"--training.steps {2 * state.step}"
+        )
+    journal = read_segments(list_segments(run_dir.journal), state.position)
+    transcripts = config.logging.transcripts_per_step > 0 and not run_dir.supervised.is_file()
+    lost = run_dir.lost_records(state.step, transcripts=transcripts)
+    return Standing(checkpoint, damaged, state, journal, lost, notes)
+
+
+def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
+    """Prepare a run to resume from its newest whole checkpoint: cut metrics and transcripts back to its step, rename
+    damaged checkpoints, and write the config. A run that cannot resume is left unchanged.
+
+    Raises:
+        ConfigError, CheckpointError: The run cannot resume; see `find_standing`.
+    """
+    standing = find_standing(config, run_dir)
+    checkpoint, state, journal = standing.checkpoint, standing.state, standing.journal
+    losses = [*standing.notes, *(_set_aside(path, complaint) for path, complaint in standing.damaged.items())]
+    losses += standing.lost_records
+    if checkpoint is None and not journal.begins and not journal.losses:
+        losses.append(f"{run_dir.path} has no checkpoint and no journal: the run starts from the beginning")
+    # Without a checkpoint, the first validation is also repeated.
+    run_dir.cut_records(state.step if checkpoint is not None else -1, journal.state)
+    run_dir.write_config(config)
+    return Resumption(checkpoint, state, tuple(losses), journal)
+
+
+def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) -> tuple[str, ...]:
+    """Check that the model's folder has not changed since the run began.
+
+    Returns:
+        Messages for the user. Changed weights are no error if the weights of the checkpoint are sufficient.
+
+    Raises:
+        CheckpointError: A part of the model that the run needs has changed.
+    """
+    path = config.model.path
+    if not (changed := changed_parts(Path(path), state.model)):
+        return ()
+    needs_base = config.training.kl_coef or config.training.adapter.is_on
+    if changed == ["weights"] and checkpoint is not None and not needs_base:
+        return (f"model.path = {path!r} has other weights than the run began with; those of {checkpoint} are used",)
+    needed_for = ""
+    if "weights" in changed:
+        needed_for = (
+            ", and the run has no checkpoint to continue from"
+            if checkpoint is None
+            else ", and training.adapter changes those weights"
+            if config.training.adapter.is_on
+            else f", and training.kl_coef = {config.training.kl_coef:g} holds the policy to them"
+        )
+    raise CheckpointError(
+        f"model.path = {path!r} is not the initial model of the run: {', '.join(changed)} changed{needed_for}; "
+        "restore that model, name a folder that has it with --model.path FOLDER, or start a new run"
+    )
+
+
+def _check_mix(config: RunConfig, state: RunState, folder: Path) -> None:
+    try:
+        MixState.from_json(state.tasks, [source.name for source in config.tasks])
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def is_finished(config: RunConfig, run_dir: RunDirectory, newest: Path | None = None) -> bool:
+    """Return whether a run is finished: its newest checkpoint has all steps, and the policy was exported after it. The
+    checkpoint alone is not enough, because a run may be stopped in its last validation.
+
+    Args:
+        newest: Newest checkpoint that is whole, if others may be damaged.
+    """
+    newest = newest or latest(run_dir.checkpoints)
+    if newest is None or step_of(newest) < config.training.steps:
+        return False
+    export = run_dir.export
+    return export.exists() and export.stat().st_mtime >= newest.stat().st_mtime
+
+
+def newest_complete(root: Path) -> tuple[Path | None, dict[Path, str]]:
+    """Return the newest undamaged checkpoint, or None if there is no checkpoint, and the damage of each newer one.
+
+    Raises:
+        DamagedCheckpointError: The folder has checkpoints, but all of them are damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for checkpoint in reversed(list_checkpoints(root)):
+        try:
+            verify(checkpoint)
+            _check_step(checkpoint)
+        except DamagedCheckpointError as error:
+            damaged[checkpoint] = str(error)
+        else:
+            return checkpoint, damaged
+    if damaged:
+        raise DamagedCheckpointError(
+            f"no checkpoint in {root} is whole: {'; '.join(damaged.values())}; restore one, or start a new run"
+        )
+    return None, damaged
+
+
+def _check_step(checkpoint: Path) -> None:
+    """Check that a checkpoint's folder has the name of its step.
+
+    Raises:
+        DamagedCheckpointError: The folder holds another step than its name says.
+        CheckpointError: The step cannot be read.
+    """
+    step = RunState.read(checkpoint).step
+    if step != step_of(checkpoint):
+        raise DamagedCheckpointError(f"{checkpoint} is damaged: it holds step {step}, which does not match its name")
+
+
+def _set_aside(checkpoint: Path, complaint: str) -> str:
+    """Rename a damaged checkpoint, so that it does not count as one of the newest, which are kept. Return a message
+    about it."""
+    aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        checkpoint.rename(aside)
+    except OSError as error:
+        return f"{complaint}; an older checkpoint takes its place ({checkpoint} cannot be renamed: {error.strerror})"
+    return f"{complaint}; an older checkpoint takes its place, and this one is now {aside}"
+
+
+def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = False) -> list[str]:
+    """Check that a run can resume with a config, and return messages about data that it has lost. The run is left
+    unchanged.
+
+    Args:
+        supervised: Whether this is a run of `titan-rl sft`.
+
+    Raises:
+        ConfigError, CheckpointError: The run cannot resume.
+    """
+    run_dir = open_run_dir(config, resume, supervised=supervised)
+    with run_dir.locked():
+        if not config.adapters:
+            return find_standing(config, run_dir).losses
+        check_unfinished(config, run_dir)
+        started = _started_adapters(config, run_dir)
+        return [
+            f"{each.name}: {loss}"
+            for each, folder in started
+            if not is_finished(each, folder)
+            for loss in find_standing(each, folder).losses
+        ]
+
+
+def check_unfinished(config: RunConfig, run_dir: RunDirectory) -> None:
+    """Check that at least one of the adapters of a run has steps left.
+
+    Raises:
+        CheckpointError: All adapters are finished.
+    """
+    started = _started_adapters(config, run_dir)
+    if len(started) == len(config.adapters) and all(is_finished(each, folder) for each, folder in started):
+        first, _ = started[0]
+        raise CheckpointError(
+            f"{run_dir.path}: all adapters have trained all their steps; give one of them more, for example with "
+            f"--adapters.{first.name}.training.steps {2 * first.training.steps}"
+        )
+
+
+def _started_adapters(config: RunConfig, run_dir: RunDirectory) -> list[tuple[RunConfig, RunDirectory]]:
+    folders = {name: run_dir.path / ADAPTERS / name for name in config.experiments}
+    return [
+        (each, RunDirectory(folders[name]))
+        for name, each in config.experiments.items()
+        if (folders[name] / FILE).is_file()
+    ]
