@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -56,6 +56,15 @@ class Resumption:
     state: RunState
     losses: tuple[str, ...] = ()  # messages for the user
     journal: JournalContents | None = None  # None for a new run
+    damaged: Mapping[Path, str] = field(default_factory=dict[Path, str])  # newer checkpoints, with their damage
+
+    @property
+    def all_losses(self) -> list[str]:
+        """Messages for the user about damaged or lost files, before the run resumes."""
+        aside = [
+            f"{damage}; the run continues from {self.checkpoint}, which is older" for damage in self.damaged.values()
+        ]
+        return [*self.losses, *aside, *(self.journal.losses if self.journal is not None else ())]
 
     async def load(self, trainer: Trainer, progress: Progress) -> None:
         """Have the trainer load the checkpoint, if there is one.
@@ -83,28 +92,7 @@ def begin_run(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     return start
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """State on the disk of a stopped run."""
-
-    checkpoint: Path | None  # the newest one that is whole
-    damaged: Mapping[Path, str]  # newer checkpoints that are damaged, each with a description of the damage
-    state: RunState
-    journal: JournalContents
-    lost_records: Sequence[str] = ()  # messages about lost metrics and transcripts
-    notes: tuple[str, ...] = ()  # other messages for the user
-
-    @property
-    def losses(self) -> list[str]:
-        """Messages for the user about damaged or lost files, before the run resumes."""
-        aside = [
-            f"{complaint}; the run continues from {self.checkpoint}, which is older"
-            for complaint in self.damaged.values()
-        ]
-        return [*self.notes, *aside, *self.journal.losses, *self.lost_records]
-
-
-def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
+def find_resumption(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     """Find the newest whole checkpoint, and check that the run can resume from it. The run is left unchanged.
 
     Raises:
@@ -126,7 +114,7 @@ def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
     journal = read_segments(list_segments(run_dir.journal), state.position)
     transcripts = config.logging.transcripts_per_step > 0 and not run_dir.supervised.is_file()
     lost = run_dir.lost_records(state.step, transcripts=transcripts)
-    return Standing(checkpoint, damaged, state, journal, lost, notes)
+    return Resumption(checkpoint, state, (*notes, *lost), journal, damaged)
 
 
 def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
@@ -134,18 +122,18 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     damaged checkpoints, and write the config. A run that cannot resume is left unchanged.
 
     Raises:
-        ConfigError, CheckpointError: The run cannot resume; see `find_standing`.
+        ConfigError, CheckpointError: The run cannot resume; see `find_resumption`.
     """
-    standing = find_standing(config, run_dir)
-    checkpoint, state, journal = standing.checkpoint, standing.state, standing.journal
-    losses = [*standing.notes, *(_set_aside(path, complaint) for path, complaint in standing.damaged.items())]
-    losses += standing.lost_records
+    start = find_resumption(config, run_dir)
+    checkpoint, journal = start.checkpoint, start.journal
+    assert journal is not None
+    losses = [*start.losses, *(_set_aside(path, damage) for path, damage in start.damaged.items())]
     if checkpoint is None and not journal.begins and not journal.losses:
         losses.append(f"{run_dir.path} has no checkpoint and no journal: the run starts from the beginning")
     # Without a checkpoint, the first validation is also repeated.
-    run_dir.cut_records(state.step if checkpoint is not None else -1, journal.state)
+    run_dir.cut_records(start.state.step if checkpoint is not None else -1, journal.state)
     run_dir.write_config(config)
-    return Resumption(checkpoint, state, tuple(losses), journal)
+    return replace(start, losses=tuple(losses))
 
 
 def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) -> tuple[str, ...]:
@@ -258,14 +246,14 @@ def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = Fals
     run_dir = open_run_dir(config, resume, supervised=supervised)
     with run_dir.locked():
         if not config.adapters:
-            return find_standing(config, run_dir).losses
+            return find_resumption(config, run_dir).all_losses
         check_unfinished(config, run_dir)
         started = _started_adapters(config, run_dir)
         return [
             f"{each.name}: {loss}"
             for each, folder in started
             if not is_finished(each, folder)
-            for loss in find_standing(each, folder).losses
+            for loss in find_resumption(each, folder).all_losses
         ]
 
 
