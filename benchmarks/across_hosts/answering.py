@@ -46,7 +46,7 @@ from titan_rl.run.directory import RunDirectory
 from titan_rl.run.hosts import use_monarch
 from titan_rl.run.machine.environment import run_environment
 from titan_rl.run.parts import watcher
-from titan_rl.run.status import noted
+from titan_rl.run.status import status_kept
 from titan_rl.types import Completion, SamplingParams, TokenChunk
 from titan_rl.weights.types import PublishedWeights
 
@@ -117,7 +117,7 @@ async def answer(config: RunConfig, folder: Path, in_flight: int, tokens: int) -
         processes = await opened.enter_async_context(generating)
         router = processes.router = processes.make_router()
         opened.push_async_callback(router.close)
-        opened.enter_context(noted(folder, begins=True))
+        opened.enter_context(status_kept(folder, begins=True))
         tell("serving")
         watch = watcher(config, HostFiles(folder), processes)
         async with asyncio.TaskGroup() as tasks:

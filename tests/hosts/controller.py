@@ -27,7 +27,7 @@ from titan_rl.config.hosts import HostsConfig
 from titan_rl.core.errors import TitanRLError
 from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.run.parts import watcher
-from titan_rl.run.status import noted
+from titan_rl.run.status import status_kept
 
 def say(text):
     print(text, flush=True)
@@ -41,7 +41,7 @@ async def main():
     lock = (folder / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     async with generators(settings, folder) as (processes, router):
-        status = noted(folder, begins=True)
+        status = status_kept(folder, begins=True)
         status.__enter__()
         watching = asyncio.ensure_future(watcher(settings, HostFiles(folder), processes)())
         say("ready")

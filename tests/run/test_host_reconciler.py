@@ -19,7 +19,7 @@ from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostState, HostStat
 from titan_rl.cluster.hosts.requests import HostFiles, HostRequest, HostStates, describe
 from titan_rl.core.errors import ActorDiedError, ConfigError, TitanRLError
 from titan_rl.core.run_files import RunStatus
-from titan_rl.run.status import noted
+from titan_rl.run.status import status_kept
 
 
 class Hosts:
@@ -258,7 +258,7 @@ async def test_what_is_asked_is_answered(run_dir: Path):
 
 
 def test_a_run_that_is_over_is_not_asked(run_dir: Path):
-    with noted(run_dir, begins=True):
+    with status_kept(run_dir, begins=True):
         pass
     with pytest.raises(ConfigError, match=f"the run in {run_dir} has ended: it finished$"):
         HostFiles(run_dir).ask("drain", "h1", 1.0)

@@ -131,7 +131,7 @@ async def test_the_error_of_a_run_with_a_failed_adapter_has_the_summaries_of_the
     config = load_config(SEVERAL, [("model.path", str(BASE))])
     experiments = [Experiment(name, config.experiments[name], run) for name in ("grpo", "gspo")]
     finished, damaged = experiments
-    finished.is_over, finished.summary = True, RunSummary(0.1, 0.4, 80, 900, 5.0, run / "adapters" / "grpo")
+    finished.summary = RunSummary(0.1, 0.4, 80, 900, 5.0, run / "adapters" / "grpo")
     (damaged.run_dir.path / "config.toml").mkdir()  # it cannot be written
     remote = SimpleNamespace(reason=None)
     training = SimpleNamespace(trainer=SimpleNamespace(remote=remote))

@@ -15,14 +15,14 @@ from background import HANG_S
 
 from titan_rl.core.errors import TrainingError
 from titan_rl.core.run_files import LOST, SILENT_S, read_status
-from titan_rl.run.status import noted, reported
+from titan_rl.run.status import report_written, status_kept
 from titan_rl.viewer.runs import is_run
 
 
 def test_a_run_goes_on_and_is_finished(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with noted(tmp_path, begins=True):
+        with status_kept(tmp_path, begins=True):
             began = read_status(tmp_path)
             assert (began.state, began.resumed, began.ended) == ("running", [], None)
     ended = read_status(tmp_path)
@@ -31,18 +31,18 @@ def test_a_run_goes_on_and_is_finished(tmp_path: Path) -> None:
 
 
 def test_a_stop_and_a_failure_are_kept_until_the_run_goes_on(tmp_path: Path) -> None:
-    with noted(tmp_path, begins=True) as status:
+    with status_kept(tmp_path, begins=True) as status:
         status.state = "stopped"
     first = read_status(tmp_path)
     assert first.state == "stopped"
     failure = TrainingError("the loss is nan")
     failure.add_note("go on with: titan-rl train --resume x")
-    with pytest.raises(TrainingError), noted(tmp_path, begins=False):
+    with pytest.raises(TrainingError), status_kept(tmp_path, begins=False):
         raise failure
     second = read_status(tmp_path)
     assert (second.state, second.began, len(second.resumed)) == ("failed", first.began, 1)
     assert second.reason == "the loss is nan\ngo on with: titan-rl train --resume x"
-    with noted(tmp_path, begins=False):
+    with status_kept(tmp_path, begins=False):
         pass
     third = read_status(tmp_path)
     assert (third.state, third.reason, len(third.resumed)) == ("finished", "", 2)
@@ -50,7 +50,7 @@ def test_a_stop_and_a_failure_are_kept_until_the_run_goes_on(tmp_path: Path) -> 
 
 def test_the_report_of_a_failed_run_says_why(tmp_path: Path) -> None:
     out = tmp_path / "report.html"
-    with pytest.raises(TrainingError), reported(tmp_path, out), noted(tmp_path, begins=True):
+    with pytest.raises(TrainingError), report_written(tmp_path, out), status_kept(tmp_path, begins=True):
         raise TrainingError("no generator is left")
     assert "no generator is left" in out.read_text()
 
@@ -60,10 +60,14 @@ def test_the_report_of_a_run_that_failed_before_its_first_step_says_why(tmp_path
     out = tmp_path / "report.html"
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="no host"), reported(tmp_path, out), noted(tmp_path, begins=True):
+        with (
+            pytest.raises(ValueError, match="no host"),
+            report_written(tmp_path, out),
+            status_kept(tmp_path, begins=True),
+        ):
             raise ValueError("no host")
         assert '"state":"failed","reason":"ValueError: no host"' in out.read_text()
-        with noted(tmp_path, begins=False):
+        with status_kept(tmp_path, begins=False):
             assert read_status(tmp_path).state == "running"
     assert is_run(tmp_path), "it is shown among the others"
 
@@ -75,7 +79,7 @@ def test_ctrl_c_while_the_report_is_written_leaves_the_run_as_it_ended(
     monkeypatch.setattr("titan_rl.viewer.report.report_page", lambda *_: signal.raise_signal(signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a loop of other tests may have set its own
     try:
-        with reported(tmp_path, out), noted(tmp_path, begins=True):
+        with report_written(tmp_path, out), status_kept(tmp_path, begins=True):
             pass
     finally:
         signal.signal(signal.SIGINT, before)
@@ -86,7 +90,7 @@ def test_ctrl_c_while_the_report_is_written_leaves_the_run_as_it_ended(
 
 def test_a_disk_that_takes_nothing_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     gone = tmp_path / "gone"
-    with reported(gone, gone / "report.html"), noted(gone, begins=True):
+    with report_written(gone, gone / "report.html"), status_kept(gone, begins=True):
         pass
     assert "writing report.html failed" in capfd.readouterr().err
 
@@ -95,7 +99,7 @@ def test_a_run_is_seen_to_go_on_where_its_lock_is_not(tmp_path: Path, monkeypatc
     """On another machine, or in a container, which lists other locks."""
     lock = tmp_path / "lock"
     lock.touch()
-    with noted(tmp_path, begins=True):
+    with status_kept(tmp_path, begins=True):
         assert read_status(tmp_path).state == "failed", "here the lock says that it was killed"
         monkeypatch.setattr("titan_rl.core.run_files.seen_from", lambda: "elsewhere")
         assert read_status(tmp_path).state == "running"
@@ -110,7 +114,7 @@ def test_a_run_gives_a_sign_of_life_again_and_again(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("titan_rl.run.status.BEAT_S", 0.001)
     lock = tmp_path / "lock"
     lock.touch()
-    with noted(tmp_path, begins=True):
+    with status_kept(tmp_path, begins=True):
         os.utime(lock, (0, 0))
         until = time.monotonic() + HANG_S
         while lock.stat().st_mtime == 0 and time.monotonic() < until:
@@ -127,7 +131,7 @@ def test_a_full_disk_keeps_no_run_from_saying_how_it_ended(
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(TrainingError), noted(tmp_path, begins=True):  # noqa: PT012
+    with pytest.raises(TrainingError), status_kept(tmp_path, begins=True):  # noqa: PT012
         monkeypatch.setattr(Path, "write_bytes", refuse)
         raise TrainingError(reason)
     ended = read_status(tmp_path)

@@ -13,7 +13,7 @@ from titan_rl.core.console import Console, ConsoleLines
 from titan_rl.core.run_files import read_status
 from titan_rl.run.observability import watchers
 from titan_rl.run.observability.watchers import warn_of_shortage, warn_of_stalls
-from titan_rl.run.status import note_waiting, noted
+from titan_rl.run.status import note_waiting, status_kept
 from titan_rl.viewer.summary import describe_run
 
 
@@ -103,7 +103,7 @@ async def test_a_shortage_is_told_of_once_it_lasts_and_so_is_its_end(tmp_path: P
 
 
 def test_what_a_run_waits_for_is_in_its_status_until_it_goes_on_or_ends(tmp_path: Path):
-    with noted(tmp_path, begins=True):
+    with status_kept(tmp_path, begins=True):
         note_waiting(tmp_path, "generators: there is no generator")
         assert read_status(tmp_path).waits_for == "generators: there is no generator"
         note_waiting(tmp_path, "")

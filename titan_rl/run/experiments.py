@@ -44,7 +44,7 @@ from titan_rl.run.parts import Parts, Planes, describe_processes, open_adapter_p
 from titan_rl.run.resumption import Resumption, begin_run, check_unfinished, is_finished, resume_from_newest
 from titan_rl.run.session import EndMessages, RunSession, open_journal
 from titan_rl.run.stages.validation import MEAN
-from titan_rl.run.status import noted
+from titan_rl.run.status import status_kept
 from titan_rl.run.trainer_recovery import JournaledSteps, open_trainer
 from titan_rl.run.trainer_turns import SharedTrainers
 from titan_rl.scheduling.fair_turns import FairTurns
@@ -125,8 +125,7 @@ class Experiment:
     """One experiment of a run.
 
     Attributes:
-        is_over: Whether it was finished before this process began.
-        summary: Result of the experiment; None until it is finished.
+        summary: Result of the experiment, also of one that was finished before; None until it is finished.
         error: Error that ended the experiment, if it failed.
         controller: Training loop; None until the experiment trains.
 
@@ -142,8 +141,7 @@ class Experiment:
         if not self.begins:
             check_files(path)
         self.run_dir = RunDirectory(path)
-        self.is_over = is_finished(config, self.run_dir)
-        self.summary = self._past_summary() if self.is_over else None
+        self.summary = self._past_summary() if is_finished(config, self.run_dir) else None
         self.error: Exception | None = None
         self.controller: Controller | None = None
 
@@ -248,7 +246,7 @@ class Experiments:
         """
         async with asyncio.TaskGroup() as running:
             for experiment in self._experiments:
-                if experiment.is_over:
+                if experiment.summary is not None:
                     self._progress.message(f"{experiment.name}: all steps were trained before")
                 else:
                     running.create_task(self._run(experiment), name=experiment.name)
@@ -264,7 +262,7 @@ class Experiments:
         total = experiment.config.training.steps
         progress = ExperimentProgress(total, self._progress, self._metrics, experiment.name)
         try:
-            with experiment.run_dir.locked(), noted(experiment.run_dir.path, begins=experiment.begins):
+            with experiment.run_dir.locked(), status_kept(experiment.run_dir.path, begins=experiment.begins):
                 try:
                     experiment.summary = await self._train(experiment, progress)
                 except BaseExceptionGroup as group:

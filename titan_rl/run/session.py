@@ -40,7 +40,7 @@ from titan_rl.run.observability.sinks import Sinks, open_sinks
 from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage
 from titan_rl.run.parts import Planes
 from titan_rl.run.resumption import Resumption, begin_run, is_finished, resume_from_newest
-from titan_rl.run.status import noted, reported
+from titan_rl.run.status import report_written, status_kept
 from titan_rl.run.terminal.standard_streams import write_stderr_unbuffered
 from titan_rl.training.state.checkpoint import latest, step_of
 from titan_rl.weights.shard_files import clean_dead_shards
@@ -165,8 +165,8 @@ class RunSession(Generic[S]):
                 logger.warning("%s", warning)
             self.messages = self._end_messages()
             with (
-                reported(run_dir.path, run_dir.report),
-                noted(run_dir.path, begins=self._begins) as status,
+                report_written(run_dir.path, run_dir.report),
+                status_kept(run_dir.path, begins=self._begins) as status,
                 process_session(
                     run_dir.run_id,
                     config.pythonpath,

@@ -26,7 +26,7 @@ BEAT_S = 10.0
 
 
 @contextlib.contextmanager
-def reported(folder: Path, out: Path) -> Generator[None]:
+def report_written(folder: Path, out: Path) -> Generator[None]:
     """Write the report when the block ends, in whatever way. A failure to write it is reported, and does not fail the
     run. A signal ends only the writing, because the run has already ended."""
     try:
@@ -46,7 +46,7 @@ def reported(folder: Path, out: Path) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def noted(folder: Path, *, begins: bool) -> Generator[RunStatus]:
+def status_kept(folder: Path, *, begins: bool) -> Generator[RunStatus]:
     """Keep a run's `status.json` up to date: it says that the run is running during the block, and then the outcome. A
     full disk does not end the run.
 

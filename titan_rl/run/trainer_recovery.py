@@ -318,13 +318,6 @@ class RecoveringTrainer:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _step(self, trainer: EndingTrainer, number: int, samples: Sequence[TrainingSample]) -> StepResult:
-        try:
-            return await trainer.step(samples)
-        except ActorDiedError:
-            self._deaths.within(number, samples)
-            raise
-
     async def _recover(self, why: str) -> None:
         self._is_up = False
         excused = self._trainer.excused
@@ -358,10 +351,15 @@ class RecoveringTrainer:
             await self._repeat_unfinished(trainer, at)
             async with contextlib.aclosing(self._steps.since(checkpoint, self._version)) as steps:
                 async for samples in steps:
-                    result = await self._step(trainer, step_from(at), samples)
-                    if result.version != step_from(at):
-                        raise TrainingError(f"step {step_from(at)}, trained again, gave version {result.version}")
-                    at = result.version
+                    step = step_from(at)
+                    try:
+                        result = await trainer.step(samples)
+                    except ActorDiedError:
+                        self._deaths.within(step, samples)
+                        raise
+                    if result.version != step:
+                        raise TrainingError(f"step {step}, trained again, gave version {result.version}")
+                    at = step
                     await self._repeat_unfinished(trainer, at)
         if self._is_published:
             await self._publish_again(trainer)
@@ -382,9 +380,9 @@ class RecoveringTrainer:
 
     async def _repeat_unfinished(self, trainer: EndingTrainer, version: int) -> None:
         """Repeat a save or publication that the previous trainer had begun at a version and may not have finished."""
-        checkpoint = self._saving
-        if checkpoint is not None and checkpoint.version == version and not _has(checkpoint):
-            await trainer.begin_save(checkpoint.root, checkpoint.run_state)
+        save = self._saving
+        if save is not None and save.version == version and version not in map(step_of, list_checkpoints(save.root)):
+            await trainer.begin_save(save.root, save.run_state)
         if self._last_published == version:
             await trainer.begin_publish()
 
@@ -406,10 +404,6 @@ async def recovering(trainer: RecoveringTrainer) -> AsyncGenerator[RecoveringTra
         watching = tasks.create_task(trainer.watch(), name="trainer")
         yield trainer
         watching.cancel()
-
-
-def _has(save: _Save) -> bool:
-    return any(step_of(path) == save.version for path in list_checkpoints(save.root))
 
 
 def open_trainer(
