@@ -392,7 +392,6 @@ async def test_groups_whose_reward_fails_are_told_of_counted_and_left_out(tmp_pa
 
     rig = Rig(tmp_path, rubric=Rubric([Reward(judge)]))
     await rig.run()
-    rig.controller.close()
     trained = [sample.group_id for samples in rig.trainer.trained for sample in samples]
     assert list(dict.fromkeys(trained)) == [f"train-{i}" for i in (0, 2, 3, 4, 5, 6, 7, 8)]
     figures = [metrics for _, metrics in rig.records]

@@ -101,7 +101,6 @@ class Run:
         try:
             return await asyncio.wait_for(self.controller.run(), HANG_S)
         finally:
-            self.controller.close()
             self._file.close()
 
     def rollouts(self) -> list[Record]:

@@ -32,7 +32,6 @@ async def rig(tmp_path: Path) -> Rig:
     rig = Rig(tmp_path, steps=6, replica=LocalReplica("engine", loop, lambda version: []))
     with spans.recording(rig.run_dir.trace, "controller", 1 << 22, LOG):
         await rig.run()
-        rig.controller.close()
     await loop.close()
     for step, metrics in rig.records:
         rig.run_dir.write_metrics(step, metrics)

@@ -26,6 +26,7 @@ because only then is the trainer's version known, and saves the trained version.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -145,29 +146,30 @@ class Controller(TrainingLoop[RunSummary]):
         Raises:
             TitanRLError: The error that ended the run.
         """
-        with self._progress.working("loading the first weights into the generators"):
-            await self._sync.begin()
-            await self._sync.finish(self.version)
-        self._stages.enter(Stage.VALIDATION, self.version)
-        await self._validate_first()
-        self._stages.begin_step()
-        try:
+        async with contextlib.AsyncExitStack() as closing:
+            closing.callback(self._stages.close)
+            closing.callback(self._transcripts.close)  # reports the errors of rollouts, even if the run fails
+            closing.push_async_callback(self._background_validation.close)
+            with self._progress.working("loading the first weights into the generators"):
+                await self._sync.begin()
+                await self._sync.finish(self.version)
+            self._stages.enter(Stage.VALIDATION, self.version)
+            await self._validate_first()
+            self._stages.begin_step()
             async with self._saved_at_the_end():
                 async with asyncio.TaskGroup() as background, self._scheduler:
                     await self._train(background)
                 self._stages.enter(Stage.VALIDATION, self.version)
                 reward_after = await self._validation.run_once(self.version)
-        finally:
-            await self._background_validation.close()
-        await self._export()
-        return RunSummary(
-            reward_before=self._state.reward_before,
-            reward_after=reward_after,
-            steps=self.version,
-            tokens=self._state.tokens,
-            seconds=self._run_dir.elapsed_s,
-            run_dir=self._run_dir.path,
-        )
+            await self._export()
+            return RunSummary(
+                reward_before=self._state.reward_before,
+                reward_after=reward_after,
+                steps=self.version,
+                tokens=self._state.tokens,
+                seconds=self._run_dir.elapsed_s,
+                run_dir=self._run_dir.path,
+            )
 
     def progress(self) -> object:
         """Progress counter for the watchdog: changes with every token, answer and step."""
@@ -180,11 +182,6 @@ class Controller(TrainingLoop[RunSummary]):
     def waits_for(self) -> str:
         """Description of what the run is waiting for."""
         return "; ".join([*self._generation.waits_for(), *self._calls.waits_for()])
-
-    def close(self) -> None:
-        """Report the errors of rollouts at the end of the run, even if it failed."""
-        self._transcripts.close()
-        self._stages.close()
 
     async def _validate_first(self) -> None:
         """Run the first validation. A resumed run repeats a validation that was due when the run was stopped."""
