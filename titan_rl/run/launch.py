@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,9 @@ from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.model_folder import adapter_base_note
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.watchdog import LoopWatchdog
-from titan_rl.core.console import Console, Verbosity
+from titan_rl.core.console import Verbosity
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import GroupRunner
-from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.controller import Controller
 from titan_rl.run.experiments import ExperimentsSession, train_adapters
 from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
@@ -32,8 +31,8 @@ from titan_rl.run.observability.watchers import warn_of_stalls
 from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes
 from titan_rl.run.resumption import open_run_dir
 from titan_rl.run.session import RunSession, open_journal
+from titan_rl.run.teachers import open_teachers
 from titan_rl.run.trainer_recovery import JournaledSteps, open_trainer
-from titan_rl.training.teaching import Teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +103,16 @@ async def _train(parts: Parts, session: RunSession[RunSummary], resources: conte
         planes = await _start_planes(session, parts, resources)
     renderer = making.result()
     resources.enter_context(LoopWatchdog(progress))  # after the imports, which block the event loop
-    opening = _group_runners(config, run_dir.path, planes, progress, renderer)
-    with progress.working("opening the tasks"):
-        group_runners = await resources.enter_async_context(opening)
-    teachers = await _open_teachers(session, planes, renderer, resources)
+    group_runners: Mapping[str, GroupRunner]
+    if planes.workers is not None:  # which open the tasks themselves
+        group_runners = {source.name: planes.workers.of(source.name) for source in config.sources}
+    else:
+        with progress.working("opening the tasks"):
+            opening = open_rollouters(config, run_dir.path, progress, renderer)
+            group_runners = await resources.enter_async_context(opening)
+    with progress.working("opening the teacher"):
+        opening = open_teachers(config, run_dir.path, planes.router, renderer, progress)
+        teachers = await resources.enter_async_context(opening)
     resources.enter_context(settled_heap())
     trainer = parts.trainer
     if planes.training is not None:
@@ -149,34 +154,4 @@ async def _start_planes(
         progress.message(f"starting {described}")
     with progress.working(f"starting {described or 'generation and training'}"):
         opening = open_planes(config, parts, session.run_dir, progress)
-        return await resources.enter_async_context(opening)
-
-
-@contextlib.asynccontextmanager
-async def _group_runners(
-    config: RunConfig, folder: Path, planes: Planes[GeneratorRouter], console: Console, renderer: Renderer
-) -> AsyncGenerator[Mapping[str, GroupRunner]]:
-    """Open the group runners, by task name: rollout workers, which open the tasks themselves, or rollouters in this
-    process."""
-    if planes.workers is not None:
-        yield {source.name: planes.workers.of(source.name) for source in config.sources}
-        return
-    async with open_rollouters(config, folder, console, renderer) as rollouters:
-        yield rollouters
-
-
-async def _open_teachers(
-    session: RunSession[RunSummary],
-    planes: Planes[GeneratorRouter],
-    renderer: Renderer,
-    resources: contextlib.AsyncExitStack,
-) -> Mapping[str, Teacher]:
-    """Open the teachers of the tasks, if there are any."""
-    config, progress = session.config, session.progress
-    if not any(config.teacher_of(source) for source in config.tasks):
-        return {}
-    from titan_rl.run.teachers import open_teachers
-
-    with progress.working("opening the teacher"):
-        opening = open_teachers(config, session.run_dir.path, planes.router, renderer, progress)
         return await resources.enter_async_context(opening)
