@@ -211,6 +211,7 @@ def test_what_is_printed_and_told_meanwhile_scrolls_above_the_display(
         progress.step(STEP)
         progress.message("a message of the run")
         print("a print of the user's code")
+        progress.refresh()
         shown = plain(terminal.getvalue())
     assert shown.index("a message of the run") < shown.rindex("step 1/10")
     assert shown.index("a print of the user's code") < shown.rindex("step 1/10")
@@ -255,12 +256,12 @@ async def test_what_generation_was_at_is_not_shown_once_it_is_over(terminal: Ter
     with Progress(10, terminal) as progress:
         following = asyncio.create_task(progress.follow(Run()))
         await looked.wait()
-        progress.message("drawn again")
+        progress.refresh()
         assert "generator-0" in plain(terminal.getvalue())
         following.cancel()
         await asyncio.wait([following])
         terminal.truncate(0)
-        progress.message("drawn again")
+        progress.refresh()
     assert "generator-0" not in plain(terminal.getvalue())
 
 
@@ -299,10 +300,10 @@ def test_the_display_shows_work_after_two_seconds_and_then_nothing_of_it(termina
             assert "starting 2 generators" not in terminal.getvalue()
             clock.seconds = 12.0
             terminal.truncate(0)
-            progress.message("drawn again")
+            progress.refresh()
             assert "starting 2 generators, 12.0 s" in plain(terminal.getvalue())
         terminal.truncate(0)
-        progress.message("drawn again")
+        progress.refresh()
         assert "starting 2 generators" not in terminal.getvalue()
 
 

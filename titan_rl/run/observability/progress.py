@@ -209,6 +209,11 @@ class Progress(StderrConsole):
             logging.getLogger("titan_rl").removeHandler(self._log_handler)
         self._end_live()
 
+    def refresh(self) -> None:
+        """Draw the live display now. It is also drawn several times a second."""
+        if self._live is not None:
+            self._live.refresh()
+
     def message(self, text: str) -> None:
         """Print a line above the live display."""
         if self._verbosity is not Verbosity.QUIET:
