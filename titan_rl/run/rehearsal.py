@@ -139,15 +139,12 @@ def problems_of_losses(config: RunConfig) -> list[str]:
     Raises:
         ConfigError: A loss does not exist.
     """
-    if not config.adapters:
-        problem = loss_problem(config.training.loss, ClipRange(*config.training.clip))
-        return [] if problem is None else [problem]
-    problems: list[str] = []
-    for name, experiment in config.experiments.items():
-        problem = loss_problem(experiment.training.loss, ClipRange(*experiment.training.clip))
-        if problem is not None:
-            problems.append(f"adapters.{name}: {problem}")
-    return problems
+    policies = {f"adapters.{name}: ": each.training for name, each in config.experiments.items()}
+    problems = {
+        prefix: loss_problem(training.loss, ClipRange(*training.clip))
+        for prefix, training in (policies or {"": config.training}).items()
+    }
+    return [f"{prefix}{problem}" for prefix, problem in problems.items() if problem is not None]
 
 
 def _parts_of(config: RunConfig) -> list[RunConfig]:

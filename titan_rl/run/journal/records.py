@@ -353,17 +353,6 @@ def mix_events(record: JournalRecord) -> Iterator[MixEvent]:
             pass
 
 
-def record_of(event: MixEvent) -> AssignRecord | ResultRecord | None:
-    """Build the record of an event of the task mix; None for a drop, which has a record of its own with the reason."""
-    match event:
-        case Assigned(index, task, sample):
-            return AssignRecord(index, task, sample)
-        case Result(index, rewards):
-            return ResultRecord(index, rewards)
-        case Dropped():
-            return None
-
-
 def _with_text(rollout: Rollout, text: TextFn, message: Callable[[Message], Message]) -> Rollout:
     """Copy a rollout with its user-written texts replaced."""
 

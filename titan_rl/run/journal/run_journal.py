@@ -17,16 +17,17 @@ from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.journal.log import LogWriter, flush_entry
 from titan_rl.run.journal.records import (
+    AssignRecord,
     BatchRecord,
     CompletionRecord,
     DiscardRecord,
     DropRecord,
     JournalRecord,
+    ResultRecord,
     StartRecord,
     encode,
     group_of,
     group_record,
-    record_of,
 )
 from titan_rl.run.journal.state import (
     SEGMENT_BYTES,
@@ -40,7 +41,7 @@ from titan_rl.run.journal.state import (
     version_of,
 )
 from titan_rl.scheduling.backlog import Backlog
-from titan_rl.scheduling.task_mix import Assigned, Dropped, MixEvent
+from titan_rl.scheduling.task_mix import Assigned, Dropped, MixEvent, Result
 from titan_rl.types import Completion, FinishReason, GenerateFn
 
 logger = logging.getLogger(__name__)
@@ -161,9 +162,14 @@ class RunJournal:
         return Generation(request_fn(generate), around_attempt=[self.recorder(index).step], ready=self.room)
 
     def note(self, event: MixEvent) -> None:
-        """Record an event of the task mix. A drop is recorded by `dropped`."""
-        if (record := record_of(event)) is not None:
-            self._append(record)
+        """Record an event of the task mix. A drop is recorded by `dropped`, with the reason."""
+        match event:
+            case Assigned(index, task, sample):
+                self._append(AssignRecord(index, task, sample))
+            case Result(index, rewards):
+                self._append(ResultRecord(index, rewards))
+            case Dropped():
+                pass
 
     def finished(self, played: Assigned, group: RolloutGroup) -> None:
         """Record a finished group.
