@@ -274,11 +274,12 @@ class BackgroundValidation:
         if not self._task.done():
             self._progress.message(f"step {version} is saved once the validation at step {self._version} has ended")
         await self.ended()
-        if (error := None if self._task.cancelled() else self._task.exception()) is not None or self._task.cancelled():
+        error = None if self._task.cancelled() else self._task.exception()
+        if self._task.cancelled() or error is not None:
+            why = "" if error is None else f" ({reason(error)})"
             raise TrainingError(
-                f"the validation at step {self._version} has not ended"
-                f"{'' if error is None else f' ({reason(error)})'}; --resume continues from the checkpoint before it, "
-                "trains on the same groups again, and repeats it"
+                f"the validation at step {self._version} has not ended{why}; --resume continues from the checkpoint "
+                "before it, trains on the same groups again, and repeats it"
             ) from error
 
     async def ended(self) -> None:
