@@ -139,8 +139,9 @@ async def _train(parts: Parts, session: RunSession[RunSummary], resources: conte
         teachers=teachers,
         workers=planes.workers,
     )
-    stalls = warn_of_stalls(controller, progress)
-    return await session.run_loop(controller, planes, stalls=stalls, following=progress.follow(controller))
+    watchers = {"stalls": warn_of_stalls(controller, progress), "following": progress.follow(controller)}
+    async with session.training(planes, controller, **watchers):
+        return await controller.run()
 
 
 async def _start_planes(

@@ -237,29 +237,30 @@ class RunSession(Generic[S]):
             resources.enter_context(tracing)
         self.progress.message(f"run directory: {self.run_dir.path}")
 
-    async def run_loop(self, loop: TrainingLoop[S], planes: Planes[Any], **watchers: Coroutine[Any, Any, object]) -> S:
-        """Run the training loop beside the watchers of its processes and further ones; see `training`."""
-        if planes.training is not None:
-            planes.training.before_leaving = loop.save_soon
-        try:
-            async with self.training(planes, **watchers):
-                return await loop.run()
-        finally:
-            self.messages.note_step(loop.version)
-
     @contextlib.asynccontextmanager
-    async def training(self, planes: Planes[Any], **watchers: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
+    async def training(
+        self, planes: Planes[Any], loop: TrainingLoop[S] | None = None, **watchers: Coroutine[Any, Any, object]
+    ) -> AsyncGenerator[None]:
         """Run the watchers of a run's processes, and further ones, named by their keywords, beside the block, which
         trains.
 
         An error of the block is raised even if closing the run also fails. From now on, a signal stops the run with a
         checkpoint.
+
+        Args:
+            loop: Training loop that the block runs, if it is the only one of the run.
         """
+        if loop is not None and planes.training is not None:
+            planes.training.before_leaving = loop.save_soon
         shortage = warn_of_shortage(planes, self.progress, self.run_dir.path)
-        with self._error.source():
-            async with background_tasks(watch=planes.watch(), shortage=shortage, **watchers):
-                self.signals.stopping = STOPPING
-                yield
+        try:
+            with self._error.source():
+                async with background_tasks(watch=planes.watch(), shortage=shortage, **watchers):
+                    self.signals.stopping = STOPPING
+                    yield
+        finally:
+            if loop is not None:
+                self.messages.note_step(loop.version)
 
 
 @contextlib.contextmanager

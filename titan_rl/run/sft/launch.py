@@ -391,6 +391,7 @@ async def _teach(
         progress=progress,
         hosts=history,
     )
-    summary = await session.run_loop(loop, planes)
+    async with session.training(planes, loop):
+        summary = await loop.run()
     await training.close()
     return summary

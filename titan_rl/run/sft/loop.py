@@ -218,8 +218,7 @@ class SupervisedLoop(TrainingLoop[SupervisedSummary]):
             | self._hosts.take_metrics()
             | {"throughput/tokens_per_s": speed, "time/step_s": seconds, "time/wait_for_tokens_s": waited_s},
         )
-        curve = "loss", metrics.get("loss", math.nan), ""
-        self._progress.step(ShownStep(self.version, seconds, curve, {"tokens/s": f"{speed:6.0f}"}))
+        self._progress.step(_shown_step(self.version, metrics.get("loss", math.nan), speed, seconds))
         if len(self._tokens.too_long) > self._num_too_long:
             self._num_too_long = len(self._tokens.too_long)
             self._progress.warning(
@@ -242,6 +241,10 @@ class SupervisedLoop(TrainingLoop[SupervisedSummary]):
         run_state = asdict(self._state)
         await self._trainer.begin_save(self._run_dir.checkpoints, run_state)
         return run_state
+
+
+def _shown_step(step: int, loss: float, tokens_per_s: float, seconds: float) -> ShownStep:
+    return ShownStep(step, seconds, ("loss", loss, ""), {"tokens/s": f"{tokens_per_s:6.0f}"})
 
 
 def _compared(before: float | None, after: float | None) -> str:
