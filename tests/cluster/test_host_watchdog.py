@@ -132,7 +132,7 @@ class Controller:
         self.leaving.put_nowait(reason)
 
     async def watch(self, pid: int) -> None:
-        self.handle = self.watcher.watch(pid, self)
+        self.watcher.watch(pid, self)
 
     def ended(self, how: str) -> None:
         self.ends.put_nowait(how)
@@ -153,7 +153,7 @@ async def test_a_death_on_another_host_is_told_with_its_signal(tmp_path: Path):
             first.kill()
             assert "SIGKILL" in await told(controller.ends) or first.returncode is not None
             await controller.watch(second.pid)
-            controller.handle.kill()
+            controller.watcher.kill(second.pid)
             await told(controller.ends)
             assert await asyncio.wait_for(second.wait(), HANG_S) == -signal.SIGKILL
         controller.watcher.dismiss()

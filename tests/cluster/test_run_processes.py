@@ -55,6 +55,10 @@ class Nobody:
 
     def watch(self, pid: int, observer: Any) -> None: ...
 
+    def kill(self, pid: int) -> None: ...
+
+    def forget(self, pid: int) -> None: ...
+
 
 class Endpoint:
     def __init__(self, answer: Any) -> None:

@@ -49,11 +49,18 @@ class Looker:
         self.socket = socket
         self._watch = HealthChecks(socket, clock=ManualClock(tick_s=1.0))
         self._observers: dict[int, ProcessObserver] = {}
+        self._watched: dict[int, WatchedProcess] = {}
         self.run = self._watch.run
 
-    def watch(self, pid: int, observer: ProcessObserver) -> WatchedProcess:
+    def watch(self, pid: int, observer: ProcessObserver) -> None:
         self._observers[pid] = observer
-        return WatchedProcess(pid, observer)
+        self._watched[pid] = WatchedProcess(pid, observer)
+
+    def kill(self, pid: int) -> None:
+        self._watched[pid].kill()
+
+    def forget(self, pid: int) -> None:
+        self._watched.pop(pid).close()
 
     async def until(self, condition: Any) -> None:
         async with asyncio.timeout(HANG_S):

@@ -184,28 +184,23 @@ class ProcessObserver(EndObserver, Protocol):
         ...
 
 
-class Watched(Protocol):
-    """Handle of a watched process."""
-
-    def kill(self) -> None: ...
-
-    def close(self) -> None:
-        """Stop watching: from now on an exit is intentional."""
-        ...
-
-
 class Watcher(Protocol):
     """Reports the ends and the health of processes of one host."""
 
-    def watch(self, pid: int, observer: ProcessObserver) -> Watched | None:
-        """Watch a process.
-
-        Returns:
-            Handle of the watch; None if the kernel cannot report ends, so that only Monarch notices them.
+    def watch(self, pid: int, observer: ProcessObserver) -> None:
+        """Watch a process, if the kernel can report its end. Otherwise only Monarch notices that.
 
         Raises:
             ProcessLookupError: There is no such process.
         """
+        ...
+
+    def kill(self, pid: int) -> None:
+        """Kill a process that is watched."""
+        ...
+
+    def forget(self, pid: int) -> None:
+        """Stop watching a process: from now on an exit is intentional."""
         ...
 
 
@@ -340,7 +335,7 @@ class LocalHealthChecks:
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self.watches: dict[int, _LocalWatch] = {}  # by pid
+        self._watched: dict[int, tuple[WatchedProcess, ProcessObserver]] = {}  # by pid
         self._opened = contextlib.ExitStack()
 
     def __enter__(self) -> LocalHealthChecks:
@@ -357,8 +352,17 @@ class LocalHealthChecks:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def watch(self, pid: int, observer: ProcessObserver) -> Watched | None:
-        return _LocalWatch(pid, observer, self) if CAN_WATCH else None
+    def watch(self, pid: int, observer: ProcessObserver) -> None:
+        if CAN_WATCH:
+            self._watched[pid] = WatchedProcess(pid, observer), observer
+
+    def kill(self, pid: int) -> None:
+        if pid in self._watched:
+            self._watched[pid][0].kill()
+
+    def forget(self, pid: int) -> None:
+        if pid in self._watched:
+            self._watched.pop(pid)[0].close()
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -370,19 +374,5 @@ class LocalHealthChecks:
 
     def _report(self, health: dict[int, ProcessHealth]) -> None:
         for pid, of_one in health.items():
-            if (watch := self.watches.get(pid)) is not None:
-                watch.observer.checked(of_one)
-
-
-class _LocalWatch(WatchedProcess):
-    """Watch on one process, whose observer also receives its health."""
-
-    def __init__(self, pid: int, observer: ProcessObserver, checks: LocalHealthChecks) -> None:
-        super().__init__(pid, observer)
-        self.observer = observer
-        self._watches = checks.watches
-        self._watches[pid] = self
-
-    def close(self) -> None:
-        self._watches.pop(self.pid, None)
-        super().close()
+            if pid in self._watched:
+                self._watched[pid][1].checked(of_one)

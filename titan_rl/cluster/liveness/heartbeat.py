@@ -425,18 +425,17 @@ class RemoteWatcher:
         self._monitor = monitor
         self._silence = silence
         self._has_announced = False
-        self._watched: dict[int, _RemoteProcessWatch] = {}  # by pid
+        self._watched: dict[int, ProcessObserver] = {}  # by pid
         self._ended: dict[int, str] = {}  # of processes that are not watched yet
 
     def take_silence(self) -> float:
         """Return the longest time in seconds without a heartbeat of the host since the previous call."""
         return self._silence.take_longest()
 
-    def watch(self, pid: int, observer: ProcessObserver) -> _RemoteProcessWatch:
+    def watch(self, pid: int, observer: ProcessObserver) -> None:
         if self.reason is not None or pid in self._ended:
             raise ProcessLookupError(self._ended.pop(pid, self.reason))
-        watched = self._watched[pid] = _RemoteProcessWatch(self, pid, observer)
-        return watched
+        self._watched[pid] = observer
 
     def dismiss(self) -> None:
         """Dismiss the host: its watchdog ends, with all processes that remain there."""
@@ -446,13 +445,13 @@ class RemoteWatcher:
     def receive(self, report: Report) -> None:
         self.first_heartbeat.set()
         for pid, how in report.ended.items():
-            watched = self._watched.pop(pid, None)
-            if watched is None:
+            observer = self._watched.pop(pid, None)
+            if observer is None:
                 self._ended[pid] = how
             else:
-                watched.observer.ended(f"{how} on host {self.name}")
-        for pid, watched in list(self._watched.items()):
-            watched.observer.checked(report.health.get(pid, HEALTHY))
+                observer.ended(f"{how} on host {self.name}")
+        for pid, observer in list(self._watched.items()):
+            observer.checked(report.health.get(pid, HEALTHY))
         if report.leaving and not self._has_announced:
             self._has_announced = True
             self._owner.host_leaving(self.name, report.leaving)
@@ -462,24 +461,11 @@ class RemoteWatcher:
             self.reason = reason
             watched, self._watched = self._watched, {}
             self._owner.host_lost(self.name, reason)  # first, so that the ends below count as excused
-            for one in watched.values():
-                one.observer.ended(f"host {self.name} is lost: {reason}")
+            for observer in watched.values():
+                observer.ended(f"host {self.name} is lost: {reason}")
 
     def kill(self, pid: int) -> None:
         self._monitor.command(self.settings.token, {pid}, "")
 
     def forget(self, pid: int) -> None:
         self._watched.pop(pid, None)
-
-
-@dataclass(frozen=True, slots=True)
-class _RemoteProcessWatch:
-    watcher: RemoteWatcher
-    pid: int
-    observer: ProcessObserver
-
-    def kill(self) -> None:
-        self.watcher.kill(self.pid)
-
-    def close(self) -> None:
-        self.watcher.forget(self.pid)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from titan_rl.cluster.liveness.health_check import HEALTHY, ProcessHealth, Watched, Watcher, hang_reason
+from titan_rl.cluster.liveness.health_check import HEALTHY, ProcessHealth, Watcher, hang_reason
 from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.core.errors import ActorDiedError
 
@@ -37,7 +37,8 @@ class _Rank:
     """Watched process of a `RemoteProcess`, and observer of its watch."""
 
     remote: RemoteProcess
-    watched: Watched | None = None
+    pid: int
+    watcher: Watcher
     health: ProcessHealth = HEALTHY
 
     def ended(self, how: str) -> None:
@@ -101,9 +102,9 @@ class RemoteProcess:
         Monarch does."""
         self.pids += tuple(pids)
         for pid in pids:
-            rank = _Rank(self)
+            rank = _Rank(self, pid, watcher)
             try:
-                rank.watched = watcher.watch(pid, rank)
+                watcher.watch(pid, rank)
             except ProcessLookupError:
                 self.end(f"process {pid} ended")
                 return
@@ -137,15 +138,14 @@ class RemoteProcess:
         """Kill the watched processes that still run. This is an intended end: they have released all shared
         resources."""
         for rank in self._ranks:
-            if rank.watched is not None:
-                rank.watched.kill()
+            rank.watcher.kill(rank.pid)
         self.close()
 
     def close(self) -> None:
         """Stop watching. Ends from now on are intended."""
         while self._ranks:
-            if (watched := self._ranks.pop().watched) is not None:
-                watched.close()
+            rank = self._ranks.pop()
+            rank.watcher.forget(rank.pid)
 
     async def call(self, endpoint: Any, *args: Any, timeout_s: float | None = None) -> Any:
         """Call an actor's endpoint. Raises the actor's own error instead of Monarch's wrapper of it.
