@@ -408,11 +408,12 @@ class RouterShard(GeneratorRouter):
     def _follow(self, states: tuple[ReplicaState, ...]) -> None:
         pool = self._shard_pool
         for state in states:
+            is_known = state.name in pool and _handle_of(pool.find(state.name)).identity == state.identity
             if state.service is Service.REMOVED:
-                if state.name in pool and self._identity(state.name) == state.identity:
+                if is_known:
                     self._disconnect(state.name)
                 continue
-            if state.address is not None and (state.name not in pool or self._identity(state.name) != state.identity):
+            if state.address is not None and not is_known:
                 if state.name in pool:
                     self._disconnect(state.name)
                 handle: Any = self._connect(state.name, state.address)
@@ -439,9 +440,6 @@ class RouterShard(GeneratorRouter):
         handle = self._pool.find(name).handle
         self._remove(name)
         self._pool.tasks.start(handle.close(), f"close the connection to {name}")
-
-    def _identity(self, name: str) -> int:
-        return _handle_of(self._pool.find(name)).identity
 
     def _note(self, totals: Totals) -> None:
         own_slice = totals.own_slice(replica.name for replica in self._pool if replica.serving)
