@@ -21,8 +21,27 @@ from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """Outcome of an attempt that the replica ended by itself."""
+
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Outcome of an attempt at a request that was aborted, with the tokens that came back."""
+
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Outcome of an attempt that the router ended, so that the request continues elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
-    """An attempt that failed."""
+    """Outcome of an attempt that failed."""
 
     replica: PooledReplica
     epoch: int  # epoch of the replica when the attempt began
@@ -79,8 +98,8 @@ class Dispatcher:
                     was_moved = in_flight.is_leaving  # the router, not a failure, caused this attempt
                     with reservation as replica:
                         outcome = await self._send(in_flight, replica)
-                    if isinstance(outcome, Completion):
-                        return outcome
+                    if isinstance(outcome, Answered | Aborted):
+                        return outcome.completion
                     ended = in_flight.partial.ended
                     if isinstance(outcome, Failed):
                         in_flight.failed_on.add(outcome.replica)
@@ -125,12 +144,8 @@ class Dispatcher:
                 why = self._pool.trouble() if cause is None else f"the last failed: {cause!r}"
                 raise NoReplicaError(f"{served} served within {waited_s:g} s; {why}") from cause
 
-    async def _send(self, in_flight: RequestInFlight, replica: PooledReplica) -> Completion | Failed | None:
+    async def _send(self, in_flight: RequestInFlight, replica: PooledReplica) -> Answered | Aborted | Moved | Failed:
         """Make one attempt on one replica.
-
-        Returns:
-            The answer, which is aborted if the request was aborted. None if the router ended the attempt, so that the
-            request continues elsewhere.
 
         Raises:
             RequestError: the request can never succeed.
@@ -158,7 +173,7 @@ class Dispatcher:
             raise
         except CutShortError:
             in_flight.orphan()
-            return partial.so_far if in_flight.aborted else None
+            return Aborted(partial.so_far) if in_flight.aborted else Moved()
         except Exception as error:
             if isinstance(error, TimeoutError | EngineStalledError):
                 in_flight.orphan()
@@ -169,11 +184,11 @@ class Dispatcher:
             metrics = {**completion.metrics, "interrupted_s": in_flight.interrupted_s}
             completion = replace(completion, metrics=metrics)
         if in_flight.aborted:
-            return aborted_late(completion)
+            return Aborted(aborted_late(completion))
         if in_flight.is_leaving and completion.finish_reason is FinishReason.ABORT:
             self.moves.came_back(in_flight, replica, completion)
-            return None
-        return completion
+            return Moved()
+        return Answered(completion)
 
     async def _judge(self, request: RequestInFlight, failures: list[Failed]) -> None:
         """Decide whether the replica or the request is at fault for the last failure, and quarantine the replica if it
