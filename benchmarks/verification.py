@@ -137,8 +137,8 @@ def run_engines(plan: Plan) -> None:
     """Run one rank, which tries every fault on every pair of versions."""
     from titan_rl.core.errors import VerificationError
     from titan_rl.generation.engine import EngineSpec
+    from titan_rl.generation.loop.calls import Weights
     from titan_rl.generation.loop.ranks import EngineRank, GlooRanks
-    from titan_rl.generation.loop.state import Weights
     from titan_rl.generation.types import KVPolicy
     from titan_rl.generation.vllm_engine import VLLMEngine
     from titan_rl.weights.transports.shared_memory import SharedMemoryTransport

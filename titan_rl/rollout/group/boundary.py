@@ -163,7 +163,8 @@ class EnvCalls:
         abandoned; the environment is then closed after that call."""
         timeout_s = min(timeout_s, MAX_CLOSE_S)
         self._closes = True
-        call, task = self._begin(self._methods.close)
+        call = _Call(self._methods.close, type(self.env).__name__)
+        task = self._begin(call)
         if self._has_abandoned_call:
             call.logs_failure = True
             return None
@@ -195,12 +196,12 @@ class EnvCalls:
         began = clock()
         try:
             with span(name, "environment", fine=True):
-                return await self._ask(partial(method, *arguments))
+                return await self._ask(_Call(partial(method, *arguments), type(self.env).__name__))
         finally:
             self._seconds += clock() - began
 
-    async def _ask(self, method: Callable[[], Awaitable[Any]]) -> Any:
-        call, task = self._begin(method)
+    async def _ask(self, call: _Call) -> Any:
+        task = self._begin(call)
         try:
             await call.wait()
         except asyncio.CancelledError as error:
@@ -220,15 +221,15 @@ class EnvCalls:
             raise StrayCancellationError("the environment's task was cancelled, although nobody requested it")
         return call.result
 
-    def _begin(self, method: Callable[[], Awaitable[Any]]) -> tuple[_Call, asyncio.Task[None]]:
-        call = _Call(method, type(self.env).__name__)
+    def _begin(self, call: _Call) -> asyncio.Task[None]:
+        """Queue a call, and return the environment's task, which makes it."""
         self._calls.append(call)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._work())
             self._task.add_done_callback(partial(self._ended, call))
         elif self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
-        return call, self._task
+        return self._task
 
     def _ended(self, first: _Call, task: asyncio.Task[None]) -> None:
         first.wake()  # needed if the task was cancelled before it began
