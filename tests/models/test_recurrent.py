@@ -16,9 +16,9 @@ from models.steps import make
 
 from titan_rl.core.errors import ModelError
 from titan_rl.training import family_check
-from titan_rl.training.choices import Attention, DType
 from titan_rl.training.family_check import check_family, draw_sequences, leakage, packing_error
 from titan_rl.training.models import choice, recurrent, transformers_decoder
+from titan_rl.training.options import Attention, DType
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import ModelConfig, TrainingConfig

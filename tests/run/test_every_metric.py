@@ -24,8 +24,8 @@ from titan_rl.generation.types import GaugeSummary
 from titan_rl.metrics.metric import MetricGroup
 from titan_rl.metrics.table import METRICS, find_metric, match_metric
 from titan_rl.run.directory import read_jsonl
-from titan_rl.run.experiments import RunMetrics
 from titan_rl.run.observability.steps import group_metrics, prefixed, validation_metrics
+from titan_rl.run.several_adapters import RunMetrics
 from titan_rl.run.sft.loop import LOGGED
 from titan_rl.scheduling.fair_turns import FairTurns
 from titan_rl.serving.http.exchange import ServerMetrics

@@ -19,11 +19,11 @@ from titan_rl.core.errors import TrainingError
 from titan_rl.evaluation.policies.source import find_policy
 from titan_rl.run import launch
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.experiments import Experiment, ExperimentMessages, Experiments
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import Sinks
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.resumption import begin_run
+from titan_rl.run.several_adapters import Experiment, ExperimentMessages, Experiments
 
 SEVERAL = "examples/alphabet_sort/several.toml"
 

@@ -10,8 +10,8 @@ from background import in_background
 
 from titan_rl.core.console import ConsoleLines
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.run.experiments import ExperimentStalls
 from titan_rl.run.observability.watchers import warn_of_stalls
+from titan_rl.run.several_adapters import ExperimentStalls
 from titan_rl.scheduling.fair_turns import FairTurns
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, SamplingParams, TokenChunk

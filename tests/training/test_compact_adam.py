@@ -7,7 +7,6 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from titan_rl.training.choices import StateDType
 from titan_rl.training.optimizer.optimizers import (
     CompactAdam,
     decode_signed,
@@ -16,6 +15,7 @@ from titan_rl.training.optimizer.optimizers import (
     encode_square,
     rounded,
 )
+from titan_rl.training.options import StateDType
 from titan_rl.training.settings import TrainingConfig
 
 SHAPES = ((64, 48), (4, 16, 24), (48,))

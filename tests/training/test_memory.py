@@ -20,10 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from titan_rl.core.errors import ModelError
 from titan_rl.training.attention.attention import layout_documents
 from titan_rl.training.attention.documents import Document
-from titan_rl.training.choices import Implementation
 from titan_rl.training.memory import rank_memory, update_bytes
 from titan_rl.training.models.tiny import tiny_config
 from titan_rl.training.optimizer.optimizers import CompactAdam
+from titan_rl.training.options import Implementation
 from titan_rl.training.parallel import World
 from titan_rl.training.passes import BuiltFrom, MemoryTracker, MicroBatchShape, measure_passes
 from titan_rl.training.policy import Policy

@@ -26,7 +26,7 @@ from titan_rl.generation.router.strategies import BY_NAME as STRATEGIES
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.training.choices import Level
+from titan_rl.training.options import Level
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.weights.transports.registry import BY_NAME as TRANSPORTS
 

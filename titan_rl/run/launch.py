@@ -23,7 +23,6 @@ from titan_rl.core.console import Verbosity
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.run.controller import Controller
-from titan_rl.run.experiments import ExperimentsSession, train_adapters
 from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
 from titan_rl.run.machine.requirements import check_needs
 from titan_rl.run.observability.summary import RunSummary
@@ -31,6 +30,7 @@ from titan_rl.run.observability.watchers import warn_of_stalls
 from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes
 from titan_rl.run.resumption import open_run_dir
 from titan_rl.run.session import RunSession, open_journal
+from titan_rl.run.several_adapters import ExperimentsSession, train_adapters
 from titan_rl.run.teachers import open_teachers
 from titan_rl.run.trainer_recovery import JournaledSteps, open_trainer
 

@@ -17,7 +17,7 @@ from titan_rl.core.console import Console
 from titan_rl.core.errors import TitanRLError
 from titan_rl.evaluation.policies.source import PolicySource, export, newest_checkpoint
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.training.choices import DType
+from titan_rl.training.options import DType
 from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.types import Manifest, PublishedWeights, StateDictTransport
 

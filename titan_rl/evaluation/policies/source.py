@@ -19,9 +19,9 @@ from titan_rl.core.console import Console
 from titan_rl.core.errors import CheckpointError, ConfigError
 from titan_rl.run.directory import adapters_of_run
 from titan_rl.run.machine.requirements import require_modules
-from titan_rl.training.choices import DType
 from titan_rl.training.models.peft_settings import CONFIG as ADAPTER_FILE
 from titan_rl.training.models.peft_settings import peft_settings, read_adapter_config
+from titan_rl.training.options import DType
 from titan_rl.training.settings import ModelConfig
 from titan_rl.training.state.checkpoint import latest, step_of
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from titan_rl.core.errors import ModelError
 from titan_rl.core.settings import dotted
-from titan_rl.training.choices import Implementation
+from titan_rl.training.options import Implementation
 
 _QWEN3 = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 
