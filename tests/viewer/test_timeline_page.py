@@ -127,6 +127,16 @@ async def test_keys_zoom_and_move_and_go_from_span_to_span(open_timeline: OpenTi
     assert ((await figures(page))["from"], (await figures(page))["to"]) == (4, 8)
 
 
+async def test_keys_go_on_from_the_same_span_after_newer_figures_have_come(open_timeline: OpenTimeline) -> None:
+    page = await open_timeline(TIMELINE)
+    await page.locator(".timeline-scroll canvas").focus()
+    for key in ("ArrowDown", "n"):
+        await page.keyboard.press(key)
+    await page.evaluate("timeline => viewer.view.chart.show(timeline)", TIMELINE)
+    await page.keyboard.press("n")
+    assert (await page.locator(".span-tip").inner_text()).split("\n")[0] == "forward"
+
+
 async def test_mouse_zooms_moves_shows_and_chooses_steps(open_timeline: OpenTimeline) -> None:
     page = await open_timeline(TIMELINE, width=1200)
     canvas = page.locator(".timeline-scroll canvas")

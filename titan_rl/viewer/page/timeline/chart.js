@@ -52,6 +52,17 @@ export class TimelineChart {
     this.steps = steps ?? [];
     this.syncs = syncs ?? [];
     this.#place();
+    this.current &&= this.#found(this.current);
+  }
+
+  /** The same span in the present answer; null if it is not in it, or joined with others. It may be cut at another place. */
+  #found([start, end, name]) {
+    const spans = this.#lane()?.lane.spans ?? [];
+    return spans.find(span => span[2] === name && (span[0] === start || span[1] === end)) ?? null;
+  }
+
+  #lane() {
+    return this.placed.rows.find(row => row.kind === "lane" && row.lane.id === this.lane);
   }
 
   recolour() {
@@ -240,7 +251,7 @@ export class TimelineChart {
   }
 
   #nextSpan(by) {
-    const row = this.placed.rows.find(one => one.kind === "lane" && one.lane.id === this.lane);
+    const row = this.#lane();
     if (!row) return;
     const { spans } = row.lane;
     const at = this.current ? spans.indexOf(this.current) + by : spans.findIndex(([, end]) => end >= this.window.from);
