@@ -75,7 +75,9 @@ class Replica:
                 del self._lengths[request_id]
                 future.set_result(_completion(request_id, most))
             else:
-                on_chunk(TokenChunk(request_id, TOKENS[:CHUNK], LOGPROBS[:CHUNK], (VersionSpan(0, CHUNK),)))
+                start = length - CHUNK
+                tokens, logprobs = TOKENS[start:length], LOGPROBS[start:length]
+                on_chunk(TokenChunk(request_id, tokens, logprobs, (VersionSpan(0, CHUNK),)))
                 self._running.append(entry)
         if self._running:
             asyncio.get_running_loop().call_soon(self._advance)

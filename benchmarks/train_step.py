@@ -82,10 +82,10 @@ class Parts:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._is_on = False
         policy, passes, optimizers = core._policy, core._gradient_pass, core._optimizers
-        self._time(core, "_plan", "packing")
+        self._time(trainer, "plan_step", "packing")
         self._time(core, "_minibatches", "tensors and layout")
         self._time(policy, "logprobs", "forward")
-        self._time(passes, "_objective", "objective")
+        self._time(type(passes._objective), "__call__", "objective")
         self._time(torch.Tensor, "backward", "backward")
         self._time(gradient_pass, "average_and_clip", "clipping")
         self._time(optimizers, "step", "optimizer")

@@ -16,7 +16,7 @@ from titan_rl.core.calls.plain import snapshot
 from titan_rl.core.calls.user_code import Failure, summary
 from titan_rl.rollout.copies import completion_of, completion_to_give, messages_of, token_ids_of
 from titan_rl.rollout.environment.types import MessagePlayer, Player, SeatOutError, TokenPlayer, TokenSeat
-from titan_rl.rollout.group.boundary import EnvCalls, OwnTime, RolloutEnded, TimeIsUp, ends_with
+from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, OwnTime, RolloutEnded, TimeIsUp
 from titan_rl.rollout.group.turns import LAST_CALL_S, RETURN_S, TurnTaker, turn_seed, used_up
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus
 from titan_rl.types import Completion, FinishReason
@@ -61,7 +61,7 @@ class Game:
             async with self._scope:
                 self._is_running = True
                 self._restart_env_timer()
-                async with ends_with(RolloutStatus.ERROR_ENV, watch=self.watch):
+                async with EndsWith(RolloutStatus.ERROR_ENV, watch=self.watch):
                     try:
                         await env.play_seats(seats)
                     except* SeatOutError as outs:

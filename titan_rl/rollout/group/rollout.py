@@ -23,7 +23,7 @@ from titan_rl.rollout.environment.types import (
     TokenObservation,
     TokenStep,
 )
-from titan_rl.rollout.group.boundary import EnvCalls, OwnTime, RolloutEnded, ends_with
+from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, OwnTime, RolloutEnded
 from titan_rl.rollout.group.game import play_game, rollouts_of_seats
 from titan_rl.rollout.group.turns import LAST_CALL_S, RequestIds, TurnTaker, generate_within, used_up
 from titan_rl.rollout.settings import RolloutConfig
@@ -64,7 +64,7 @@ class RolloutRunner:
         env: EnvCalls | None = None
         players: Mapping[str, Player] = {}
         try:
-            async with ends_with(RolloutStatus.ERROR_ENV):
+            async with EndsWith(RolloutStatus.ERROR_ENV):
                 env = EnvCalls(ThreadedEnv(self._checked_env) if self.limits.env_in_thread else self._checked_env())
                 if env.has_seats:
                     players = env.env.players(rollout.sibling)
@@ -139,7 +139,7 @@ class RolloutRunner:
         """Context of a call of the environment, within the limit of calls and the rollout's remaining time. An
         environment may respond to a finished answer even if hardly any time is left."""
         own_s, limit_s = max(own_time.watch.left_s, LAST_CALL_S), self.limits.env_timeout_s
-        return ends_with(
+        return EndsWith(
             RolloutStatus.ERROR_ENV,
             asyncio.get_running_loop().time() + min(own_s, limit_s),
             watch=own_time.watch,
@@ -184,7 +184,7 @@ async def _play_agent(env: EnvCalls, turns: TurnTaker, env_rewards: Sequence[str
     try:
         async with (
             _signalled_when_over(watch, time_is_up, limits.env_timeout_s),
-            ends_with(RolloutStatus.ERROR_ENV, watch=watch),
+            EndsWith(RolloutStatus.ERROR_ENV, watch=watch),
         ):
             await env.play(policy, rollout)
             _check_played(rollout)

@@ -14,7 +14,7 @@ from titan_rl.core.calls.bounded import BoundedCall
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.copies import Contexts, completion_of
-from titan_rl.rollout.group.boundary import OwnTime, RolloutEnded, ends_with
+from titan_rl.rollout.group.boundary import EndsWith, OwnTime, RolloutEnded
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
@@ -159,7 +159,7 @@ class TurnTaker:
         rollout, turn = self.rollout, len(self.rollout.turns)
         sampling = self._sampling(turn, prompt)
         deadline = asyncio.get_running_loop().time() + self.limits.generate_timeout_s
-        async with ends_with(RolloutStatus.ERROR_GENERATE, deadline):
+        async with EndsWith(RolloutStatus.ERROR_GENERATE, deadline):
             completion = await generate_within(
                 watch,
                 self.generate,
