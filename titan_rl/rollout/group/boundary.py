@@ -74,7 +74,7 @@ class EndsWith:
     Raises:
         RolloutEnded: the block raised an exception, except for a cancellation of the rollout itself.
 
-    It is a class, because each rollout enters four of them, and a generator of `asynccontextmanager` takes twice as long.
+    A rollout enters four of these, and a context manager of `asynccontextmanager` takes twice as long as this class.
     """
 
     def __init__(
