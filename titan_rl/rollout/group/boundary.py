@@ -74,7 +74,7 @@ class EndsWith:
     Raises:
         RolloutEnded: the block raised an exception, except for a cancellation of the rollout itself.
 
-    A rollout enters four of these, and a context manager of `asynccontextmanager` takes twice as long as this class.
+    A rollout enters four of these, and a context manager of `asynccontextmanager` takes longer than this class.
     """
 
     def __init__(
