@@ -51,8 +51,8 @@ from titan_rl import (
 )
 from titan_rl.cluster.actor_replica import ActorReplica
 from titan_rl.cluster.generator_actor import GeneratorPlan
+from titan_rl.cluster.hosts.attached_hosts import Hosts
 from titan_rl.cluster.hosts.host import Host
-from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.cluster.processes.process import LOOPBACK
@@ -65,7 +65,7 @@ from titan_rl.generation.group_requests import GroupRequests
 from titan_rl.generation.recording import RecordedAnswer, Recorder
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
-from titan_rl.rollout.copies import completion_of
+from titan_rl.rollout.checked_copies import completion_of
 from titan_rl.rollout.group.running import RunningGroups
 from titan_rl.scheduling.curriculum import InOrder
 from titan_rl.scheduling.lease import Lease

@@ -28,7 +28,7 @@ from titan_rl.core.console import LOG
 from titan_rl.core.tracing import spans
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.run.directory import read_jsonl
-from titan_rl.run.launch import run_training
+from titan_rl.run.train import run_training
 
 SUBJECT = ("titan_rl/core/tracing",)
 """Code that the figures depend on, for `scripts/stale_figures.py`."""

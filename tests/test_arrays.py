@@ -27,7 +27,7 @@ from titan_rl.core.arrays import (
     token_array,
     version_array,
 )
-from titan_rl.core.calls.plain import json_line
+from titan_rl.core.plain_data import json_line
 from titan_rl.types import Completion, FinishReason, VersionSpan
 
 TOKEN_LISTS = st.lists(st.integers(0, 2**31 - 1), max_size=30)

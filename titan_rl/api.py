@@ -23,7 +23,7 @@ from titan_rl.config.load import ConfigLike, TaskLike, given_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.evaluate import EvaluationRun, folder_name
-from titan_rl.evaluation.policies.opened import OpenedPolicy, open_policy, speaks_no_tokens
+from titan_rl.evaluation.policies.inference import OpenedPolicy, open_policy, refuse_tokens
 from titan_rl.evaluation.results import Evaluation
 from titan_rl.generation.function_replica import FunctionReplica, within_vocabulary
 from titan_rl.generation.router.replica import Replica
@@ -31,10 +31,10 @@ from titan_rl.generation.router.strategies import Strategy
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
+from titan_rl.run.components import Components
 from titan_rl.run.machine.signals import run_to_its_end
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.summary import RunSummary, show_summary
-from titan_rl.run.parts import Parts
 from titan_rl.run.session import SessionFiles
 from titan_rl.run.terminal.standard_streams import StderrConsole
 from titan_rl.scheduling.filters import GroupFilter
@@ -103,7 +103,7 @@ def train(
         AdaptersFailedError: some of the `[[adapters]]` failed; its `finished` has the summaries of the others.
         TitanRLError: the run failed.
     """
-    from titan_rl.run.launch import run_training
+    from titan_rl.run.train import run_training
 
     if generate is not None:
         if replicas is not None:
@@ -111,7 +111,7 @@ def train(
         if not callable(generate):
             raise ConfigError(f"generate = {generate!r} must be an async function, a GenerateFn")
         replicas = []
-    parts = Parts(
+    components = Components(
         trainer=trainer,
         replicas=replicas,
         published=published or PublishedWeights(),
@@ -127,11 +127,13 @@ def train(
         "generation.engine": engine,
         "statedict.transport": transport,
     }
-    made = given_config(config, task=task, functions=functions, overrides=overrides, check_files=parts.needs_processes)
+    made = given_config(
+        config, task=task, functions=functions, overrides=overrides, check_files=components.needs_processes
+    )
     if generate is not None:
-        parts = replace(parts, replicas=[FunctionReplica(within_vocabulary(generate, made.model.path))])
+        components = replace(components, replicas=[FunctionReplica(within_vocabulary(generate, made.model.path))])
     folder = None if resume is None else Path(resume).resolve()
-    end = run_training(made, folder, parts=parts, name=name, started_by="titan_rl.train(...)")
+    end = run_training(made, folder, components=components, name=name, started_by="titan_rl.train(...)")
     if end.summary is None:
         raise KeyboardInterrupt(f"the run is stopped; titan_rl.train(config, resume={str(end.run_dir)!r}) continues it")
     show_summary(end.summary, sys.stderr)
@@ -213,6 +215,6 @@ async def _evaluate(config: RunConfig, settings: EvalConfig, policy: OpenedPolic
 def _of_function(policy: Any, config: RunConfig, renderer: Renderer | None) -> OpenedPolicy:
     name = getattr(policy, "__qualname__", type(policy).__name__)
     if "messages" in inspect.signature(policy).parameters:
-        return OpenedPolicy(name, speaks_no_tokens, chat=policy)
+        return OpenedPolicy(name, refuse_tokens, chat=policy)
     generate = within_vocabulary(policy, config.model.path)
     return OpenedPolicy(name, generate, renderer or make_renderer(config.model, single_turn=is_single_turn(config)))

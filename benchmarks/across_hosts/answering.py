@@ -42,10 +42,10 @@ from titan_rl.generation.engine import Engine, EngineSpec
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
+from titan_rl.run.components import watcher
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.hosts import use_monarch
-from titan_rl.run.machine.environment import run_environment
-from titan_rl.run.parts import watcher
+from titan_rl.run.machine.process_environment import run_environment
+from titan_rl.run.provider_workers import use_monarch
 from titan_rl.run.status import status_kept
 from titan_rl.types import Completion, SamplingParams, TokenChunk
 from titan_rl.weights.types import PublishedWeights

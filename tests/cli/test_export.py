@@ -11,7 +11,7 @@ from peft_files import write_adapter
 
 from titan_rl.cli.main import main
 from titan_rl.core.errors import CheckpointError
-from titan_rl.evaluation.policies import source
+from titan_rl.evaluation.policies import policy_export
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "alphabet_sort"
 
@@ -41,7 +41,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         assert not as_adapter
         calls.append((model.dtype, checkpoint.name, directory))
 
-    monkeypatch.setattr(source, "export", export)
+    monkeypatch.setattr(policy_export, "export_weights", export)
     return calls
 
 

@@ -15,10 +15,10 @@ import pytest
 
 import titan_rl
 from titan_rl.cli.main import main
-from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
-from titan_rl.core.calls.plain import terminal_text
+from titan_rl.config.resume_changes import settings_of
 from titan_rl.core.errors import RewardError
+from titan_rl.core.plain_data import terminal_text
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
@@ -81,9 +81,9 @@ def test_a_users_exception_that_quotes_the_model_is_shown_escaped(
         except KeyError as error:
             raise RewardError(f"reward one failed: {HOSTILE}") from error
 
-    module = ModuleType("titan_rl.run.launch")
+    module = ModuleType("titan_rl.run.train")
     module.run_training = run_training  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "titan_rl.run.launch", module)
+    monkeypatch.setitem(sys.modules, "titan_rl.run.train", module)
     assert main(["train", "config.toml"]) == 1
     shown = capfd.readouterr().err
     assert "reward one failed" in shown

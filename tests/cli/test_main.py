@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from titan_rl.cli.main import main, program
-from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
+from titan_rl.config.resume_changes import settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import TrainingError
 from titan_rl.run.directory import RunDirectory
@@ -28,12 +28,12 @@ from titan_rl.run.journal.state import RunState
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RunConfig], int]], None]:
-    """Put a function in the place of `titan_rl.run.launch.run_training`."""
+    """Put a function in the place of `titan_rl.run.train.run_training`."""
 
     def install(run: Callable[[RunConfig], int]) -> None:
-        module = ModuleType("titan_rl.run.launch")
+        module = ModuleType("titan_rl.run.train")
         module.run_training = lambda config, resume, **_: SimpleNamespace(summary=None, code=run(config))  # type: ignore
-        monkeypatch.setitem(sys.modules, "titan_rl.run.launch", module)
+        monkeypatch.setitem(sys.modules, "titan_rl.run.train", module)
 
     return install
 
@@ -464,14 +464,14 @@ def test_no_command_is_a_usage_error():
 
 def test_resume_takes_the_settings_of_the_run(project: Path, launch, monkeypatch):
     seen: list[object] = []
-    module = ModuleType("titan_rl.run.launch")
+    module = ModuleType("titan_rl.run.train")
 
     def run_training(config: RunConfig, resume: Path, **_: object) -> SimpleNamespace:
         seen.append((config.training.steps, resume))
         return SimpleNamespace(summary=None, code=0)
 
     module.run_training = run_training  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "titan_rl.run.launch", module)
+    monkeypatch.setitem(sys.modules, "titan_rl.run.train", module)
     run = project / "run-1"
     run.mkdir()
     (run / "config.toml").write_text((project / "config.toml").read_text())

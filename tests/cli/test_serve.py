@@ -19,7 +19,7 @@ from titan_rl.cli.options import Parser
 from titan_rl.cli.serve import set_up
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.serve import ServeConfig
-from titan_rl.evaluation.policies.source import PolicySource, find_policy
+from titan_rl.evaluation.policies.policy_source import PolicySource, find_policy
 
 
 @pytest.fixture

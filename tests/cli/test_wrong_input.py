@@ -15,8 +15,8 @@ import pytest
 from user_project import CONFIG
 
 from titan_rl.cli.main import main
-from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
+from titan_rl.config.resume_changes import settings_of
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
 from titan_rl.training.state.checkpoint import step_directory, write_checksums, write_summed

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.cluster.hosts.agent import Had, RunOnHost, new_pieces
-from titan_rl.cluster.hosts.hosts import Hosts
+from titan_rl.cluster.hosts.attached_hosts import Hosts
 from titan_rl.cluster.hosts.preflight import Clocks, HostFacts, HostNeeds, Question, look
 from titan_rl.cluster.liveness.heartbeat import HostMonitor, Report, WatchdogSettings, receive, send
 from titan_rl.config.hosts import HostsConfig

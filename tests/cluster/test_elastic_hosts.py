@@ -14,8 +14,8 @@ from background import HANG_S
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
+from titan_rl.cluster.hosts.attached_hosts import Hosts
 from titan_rl.cluster.hosts.elastic import ElasticHosts
-from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostRecord, HostState
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.liveness.heartbeat import HostMonitor, receive, send

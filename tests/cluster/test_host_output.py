@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.cluster.hosts.agent import new_pieces
+from titan_rl.cluster.hosts.attached_hosts import REST_S, HostOutput
 from titan_rl.cluster.hosts.host import Host
-from titan_rl.cluster.hosts.hosts import REST_S, HostOutput
 from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.core.tracing.recorder import TraceFile

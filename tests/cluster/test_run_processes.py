@@ -17,8 +17,8 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from run.test_controller import Counting
 
 from titan_rl.cluster.actor_replica import ActorReplica, AdapterReplica
+from titan_rl.cluster.hosts.attached_hosts import Hosts
 from titan_rl.cluster.hosts.host import Host
-from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.lifecycle import HostState
 from titan_rl.cluster.hosts.placement import ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds

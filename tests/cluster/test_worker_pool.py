@@ -20,7 +20,7 @@ from titan_rl.cluster.rollout_workers import WorkerLink, WorkerPool
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.generation.recording import RecordedAnswer
 from titan_rl.generation.router import GeneratorRouter
-from titan_rl.rollout.copies import portable
+from titan_rl.rollout.checked_copies import portable
 from titan_rl.scheduling.lease import Suspension
 
 SAMPLING = SamplingParams(max_tokens=1)

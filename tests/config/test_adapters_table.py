@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import titan_rl
-from titan_rl.config.changes import check_options, check_unchanged, settings_of
 from titan_rl.config.load import dump_config, given_config, load_config
+from titan_rl.config.resume_changes import check_options, check_unchanged, settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 

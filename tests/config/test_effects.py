@@ -12,7 +12,7 @@ from titan_rl.config.conflicts import Setting, of_effects, reset_without_effect,
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section, TakesEffect
-from titan_rl.run.sft.launch import supervised
+from titan_rl.run.sft.train import supervised
 
 __all__ = ["project"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from titan_rl.config.build import make_filters
-from titan_rl.config.changes import check_options, check_unchanged, is_resumable, settings_of
 from titan_rl.config.load import dump_config, load_config
+from titan_rl.config.resume_changes import check_options, check_unchanged, is_resumable, settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource, name_of
 from titan_rl.core.errors import ConfigError

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from titan_rl.config.changes import settings_of
 from titan_rl.config.load import dump_config, given_config, load_config
+from titan_rl.config.resume_changes import settings_of
 from titan_rl.core.errors import ConfigError
 
 SET = """

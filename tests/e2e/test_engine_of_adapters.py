@@ -20,7 +20,7 @@ from titan_rl.generation.engine import AdapterSpec, EngineSpec
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import compare, read_back
 from titan_rl.generation.vllm_engine import VLLMEngine
-from titan_rl.training.adapters import AdapterTrainers
+from titan_rl.training.adapter_trainers import AdapterTrainers
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.settings import TARGETS, CorrectionConfig, ModelConfig, PolicySettings, TrainingConfig
 from titan_rl.types import SamplingParams

@@ -21,7 +21,7 @@ from titan_rl.rollout.task import RunContext
 from titan_rl.serving.client import HttpGenerateFn
 from titan_rl.tasks.league import LeagueSeat
 from titan_rl.tasks.players import FrozenPolicy, open_players
-from titan_rl.tasks.served import open_opponents
+from titan_rl.tasks.policy_servers import open_opponents
 from titan_rl.training.tiny_model import make_tiny_model
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")

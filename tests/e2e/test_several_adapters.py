@@ -14,7 +14,7 @@ import torch
 from e2e.tiny_policy import make_tiny_llama3, make_tiny_qwen3, on_policy_samples
 
 from titan_rl.core.errors import UntrainableError
-from titan_rl.training.adapters import AdapterTrainers
+from titan_rl.training.adapter_trainers import AdapterTrainers
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, PolicySettings, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 

@@ -12,7 +12,7 @@ from background import HANG_S
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.cluster.processes.answers import AnsweringActor
+from titan_rl.cluster.processes.actor_calls import AnsweringActor
 from titan_rl.cluster.processes.process import enter_actor_process
 from titan_rl.cluster.processes.remote_process import call
 from titan_rl.cluster.supervision import Supervisor

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl import Completion, EngineRequest, FinishReason, GenerationError, SamplingParams, StateDictError
-from titan_rl.evaluation.policies.switch import VersionSwitch
+from titan_rl.evaluation.policies.version_switch import VersionSwitch
 from titan_rl.training.settings import ModelConfig
 from titan_rl.types import VersionSpan
 

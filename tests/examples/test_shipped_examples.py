@@ -8,7 +8,7 @@ import pytest
 
 from titan_rl.config.load import load_config
 from titan_rl.core.console import LOG
-from titan_rl.run.rehearsal import rehearse
+from titan_rl.run.dry_run import play_dry_run
 from titan_rl.training.tiny_model import make_tiny_model
 
 EXAMPLES = sorted(path.parent.name for path in Path("examples").glob("*/cpu.toml"))
@@ -21,4 +21,4 @@ def test_its_settings_can_be_rehearsed(name: str, tmp_path: Path) -> None:
     context = load_config(path, check_files=False).model.max_context
     make_tiny_model(tmp_path / "base", texts=(), level="byte", parameters=100_000, max_context=context)
     made = [(key, str(tmp_path / "base")) for key in ("model.path", "training.teacher")]
-    assert rehearse(load_config(path, made if name == "distillation" else made[:1]), LOG)
+    assert play_dry_run(load_config(path, made if name == "distillation" else made[:1]), LOG)

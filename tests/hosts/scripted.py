@@ -83,8 +83,8 @@ class Printed(Console):
 async def generators(config: RunConfig, folder: Path) -> AsyncGenerator[tuple[Any, Any]]:
     """The processes and a router of the generators that settings describe."""
     from titan_rl.cluster.run_processes import start_processes
-    from titan_rl.run.hosts import use_monarch
-    from titan_rl.run.machine.environment import run_environment
+    from titan_rl.run.machine.process_environment import run_environment
+    from titan_rl.run.provider_workers import use_monarch
     from titan_rl.weights.types import PublishedWeights
 
     with run_environment((str(TESTS), *config.pythonpath)):

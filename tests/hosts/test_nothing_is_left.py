@@ -28,8 +28,8 @@ from run.test_controller import FakeTrainer
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import CheckpointConfig, SamplingConfig, ValidationConfig
 from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.run.launch import run_training
-from titan_rl.run.parts import Parts
+from titan_rl.run.train import run_training
+from titan_rl.run.components import Components
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.settings import TrainingConfig
 
@@ -51,7 +51,7 @@ settings = config(
     validation=ValidationConfig(num_prompts=0),
     checkpoint=CheckpointConfig(interval=0, interval_s=0),
 )
-sys.exit(run_training(settings, parts=Parts(trainer=Steps(), renderer=LetterRenderer())).code)
+sys.exit(run_training(settings, components=Components(trainer=Steps(), renderer=LetterRenderer())).code)
 """
 
 

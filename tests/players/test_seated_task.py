@@ -31,7 +31,7 @@ from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import Matched
 from titan_rl.tasks.league import LeagueSeat
 from titan_rl.tasks.players import Endpoint, FrozenPolicy
-from titan_rl.tasks.served import PersistentGenerate
+from titan_rl.tasks.policy_servers import PersistentGenerate
 
 
 class Silence:

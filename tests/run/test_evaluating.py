@@ -14,7 +14,7 @@ from titan_rl import ConfigError, SamplingParams, load_config
 from titan_rl.config.build import make_renderer
 from titan_rl.config.evaluation import make_eval_config
 from titan_rl.evaluation.evaluate import EvaluationRun
-from titan_rl.evaluation.policies.opened import OpenedPolicy, open_endpoint
+from titan_rl.evaluation.policies.inference import OpenedPolicy, open_endpoint
 from titan_rl.evaluation.results import TaskResult
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.run.observability.progress import Progress

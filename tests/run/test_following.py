@@ -15,7 +15,7 @@ from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import CheckpointError, StateDictError
 from titan_rl.evaluation.policies import following
 from titan_rl.evaluation.policies.following import CheckpointPublisher, RunFollower
-from titan_rl.evaluation.policies.source import PolicySource
+from titan_rl.evaluation.policies.policy_source import PolicySource
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.testing.fake_replica import FakeReplica
@@ -167,7 +167,7 @@ async def test_what_is_published_is_what_the_checkpoint_has_with_checksums_and_o
         write(directory, len(temporary))
         return model.model_copy(update={"path": str(directory)})
 
-    monkeypatch.setattr(following, "export", export)
+    monkeypatch.setattr(following, "export_weights", export)
     published = PublishedWeights()
     with SharedMemoryTransport("serve", root=tmp_path) as transport:
         publisher = CheckpointPublisher(ModelConfig(path="base"), transport, published, tmp_path / "export.log")

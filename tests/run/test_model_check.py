@@ -15,10 +15,10 @@ from titan_rl.cli.main import main
 from titan_rl.core.errors import ModelError
 from titan_rl.run.machine import model_check
 from titan_rl.run.machine.model_check import CheckedModel, ModelOutcome, check_model, in_a_line, read_model
-from titan_rl.training.comparison import Comparison
+from titan_rl.training.numerical_check import NumericalCheck
 
-RIGHT = Comparison("logprobs", "A against B", 1e-6, 2e-5, "nats")
-WRONG = Comparison("hot swaps", "A against B", 0.5, 2e-5, "nats")
+RIGHT = NumericalCheck("logprobs", "A against B", 1e-6, 2e-5, "nats")
+WRONG = NumericalCheck("hot swaps", "A against B", 0.5, 2e-5, "nats")
 
 
 @pytest.fixture
@@ -183,4 +183,4 @@ def test_the_verdict_says_yes_or_what_differs_and_the_next_command(
 
 
 def test_a_difference_that_is_not_a_number_is_too_large() -> None:
-    assert not Comparison("logprobs", "A against B", float("nan"), 2e-5, "nats").holds
+    assert not NumericalCheck("logprobs", "A against B", float("nan"), 2e-5, "nats").holds

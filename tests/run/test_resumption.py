@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from user_project import project, write_tensors
 
-from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
 from titan_rl.config.model_files import model_identity
+from titan_rl.config.resume_changes import settings_of
 from titan_rl.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory, read_jsonl

@@ -16,8 +16,8 @@ from titan_rl.cli.main import main
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.core.console import LOG
 from titan_rl.core.errors import TrainingError
-from titan_rl.evaluation.policies.source import find_policy
-from titan_rl.run import launch
+from titan_rl.evaluation.policies.policy_source import find_policy
+from titan_rl.run import train
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import Sinks
@@ -64,7 +64,7 @@ def test_the_results_of_all_adapters_are_printed_also_by_a_quiet_command(
 ) -> None:
     results = {name: RunSummary(0.1, 0.4, 80, 900, 5.0, tmp_path / "adapters" / name) for name in ("grpo", "gspo")}
     summary = RunSummary.of_adapters(results, tmp_path, 7.0)
-    monkeypatch.setattr(launch, "run_training", lambda *args, **options: launch.RunEnd(0, tmp_path, summary))
+    monkeypatch.setattr(train, "run_training", lambda *args, **options: train.RunEnd(0, tmp_path, summary))
     assert main(["train", SEVERAL, "-q", "--model.path", str(BASE)]) == 0
     printed = capfd.readouterr().out
     for name in results:

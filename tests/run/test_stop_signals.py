@@ -24,22 +24,22 @@ __all__ = ["project"]
 
 SETTING_UP = """
 import asyncio, signal, sys
-from titan_rl.run import launch
+from titan_rl.run import train
 from titan_rl.config.load import load_config
 
 async def setting_up(*args):
     signal.raise_signal(signal.SIGINT)
     await asyncio.sleep(1000)
 
-launch._train = setting_up
-sys.exit(launch.run_training(load_config("config.toml")).code)
+train._train = setting_up
+sys.exit(train.run_training(load_config("config.toml")).code)
 """
 
 PROGRAM = """
 import asyncio, ctypes, os, pathlib, sys, time
 from titan_rl.run.machine.guard import guarded
 from titan_rl.cluster.hosts.folders import scratch_root
-from titan_rl.run.machine.environment import run_environment
+from titan_rl.run.machine.process_environment import run_environment
 from titan_rl.run.machine.signals import StopSignals
 
 def native():

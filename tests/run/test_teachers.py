@@ -17,9 +17,9 @@ from titan_rl.core.console import LOG
 from titan_rl.core.errors import ConfigError, GenerationError
 from titan_rl.generation.scripted_engine import scripted_logprobs
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
-from titan_rl.run.sft.launch import supervised
+from titan_rl.run.sft.train import supervised
 from titan_rl.run.teachers import PrivilegedPrompt, TokenCheck, check_tokens, open_teachers
-from titan_rl.tasks.served import Served
+from titan_rl.tasks.policy_servers import Served
 
 __all__ = ["project"]
 

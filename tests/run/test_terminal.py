@@ -18,7 +18,7 @@ from titan_rl.cluster.hosts.lifecycle import HostStatus
 from titan_rl.core.console import ConsoleLines, Verbosity
 from titan_rl.run.observability.progress import Operations, Progress, ShownStep
 from titan_rl.run.observability.summary import RunSummary, show_summary
-from titan_rl.run.terminal.view import SLOT_STYLES, LiveLines, ReplicaLook, RunLook, View, flow, layout
+from titan_rl.run.terminal.live_display import SLOT_STYLES, LiveLines, ReplicaLook, RunLook, View, flow, layout
 from titan_rl.testing.clock import ManualClock
 
 LOOK = RunLook(

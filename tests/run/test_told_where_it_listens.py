@@ -9,15 +9,15 @@ import pytest
 
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.core.console import ConsoleLines
-from titan_rl.run.hosts import use_monarch
+from titan_rl.run.provider_workers import use_monarch
 
 
 def test_an_address_on_which_a_process_listens_for_several_policies_is_told_once(monkeypatch: pytest.MonkeyPatch):
     used: list[str] = []
     listening = SimpleNamespace(listen_below=None, listen_on=lambda address, folder: used.append(address))
     monkeypatch.setitem(sys.modules, "titan_rl.cluster.processes.sockets", listening)
-    monkeypatch.setattr("titan_rl.run.hosts.own_address", lambda hosts: hosts.listen)
-    monkeypatch.setattr("titan_rl.run.hosts._announced", set[str]())
+    monkeypatch.setattr("titan_rl.run.provider_workers.own_address", lambda hosts: hosts.listen)
+    monkeypatch.setattr("titan_rl.run.provider_workers._announced", set[str]())
     told = ConsoleLines()
     for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2", "127.0.0.1"):
         use_monarch(HostsConfig(addresses=("10.0.0.9",), listen=address), told)

@@ -13,7 +13,7 @@ from titan_rl.cluster.providers.spec import ProviderSpec
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.errors import ConfigError, ProviderError
-from titan_rl.run.hosts import workers_started
+from titan_rl.run.provider_workers import start_workers
 
 events = list[str]()
 
@@ -42,7 +42,7 @@ async def test_a_providers_workers_are_there_for_the_block_however_it_ends(tmp_p
     events.clear()
     given = config(provider=f"{__name__}:two", train=2)
     with contextlib.suppress(ZeroDivisionError):
-        async with workers_started(given, tmp_path) as started:
+        async with start_workers(given, tmp_path) as started:
             hosts = started.config.hosts
             assert hosts.addresses == ("10.0.0.2:22222", "10.0.0.3:22222")
             assert (hosts.provider, hosts.train) == (None, 2)
@@ -55,19 +55,19 @@ async def test_a_providers_workers_are_there_for_the_block_however_it_ends(tmp_p
 
 async def test_without_a_provider_settings_are_as_they_were(tmp_path: Path):
     given = config(addresses=("10.0.0.2:22222",))
-    async with workers_started(given, tmp_path) as started:
+    async with start_workers(given, tmp_path) as started:
         assert started.config is given
 
 
 async def test_a_provider_that_has_none_keeps_the_run_from_starting(tmp_path: Path):
     with pytest.raises(ProviderError, match="no machine is to be had"):
-        async with workers_started(config(provider=f"{__name__}:none"), tmp_path):
+        async with start_workers(config(provider=f"{__name__}:none"), tmp_path):
             pytest.fail("it began")
 
 
 async def test_a_provider_that_has_fewer_hosts_than_settings_name_keeps_the_run_from_starting(tmp_path: Path):
     with pytest.raises(ProviderError, match=r"test_workers:two.*hosts.train is 3, and there are 2 hosts; lower it"):
-        async with workers_started(config(provider=f"{__name__}:two", train=3), tmp_path):
+        async with start_workers(config(provider=f"{__name__}:two", train=3), tmp_path):
             pytest.fail("it began")
 
 
@@ -83,7 +83,7 @@ async def more(spec: ProviderSpec):
 
 @pytest.mark.looptime
 async def test_a_provider_may_tell_of_further_hosts_later(tmp_path: Path):
-    async with workers_started(config(provider=f"{__name__}:more"), tmp_path) as started:
+    async with start_workers(config(provider=f"{__name__}:more"), tmp_path) as started:
         assert started.config.hosts.addresses == ("10.0.0.2:22222",)
         assert started.provided is not None
         async with in_background(started.provided.watch()):
@@ -127,26 +127,26 @@ async def no_block(spec: ProviderSpec) -> list[str]:
 async def test_what_a_provider_gives_are_addresses_of_workers(tmp_path: Path, workers: object, problem: str):
     given[:] = [workers]
     with pytest.raises(ConfigError, match=rf"hosts\.provider .*{problem}"):
-        async with workers_started(config(provider=f"{__name__}:giving"), tmp_path):
+        async with start_workers(config(provider=f"{__name__}:giving"), tmp_path):
             pytest.fail("it began")
 
 
 async def test_an_address_without_a_port_is_as_in_the_settings(tmp_path: Path):
     given[:] = [("10.0.0.2",)]
-    async with workers_started(config(provider=f"{__name__}:giving"), tmp_path) as started:
+    async with start_workers(config(provider=f"{__name__}:giving"), tmp_path) as started:
         assert started.config.hosts.addresses == ("10.0.0.2:22222",)
 
 
 @pytest.mark.parametrize("name", ["broke", "out_of_order"])
 async def test_what_a_provider_raises_names_it_and_the_line(tmp_path: Path, name: str):
     with pytest.raises(ProviderError, match=rf":{name}: RuntimeError: no credit \(.*test_workers.py:\d+ in {name}\)"):
-        async with workers_started(config(provider=f"{__name__}:{name}"), tmp_path):
+        async with start_workers(config(provider=f"{__name__}:{name}"), tmp_path):
             pytest.fail("it began")
 
 
 async def test_a_function_that_is_no_context_manager_is_told_what_to_be(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no_block gives a coroutine.*contextlib\.asynccontextmanager"):
-        async with workers_started(config(provider=f"{__name__}:no_block"), tmp_path):
+        async with start_workers(config(provider=f"{__name__}:no_block"), tmp_path):
             pytest.fail("it began")
 
 
@@ -162,9 +162,9 @@ async def test_a_provider_that_cannot_give_back_says_so_and_hides_no_other_error
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     with pytest.raises(ProviderError, match="sticky: RuntimeError: they do not go"):
-        async with workers_started(config(provider=f"{__name__}:sticky"), tmp_path):
+        async with start_workers(config(provider=f"{__name__}:sticky"), tmp_path):
             pass
     with pytest.raises(ZeroDivisionError):
-        async with workers_started(config(provider=f"{__name__}:sticky"), tmp_path):
+        async with start_workers(config(provider=f"{__name__}:sticky"), tmp_path):
             raise ZeroDivisionError
     assert "sticky: RuntimeError: they do not go" in capfd.readouterr().err

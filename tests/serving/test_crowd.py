@@ -84,7 +84,7 @@ def test_a_thousand_streams_from_a_server_process(tmp_path: Path) -> None:
 
 
 def fields() -> list[str]:
-    from titan_rl.serving.protocols.about import openapi
+    from titan_rl.serving.protocols.management import openapi
 
     schemas = openapi(tuple(BODIES), with_keys=False)["components"]["schemas"].values()
     return sorted({name for schema in schemas for name in schema.get("properties", {})})

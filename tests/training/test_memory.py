@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titan_rl.core.errors import ModelError
+from titan_rl.training.activation_memory import DecoderSpec, MemoryTracker, MicroBatchShape, measure_activations
 from titan_rl.training.attention.attention import layout_documents
 from titan_rl.training.attention.documents import Document
 from titan_rl.training.memory import rank_memory, update_bytes
@@ -25,7 +26,6 @@ from titan_rl.training.models.tiny import tiny_config
 from titan_rl.training.optimizer.optimizers import CompactAdam
 from titan_rl.training.options import Implementation
 from titan_rl.training.parallel import World
-from titan_rl.training.passes import BuiltFrom, MemoryTracker, MicroBatchShape, measure_passes
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
@@ -167,8 +167,8 @@ def kept(policy: Policy, tokens: int) -> int:
 @pytest.mark.parametrize("tokens", [256, 768])
 def test_the_layers_keep_what_is_computed(folder: Path, implementation: Any, tokens: int) -> None:
     policy = policy_of(folder, implementation)
-    source = BuiltFrom(json.dumps(config_of(folder)), implementation)
-    computed = measure_passes(source, MicroBatchShape(1, tokens, tokens, gathers_documents=True)).kept
+    source = DecoderSpec(json.dumps(config_of(folder)), implementation)
+    computed = measure_activations(source, MicroBatchShape(1, tokens, tokens, gathers_documents=True)).kept
     assert kept(policy, tokens) == pytest.approx(computed, rel=0.05)
 
 
@@ -176,17 +176,17 @@ def test_the_layers_keep_what_is_computed(folder: Path, implementation: Any, tok
 def test_recurrent_layers_keep_what_is_computed_from_shorter_sequences(name: str, tmp_path: Path) -> None:
     folder = make_family(name, tmp_path / "model")
     policy = policy_of(folder)
-    source = BuiltFrom(json.dumps(config_of(folder)), "transformers")
-    computed = measure_passes(source, MicroBatchShape(1, 768, 768, gathers_documents=True)).kept
+    source = DecoderSpec(json.dumps(config_of(folder)), "transformers")
+    computed = measure_activations(source, MicroBatchShape(1, 768, 768, gathers_documents=True)).kept
     assert kept(policy, 768) == pytest.approx(computed, rel=0.05)
 
 
 def test_more_layers_than_are_run_keep_as_much_as_all_of_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = BuiltFrom(json.dumps(config_of(folder) | {"num_hidden_layers": 10}), "torchtitan")
+    source = DecoderSpec(json.dumps(config_of(folder) | {"num_hidden_layers": 10}), "torchtitan")
     shape = MicroBatchShape(1, 128, 128)
-    continued = measure_passes(source, shape)
-    monkeypatch.setattr("titan_rl.training.passes.TRACED", 10)
-    assert continued.kept == pytest.approx(measure_passes(source, shape).kept, rel=1e-3)
+    continued = measure_activations(source, shape)
+    monkeypatch.setattr("titan_rl.training.activation_memory.TRACED", 10)
+    assert continued.kept == pytest.approx(measure_activations(source, shape).kept, rel=1e-3)
 
 
 def test_each_setting_that_saves_memory_saves_its_part(folder: Path) -> None:

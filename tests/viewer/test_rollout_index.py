@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.core.calls.plain import json_line
+from titan_rl.core.plain_data import json_line
 from titan_rl.viewer.rollout_index import KEPT_TEXT, SORTABLE, QueryError, RolloutIndex, RolloutQuery
 
 Record = dict[str, Any]

@@ -14,7 +14,7 @@ from titan_rl.cli.runs import CONFIG, print_imports
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError
-from titan_rl.evaluation.policies.source import single_policy
+from titan_rl.evaluation.policies.policy_source import single_policy
 from titan_rl.evaluation.results import Evaluation, evaluation_folders, read_evaluation
 from titan_rl.evaluation.table import as_json, table
 from titan_rl.run.directory import run_name

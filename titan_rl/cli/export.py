@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 
 from titan_rl.cli.options import Parser, file_path
-from titan_rl.evaluation.policies.source import export_policy
+from titan_rl.evaluation.policies.policy_export import export_policy
 from titan_rl.run.observability.progress import status
 from titan_rl.run.terminal.standard_streams import StderrConsole, print_next_command, print_result, print_stderr
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_rl.config.changes import check_options, is_resumable
 from titan_rl.config.functions import recorded_modules
 from titan_rl.config.load import load_config, load_sft_config
+from titan_rl.config.resume_changes import check_options, is_resumable
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.run.directory import ADAPTERS, adapters_of_run, check_files

@@ -10,8 +10,8 @@ from titan_rl.cli.runs import print_imports
 from titan_rl.config.serve import dump_serve_config, load_serve_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import with_value
-from titan_rl.evaluation.policies.adapters import find_adapters, source_of_adapters
-from titan_rl.evaluation.policies.source import find_policy
+from titan_rl.evaluation.policies.policy_source import find_policy
+from titan_rl.evaluation.policies.served_adapters import find_adapters, source_of_adapters
 from titan_rl.run.directory import adapters_of_run
 from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
 

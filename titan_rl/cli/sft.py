@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         config, resume = load_run(arguments, is_sft=True)
         # Imported after the settings have been checked, because this imports everything that the processes need.
-        from titan_rl.run.sft.launch import check, run_sft
+        from titan_rl.run.sft.train import check, run_sft
 
     if arguments.dry_run:
         from titan_rl.config.hosts import check_own_machine

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             return _dry_run(config, resume, arguments)
         # Imported after the settings have been checked, because this imports everything that the processes need.
-        from titan_rl.run.launch import run_training
+        from titan_rl.run.train import run_training
     from titan_rl.run.directory import run_name
     from titan_rl.run.observability.summary import show_summary
 
@@ -116,7 +116,7 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     for line in describe_chat(config):
         print_stderr(f"titan-rl: {line}")
     _check_teachers(config)
-    code = _rehearse(config)
+    code = _play_dry_run(config)
     if code:
         print_stderr("titan-rl: not ready: a run would fail; see the errors above")
         return code
@@ -146,7 +146,7 @@ def _check_teachers(config: RunConfig) -> None:
     import asyncio
 
     from titan_rl.config.serve import load_serve_config
-    from titan_rl.evaluation.policies.source import find_policy
+    from titan_rl.evaluation.policies.policy_source import find_policy
     from titan_rl.run.teachers import TokenCheck, check_tokens, server_of
 
     try:
@@ -167,26 +167,26 @@ def _check_teachers(config: RunConfig) -> None:
             print_stderr(f"titan-rl: not checked, and a run would not start: {error}")
 
 
-def _rehearse(config: RunConfig) -> int:
+def _play_dry_run(config: RunConfig) -> int:
     """Play a group of each task without engines, if the package that reads the model's tokenizer is installed, and call
     each loss of the user's once.
 
     Returns:
         Exit code: 1 if a problem was found that would fail a run, otherwise 0.
     """
-    from titan_rl.run.rehearsal import describe, problems_of_losses, rehearse
+    from titan_rl.run.dry_run import describe, play_dry_run, problems_of_losses
 
     try:
-        rehearsals = rehearse(config, StderrConsole())
+        results = play_dry_run(config, StderrConsole())
     except MissingExtraError as error:
         print_stderr(f"titan-rl: no group was run: {error}")
         return 0
-    for rehearsal in rehearsals:
-        for line in describe(rehearsal, config.model.max_context):
+    for result in results:
+        for line in describe(result, config.model.max_context):
             print_stderr(line)
     losses = problems_of_losses(config)
     for problem in losses:
         print_stderr(f"error: {problem}")
-    for name in {source.name for source in config.tasks} - {rehearsal.task for rehearsal in rehearsals}:
+    for name in {source.name for source in config.tasks} - {result.task for result in results}:
         print_stderr(f"{name}: not run: the programs of agents are not started in a dry run")
-    return 1 if losses or any(rehearsal.problems for rehearsal in rehearsals) else 0
+    return 1 if losses or any(result.problems for result in results) else 0

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from titan_rl.cluster.actor_replica import ActorReplica, AdapterReplica, router_options
 from titan_rl.cluster.generator_actor import GeneratorActor, GeneratorPlan
-from titan_rl.cluster.hosts.hosts import Hosts
+from titan_rl.cluster.hosts.attached_hosts import Hosts
 from titan_rl.cluster.hosts.placement import GeneratorPlaces, ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessFiles, ProcessSpec, policy_run_id, transport_of

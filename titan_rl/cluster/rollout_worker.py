@@ -18,7 +18,7 @@ from typing import Any
 from monarch.actor import concurrent_endpoint
 
 from titan_rl.cluster.actor_replica import router_options
-from titan_rl.cluster.processes.answers import ActorHandle
+from titan_rl.cluster.processes.actor_calls import ActorHandle
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec
 from titan_rl.cluster.processes.remote_process import call
 from titan_rl.cluster.request_stream import GeneratorStreams, caller_of
@@ -33,7 +33,7 @@ from titan_rl.generation.recording import KnownAnswers, RecordedAnswer, Recorder
 from titan_rl.generation.router.shard import ReplicaConnection, RouterShard
 from titan_rl.generation.router.shards import Ended, FromShard, ToShard
 from titan_rl.generation.router.strategies import make_strategy
-from titan_rl.rollout.copies import completion_of, portable
+from titan_rl.rollout.checked_copies import completion_of, portable
 from titan_rl.rollout.group.running import RunningGroup, RunningGroups
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.scheduling.lease import Suspension

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import concurrent_endpoint
 
-from titan_rl.cluster.processes.answers import AnsweringActor
+from titan_rl.cluster.processes.actor_calls import AnsweringActor
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.rollout_worker import ROOM_S, GroupOrder
 from titan_rl.core.console import Console

@@ -15,7 +15,7 @@ from monarch.actor import this_proc
 
 from titan_rl.cluster.generator_actor import GeneratorPlan, adapter_specs
 from titan_rl.cluster.generator_processes import GeneratorProcesses
-from titan_rl.cluster.hosts.hosts import Hosts
+from titan_rl.cluster.hosts.attached_hosts import Hosts
 from titan_rl.cluster.hosts.placement import (
     ProcessPlace,
     check_transport,

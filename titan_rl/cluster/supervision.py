@@ -24,11 +24,11 @@ from monarch.actor import (
     this_proc,
 )
 
-from titan_rl.cluster.hosts.hosts import Hosts, open_hosts
+from titan_rl.cluster.hosts.attached_hosts import Hosts, open_hosts
 from titan_rl.cluster.hosts.lifecycle import HostListener, HostRecord, HostState
 from titan_rl.cluster.hosts.placement import ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
-from titan_rl.cluster.processes.answers import ActorHandle, AnsweringActor
+from titan_rl.cluster.processes.actor_calls import ActorHandle, AnsweringActor
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessFiles, ProcessSpec, stderr_into
 from titan_rl.cluster.processes.remote_process import NoAnswerError, RemoteProcess, call, last_line
 from titan_rl.cluster.processes.roles import ProcessId, Role

@@ -133,7 +133,7 @@ class TrainerActor(ProcessActor):
     def _load(self) -> None:
         settings, statedict = self._settings, self._settings.statedict
         with growing_heap():
-            from titan_rl.training.adapters import AdapterTrainers
+            from titan_rl.training.adapter_trainers import AdapterTrainers
             from titan_rl.training.publishing import WeightPublisher
 
             threads = trainer_threads(usable_cores())

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_rl.cluster.hosts.hosts import Hosts
+from titan_rl.cluster.hosts.attached_hosts import Hosts
 from titan_rl.cluster.hosts.placement import ProcessPlace, place_trainer, place_trainer_again
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.process import RunFiles

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 import msgspec
 
-from titan_rl.core.calls.plain import json_line, plain_json
+from titan_rl.core.plain_data import json_line, plain_json
 
 
 def open_file(path: Path) -> BinaryIO:

@@ -24,14 +24,14 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.elo import Ratings, play_matches
-from titan_rl.evaluation.policies.opened import OpenedPolicies, OpenedPolicy, is_url, require_engine
-from titan_rl.evaluation.policies.source import find_policy
+from titan_rl.evaluation.policies.inference import OpenedPolicies, OpenedPolicy, is_url, require_engine
+from titan_rl.evaluation.policies.policy_source import find_policy
 from titan_rl.evaluation.results import Evaluation, task_result, write_json
 from titan_rl.evaluation.suites import Suite, chosen_suites, finished_lines, open_suites, play_suites
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import read_jsonl
 from titan_rl.run.json_lines import JsonLines, cut_records
-from titan_rl.run.machine.environment import file_modes, logging_to
+from titan_rl.run.machine.process_environment import file_modes, logging_to
 from titan_rl.run.machine.signals import StopSignals, first_cause, run_to_its_end
 from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.session import SessionFiles, process_session

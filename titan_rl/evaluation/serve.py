@@ -24,20 +24,21 @@ from titan_rl.config.serve import ServeConfig, ServerConfig
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import ModelError
-from titan_rl.evaluation.policies.adapters import ReadAdapter, ServedAdapters, read_adapters
 from titan_rl.evaluation.policies.following import CheckpointPublisher, RunFollower
-from titan_rl.evaluation.policies.opened import MAX_RUNNING, Generators, architecture_of
-from titan_rl.evaluation.policies.source import PolicySource, export, with_copies
-from titan_rl.evaluation.policies.switch import VersionSwitch
+from titan_rl.evaluation.policies.inference import MAX_RUNNING, Generators, architecture_of
+from titan_rl.evaluation.policies.policy_export import export_weights, with_file_sync
+from titan_rl.evaluation.policies.policy_source import PolicySource
+from titan_rl.evaluation.policies.served_adapters import ReadAdapter, ServedAdapters, read_adapters
+from titan_rl.evaluation.policies.version_switch import VersionSwitch
 from titan_rl.generation.registry import find_engine
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.run.hosts import open_hosts
-from titan_rl.run.machine.environment import file_modes, logging_to
+from titan_rl.run.machine.process_environment import file_modes, logging_to
 from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.machine.signals import StopSignals, run_to_its_end
 from titan_rl.run.observability.progress import status
+from titan_rl.run.provider_workers import open_workers
 from titan_rl.run.session import SessionFiles, process_session
 from titan_rl.run.terminal.standard_streams import OutputError, StderrConsole, print_result
 from titan_rl.serving.access import Keys
@@ -133,7 +134,7 @@ class PolicyService:
 
     async def run(self, signals: StopSignals) -> None:
         """Serve until a signal arrives, or no generator is left."""
-        opening = open_hosts(
+        opening = open_workers(
             self.config, self.files.logs, "titan_rl.cluster.generator_processes", verbosity=self.verbosity
         )
         with signals.ending_in_order():
@@ -191,9 +192,9 @@ class PolicyService:
         if self.source.checkpoint is None:
             return self.config.model
         self._console.message(f"reading {self.source.name}")
-        self.config = self.config.model_copy(update={"hosts": with_copies(self.config.hosts)})
+        self.config = self.config.model_copy(update={"hosts": with_file_sync(self.config.hosts)})
         folder = Path(tempfile.gettempdir()) / "policy"
-        return await export(self.config.model, self.source.checkpoint, folder, self.files.logs / "export.log")
+        return await export_weights(self.config.model, self.source.checkpoint, folder, self.files.logs / "export.log")
 
     async def _read_adapters(self, model: ModelConfig) -> dict[str, ReadAdapter]:
         if self.adapters:

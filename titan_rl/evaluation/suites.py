@@ -16,10 +16,10 @@ from titan_rl.config.build import make_rollouter
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import ResolvedSuite, TaskSource
-from titan_rl.core.calls.plain import json_line
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, GenerationError, RewardError
-from titan_rl.evaluation.policies.opened import OpenedPolicy
+from titan_rl.core.plain_data import json_line
+from titan_rl.evaluation.policies.inference import OpenedPolicy
 from titan_rl.evaluation.results import is_fault
 from titan_rl.rollout.chat_env import ChatEnv, ChatFn, NoTokens, message_env_of
 from titan_rl.rollout.environment.threaded import ThreadedEnv

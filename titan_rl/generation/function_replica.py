@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.core.calls.parsing import parse_json
-from titan_rl.core.calls.plain import safe_repr
 from titan_rl.core.calls.user_code import source_location
+from titan_rl.core.plain_data import safe_repr
 from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, GenerateFn, SamplingParams, VersionSpan
 

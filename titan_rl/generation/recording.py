@@ -65,7 +65,8 @@ class Recorder:
         index: Position of the group in the data.
         known: Returns the answers that are known at present.
         record: Receives each answer that has tokens.
-        check: Returns a checked copy of an answer, before anything reads it; see `rollout.copies.completion_of`.
+        check: Returns a checked copy of an answer, before anything reads it; see `completion_of` in
+            `rollout.checked_copies`.
         pending: Requests in flight, if several groups share them.
     """
 

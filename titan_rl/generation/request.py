@@ -19,9 +19,9 @@ from titan_rl.core.arrays import (
     logprob_array,
     token_array,
 )
-from titan_rl.core.calls.plain import safe_repr
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.core.pickling import quick_pickle
+from titan_rl.core.plain_data import safe_repr
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk, VersionSpan
 
 

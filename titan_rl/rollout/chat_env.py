@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
-from titan_rl.core.calls.plain import snapshot
-from titan_rl.rollout.copies import messages_of
+from titan_rl.core.plain_data import snapshot
+from titan_rl.rollout.checked_copies import messages_of
 from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.threaded import EnvMethods
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, RolloutPolicy

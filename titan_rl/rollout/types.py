@@ -49,7 +49,7 @@ class RolloutStatus(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One request and its completion. The turns of a played rollout share one array of tokens; see
-    `titan_rl.rollout.copies`.
+    `titan_rl.rollout.shared_tokens`.
 
     Args:
         prompt_token_ids: Whole context. In a played rollout it is a window on the shared array.

@@ -1,6 +1,6 @@
 """One run, from a checked config to its end. A good order to read it in:
 
-launch          a run from start to end: its folder, processes, tasks, journal and loop, and their cleanup
+train           a run from start to end: its folder, processes, tasks, journal and loop, and their cleanup
 session         setup and teardown around the work of a command, and its closing messages
 controller      the training loop and its stages
 stages/         the stages: rollouts, calls of the trainer, weight sync, validation, leagues

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.config.build import VERSIONS, make_filters, make_sample_maker
-from titan_rl.config.changes import settings_of
+from titan_rl.config.resume_changes import settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import CheckpointError
 from titan_rl.generation.router.router import GeneratorRouter
@@ -54,7 +54,7 @@ from titan_rl.run.stages.league import FrozenVersions
 from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix
 from titan_rl.run.stages.training import WeightSync
 from titan_rl.run.stages.validation import BackgroundValidation, Validation
-from titan_rl.run.terminal.view import RunLook
+from titan_rl.run.terminal.live_display import RunLook
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer

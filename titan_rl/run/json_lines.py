@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from titan_rl.core.calls.parsing import parse_json
-from titan_rl.core.calls.plain import json_line
+from titan_rl.core.plain_data import json_line
 
 T = TypeVar("T", bound=msgspec.Struct)
 

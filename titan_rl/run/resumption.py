@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
-from titan_rl.config.changes import check_unchanged, settings_of
 from titan_rl.config.model_files import changed_parts, model_identity
+from titan_rl.config.resume_changes import check_unchanged, settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from titan_rl.run.directory import ADAPTERS, RunDirectory, check_files

@@ -27,18 +27,18 @@ from titan_rl.core.console import Console, Verbosity
 from titan_rl.core.errors import CheckpointError, TrainingError
 from titan_rl.core.tracing.spans import recording
 from titan_rl.metrics.sinks.types import MetricSink
+from titan_rl.run.components import Planes
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.hosts import open_hosts
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState, list_segments, read_segments
 from titan_rl.run.loop import TrainingLoop
-from titan_rl.run.machine.environment import logging_to, run_environment
 from titan_rl.run.machine.guard import guarded
+from titan_rl.run.machine.process_environment import logging_to, run_environment
 from titan_rl.run.machine.signals import StopSignals, run_to_its_end
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import Sinks, open_sinks
 from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage
-from titan_rl.run.parts import Planes
+from titan_rl.run.provider_workers import open_workers
 from titan_rl.run.resumption import Resumption, begin_run, is_finished, resume_from_newest
 from titan_rl.run.status import report_written, status_kept
 from titan_rl.run.terminal.standard_streams import write_stderr_unbuffered
@@ -210,7 +210,7 @@ class RunSession(Generic[S]):
         with self.signals.ending_in_order():
             async with contextlib.AsyncExitStack() as hosts:
                 if self._processes is not None:
-                    opening = open_hosts(
+                    opening = open_workers(
                         self.config,
                         self.run_dir.logs,
                         self._processes,

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.build import find_token_texts, learning_rate_note, open_rollouters
-from titan_rl.config.changes import check_unchanged
 from titan_rl.config.model_folder import adapter_base_note
+from titan_rl.config.resume_changes import check_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
@@ -32,6 +32,7 @@ from titan_rl.core.errors import AdaptersFailedError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.renderer import Renderer
+from titan_rl.run.components import Components, Planes, describe_processes, open_adapter_planes
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import ADAPTERS, RunDirectory, check_files
 from titan_rl.run.journal.state import RunState
@@ -40,7 +41,6 @@ from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.sinks import open_sinks
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import Progressing, background_tasks, warn_of_stalls
-from titan_rl.run.parts import Parts, Planes, describe_processes, open_adapter_planes
 from titan_rl.run.resumption import Resumption, begin_run, check_unfinished, is_finished, resume_from_newest
 from titan_rl.run.session import EndMessages, RunSession, open_journal
 from titan_rl.run.stages.validation import MEAN
@@ -373,10 +373,10 @@ async def train_adapters(session: RunSession[RunSummary], resources: contextlib.
     if isinstance(session.messages, ExperimentMessages):
         session.messages.experiments = experiments
     adapters = f"{len(experiments)} adapter{'s' * (len(experiments) > 1)}"
-    progress.message(f"starting {describe_processes(config, Parts())} of {adapters}")
+    progress.message(f"starting {describe_processes(config, Components())} of {adapters}")
     with progress.working("starting generators and trainer"):
         planes = await resources.enter_async_context(open_adapter_planes(config, run_dir, progress))
-    renderer = await Parts().make_renderer(config, progress)
+    renderer = await Components().make_renderer(config, progress)
     resources.enter_context(LoopWatchdog(progress))
     resources.enter_context(settled_heap())
     running = Experiments(session, experiments, planes, renderer)

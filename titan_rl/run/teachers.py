@@ -23,7 +23,7 @@ from titan_rl.rollout.renderer.types import renderable
 from titan_rl.rollout.task import calling, wrong_result
 from titan_rl.rollout.types import Rollout
 from titan_rl.serving.client import HttpGenerateFn
-from titan_rl.tasks.served import Served, serving
+from titan_rl.tasks.policy_servers import Served, serving
 from titan_rl.training.teaching import OUTAGE_S, Teacher
 
 SELF = "self"

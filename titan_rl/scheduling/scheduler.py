@@ -11,6 +11,7 @@ from typing import Any, Self
 from titan_rl.core.clock import Clock, LoopClock
 from titan_rl.core.errors import TrainingError
 from titan_rl.rollout.types import RolloutGroup
+from titan_rl.scheduling.asyncio_tasks import FirstFailureTaskGroup, WithEndCallback
 from titan_rl.scheduling.backlog import Backlog, RestoreQueue, SchedulerObserver
 from titan_rl.scheduling.batches import GroupBatch, WaitingGroups, check_age, step_from
 from titan_rl.scheduling.filters import GroupFilter, first_reason, too_few_siblings
@@ -18,7 +19,6 @@ from titan_rl.scheduling.lease import GroupState, Lease, Ledger, RunGroup
 from titan_rl.scheduling.limits import Budget, DropLimits, RolloutCapacity, SlotPool
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.scheduling.task_mix import TaskMix
-from titan_rl.scheduling.task_scope import TaskScope, WithEndCallback
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class GroupScheduler:
         self._drop_limits = DropLimits(settings)
         self._waiting = WaitingGroups(settings, backlog.batches, order)
         self._changed = asyncio.Event()  # a batch may have become available, or the scheduler has ended
-        self._tasks = TaskScope(failed=self._changed)
+        self._tasks = FirstFailureTaskGroup(failed=self._changed)
         self._group_tasks: dict[int, asyncio.Task[None]] = {}
         self._is_running = self._is_over = False  # whether `run` was called, and whether it is ending
         self._resume_checked_at: tuple[int, int, int, bool] | None = None  # inputs of the last `_resume_suspended`

@@ -22,8 +22,8 @@ from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import Exchanges, ServerLimits, ServerMetrics
 from titan_rl.serving.http.request import BodyReading, RequestMiddleware
 from titan_rl.serving.policy import ServedPolicy, Versions, unbroken
-from titan_rl.serving.protocols.about import Control, about_routes, admin_routes, openapi
 from titan_rl.serving.protocols.anthropic import ANTHROPIC, Threads, answer_count_tokens, answer_messages
+from titan_rl.serving.protocols.management import Control, admin_routes, openapi, status_routes
 from titan_rl.serving.protocols.openai.chat import answer_chat
 from titan_rl.serving.protocols.openai.completions import answer_completions
 from titan_rl.serving.protocols.openai.responses import StoredResponses, answer_responses
@@ -113,7 +113,7 @@ def make_app(
     backend = Backend(policy, exchanges, tokenizing, text, turns, tuple(stop_token_ids or ()))
     stored = StoredResponses(limits.response_bytes)
     others = [
-        *about_routes(policy, trouble, version),
+        *status_routes(policy, trouble, version),
         stored.route(),
         *(admin_routes(control) if control is not None else ()),
         *(episode_routes(open_episode or _none_to_open) if episodes is not None else ()),

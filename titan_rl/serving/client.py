@@ -10,10 +10,9 @@ from typing import Any, Self, cast
 
 import httpx
 
-from titan_rl.core.arrays import logprob_array, token_array
+from titan_rl.core.arrays import LARGEST_TOKEN_ID, logprob_array, token_array
 from titan_rl.core.errors import GenerationError, PromptTooLongError, RequestError
 from titan_rl.rollout.chat_env import ChatReply
-from titan_rl.rollout.copies import LARGEST_TOKEN_ID
 from titan_rl.rollout.types import Message
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.connections import Connections

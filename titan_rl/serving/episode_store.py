@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.errors import BusyError
+from titan_rl.core.plain_data import plain_json
 from titan_rl.generation.resume import RequestFn
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import RolloutStatus

@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
-from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.errors import RewardError
+from titan_rl.core.plain_data import plain_json
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.rewards.reward import FailurePolicy, together
 from titan_rl.rollout.types import Message, Rollout

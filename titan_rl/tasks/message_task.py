@@ -24,10 +24,10 @@ from typing import Any, cast
 from pydantic import Field
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
-from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.calls.threads import DaemonThreads
 from titan_rl.core.calls.user_code import Failure, is_async, source_location, thread_location
 from titan_rl.core.errors import ConfigError, DataError, TitanRLError
+from titan_rl.core.plain_data import plain_json
 from titan_rl.core.settings import Section
 from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.threaded import expected

@@ -25,9 +25,9 @@ from pydantic_core import PydanticCustomError
 
 from titan_rl.core.calls.imports import find_function
 from titan_rl.core.calls.parsing import is_http_url
-from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.errors import ConfigError, GenerationError
+from titan_rl.core.plain_data import plain_json
 from titan_rl.core.settings import FilePath, FunctionName, Section
 from titan_rl.rollout.environment.messages import MessageGame
 from titan_rl.rollout.environment.types import MessagePlayer, Player, SeatedEnv, SeatedMessageEnv, TokenPlayer
@@ -35,7 +35,7 @@ from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import Matched, Message, sample_alone
 from titan_rl.tasks.league import LeagueSeat
-from titan_rl.tasks.served import Opponents, open_opponents, serving
+from titan_rl.tasks.policy_servers import Opponents, open_opponents, serving
 
 if TYPE_CHECKING:  # imported where it is used, because the import is slow and few seats need it
     import httpx

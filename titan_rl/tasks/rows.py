@@ -14,8 +14,8 @@ from typing import Annotated, Any, cast
 
 from titan_rl.core.calls.imports import find_function, require
 from titan_rl.core.calls.parsing import parse_json
-from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.errors import ConfigError
+from titan_rl.core.plain_data import plain_json
 from titan_rl.core.settings import FilePath, FunctionName
 from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.rewards.rubric import Rubric

@@ -44,10 +44,10 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
 from pydantic_core import to_json
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
-from titan_rl.core.calls.plain import plain_json, safe_repr
 from titan_rl.core.calls.threads import DaemonThreads
 from titan_rl.core.calls.user_code import Failure, is_async
 from titan_rl.core.errors import TitanRLError
+from titan_rl.core.plain_data import plain_json, safe_repr
 from titan_rl.rollout.environment.types import MessageObservation, MessageStep
 from titan_rl.rollout.types import Message, RolloutStatus
 

@@ -15,12 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from titan_rl.core.errors import ModelError
-from titan_rl.training.comparison import Comparison
 from titan_rl.training.data.packing import Family, find_families
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.models.choice import PROVED, choose_implementation
 from titan_rl.training.models.hf_model import read_hf_config
 from titan_rl.training.models.tiny import VOCABULARY, tiny_of_folder
+from titan_rl.training.numerical_check import NumericalCheck
 from titan_rl.training.options import Implementation
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
@@ -89,7 +89,7 @@ def tolerances_of(device: torch.device) -> Tolerances:
     return TOLERANCES.get(device.type, TOLERANCES["cuda"])
 
 
-def check_family(folder: Path, implementation: Implementation = "auto") -> tuple[Comparison, ...]:
+def check_family(folder: Path, implementation: Implementation = "auto") -> tuple[NumericalCheck, ...]:
     """Compare a tiny model, such as `tiny_of_folder` writes, with transformers' eager forward pass, and packed
     sequences with separate ones. Everything is computed in float32 on this process's device, whatever `model.dtype` is.
 
@@ -102,21 +102,21 @@ def check_family(folder: Path, implementation: Implementation = "auto") -> tuple
     with exact_products():
         tolerance = logprob_tolerance(folder, sequences, tolerances.logprobs)
         return (
-            Comparison(
+            NumericalCheck(
                 "logprobs",
                 "the trainer's logprobs against transformers' eager forward pass in float64",
                 logprob_error(policy, folder, sequences),
                 tolerance,
                 "nats",
             ),
-            Comparison(
+            NumericalCheck(
                 "leakage",
                 "logprobs of a sequence before and after the others in its row change",
                 leakage(policy),
                 tolerance,
                 "nats",
             ),
-            Comparison(
+            NumericalCheck(
                 "gradients",
                 "gradients of packed sequences against those of each sequence alone",
                 packing_error(policy)[0],

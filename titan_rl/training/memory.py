@@ -1,8 +1,8 @@
 """Memory of one rank of the trainer, computed from a model's config.json and the settings. No weights are read.
 
 Weights, gradients and optimizer states follow from the shapes of the parameters, which the model's own code declares
-without memory. `passes.py` computes what a forward and a backward pass keep. The memory of FSDP, optimizers and
-publishing is computed by formulas in this file. Peaks on a CPU differ from these figures by at most 10% (`python -m
+without memory. `activation_memory.py` computes what a forward and a backward pass keep. The memory of FSDP, optimizers
+and publishing is computed by formulas in this file. Peaks on a CPU differ from these figures by at most 10% (`python -m
 benchmarks.fit`).
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.core.errors import ModelError
+from titan_rl.training.activation_memory import DecoderSpec, MicroBatchShape, measure_activations
 from titan_rl.training.models.choice import EXPERT_COUNTS, TOP_KS, choose_implementation
 from titan_rl.training.models.hf_model import read_hf_config
-from titan_rl.training.passes import BuiltFrom, MicroBatchShape, measure_passes
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -125,7 +125,7 @@ class Declared:
 
 
 @lru_cache(maxsize=64)
-def _declared(source: BuiltFrom) -> tuple[tuple[Declared, ...], tuple[int, ...], bool]:
+def _declared(source: DecoderSpec) -> tuple[tuple[Declared, ...], tuple[int, ...], bool]:
     """All parameters, the shape of the embedding, and whether the embedding is also the output layer."""
     decoder = source.build()
     blocks = {id(each): at for at, block in enumerate(decoder.blocks.values()) for each in block.parameters()}
@@ -136,7 +136,7 @@ def _declared(source: BuiltFrom) -> tuple[tuple[Declared, ...], tuple[int, ...],
     return parameters, max((tuple(each.shape) for each in decoder.head.parameters()), key=prod), decoder.is_tied
 
 
-def count_parameters(source: BuiltFrom, shards: int) -> Numbers:
+def count_parameters(source: DecoderSpec, shards: int) -> Numbers:
     """Count the parameters of a model as its code declares them.
 
     Args:
@@ -193,7 +193,7 @@ def rank_memory(
     )
     is_alone = training.num_ranks == 1
     autocasts = is_alone and model.dtype != "float32"
-    source = BuiltFrom(
+    source = DecoderSpec(
         json.dumps(_split(hf, training.tensor_parallel), sort_keys=True),
         chosen.name,
         trained_dtype=training.master_dtype if is_alone else model.dtype,
@@ -217,7 +217,7 @@ def rank_memory(
         own = _divided(hf, training.expert_parallel)
         source = replace(source, text=json.dumps(own, sort_keys=True))
         numbers = replace(numbers, layer=count_parameters(source, 1).layer)
-    passes = measure_passes(source, shape)
+    passes = measure_activations(source, shape)
     master, compute = BYTES[training.master_dtype], BYTES[model.dtype]
     weights = numbers.trained * master + numbers.frozen * compute
     at_host: dict[str, int] = {}
@@ -261,13 +261,13 @@ def adapter_parameters(model: ModelConfig, targets: tuple[str, ...]) -> int:
     """Number of parameters of an adapter of rank 1: in + out of each layer that it changes."""
     hf = read_hf_config(Path(model.path))
     chosen = choose_implementation(hf, model.implementation, has_adapter=True)
-    source = BuiltFrom(json.dumps(dict(hf), sort_keys=True), chosen.name, adapter_rank=1, adapter_targets=targets)
+    source = DecoderSpec(json.dumps(dict(hf), sort_keys=True), chosen.name, adapter_rank=1, adapter_targets=targets)
     return count_parameters(source, 1).trained
 
 
 def total_parameters(hf: Mapping[str, Any], implementation: Any) -> int:
     """Number of parameters of a whole model."""
-    source = BuiltFrom(json.dumps(dict(hf), sort_keys=True), implementation)
+    source = DecoderSpec(json.dumps(dict(hf), sort_keys=True), implementation)
     return count_parameters(source, 1).total
 
 

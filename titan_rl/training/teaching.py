@@ -25,8 +25,8 @@ from titan_rl.core.calls.retries import Backoff, Outage
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import GenerationError, RequestError, TrainingError
 from titan_rl.core.tracing.spans import span
-from titan_rl.rollout.copies import context_after
 from titan_rl.rollout.rewards.reward import together
+from titan_rl.rollout.shared_tokens import context_after
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.data.sample_builder import extending_runs
 from titan_rl.types import GenerateFn, PromptScores, SamplingParams

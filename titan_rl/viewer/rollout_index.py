@@ -15,8 +15,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from titan_rl.core.calls.plain import printable
 from titan_rl.core.files import as_table, read_json
+from titan_rl.core.plain_data import printable
 
 MAX_LIMIT = 1000
 SORTABLE = ("index", "step", "reward", "advantage", "num_completion_tokens", "turns", "status", "task", "group_id")

@@ -13,8 +13,8 @@ from typing import Any
 
 from titan_rl.config.tasks import name_of
 from titan_rl.core.calls.parsing import parse_toml
-from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.files import as_list, as_table, file_status, last_lines, read_file, read_json
+from titan_rl.core.plain_data import plain_json
 from titan_rl.core.run_files import read_hosts, read_results, read_status
 from titan_rl.viewer.metric_columns import MetricColumns
 from titan_rl.viewer.verdicts import (

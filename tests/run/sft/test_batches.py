@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.run.sft.launch import batches, hold_out
+from titan_rl.run.sft.train import batches, hold_out
 
 
 @given(count=st.integers(0, 300), most=st.integers(0, 100), seed=st.integers(0, 3))

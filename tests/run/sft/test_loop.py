@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_sft_config
+from titan_rl.config.resume_changes import settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.console import LOG
 from titan_rl.core.errors import ActorDiedError, CheckpointError, ConfigError, DataError, ModelError, TrainingError
@@ -24,8 +24,8 @@ from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import JSONLSink
 from titan_rl.run.resumption import open_run_dir, resume_from_newest
-from titan_rl.run.sft.launch import check, find_demonstrations, plan_run
 from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop
+from titan_rl.run.sft.train import check, find_demonstrations, plan_run
 from titan_rl.run.trainer_recovery import RecoveringTrainer, recovering
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.state.checkpoint import step_directory, step_of, write_checksums, write_summed
@@ -374,7 +374,7 @@ def test_each_kind_of_run_is_gone_on_with_by_its_own_command(toml: Path) -> None
 
 
 def test_a_run_goes_on_with_the_demonstrations_that_it_began_with(toml: Path) -> None:
-    from titan_rl.run.sft.launch import (
+    from titan_rl.run.sft.train import (
         _check_data,  # pyright: ignore[reportPrivateUsage]
         digest,
     )

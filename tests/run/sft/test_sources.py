@@ -17,7 +17,7 @@ import pytest
 from titan_rl import Demonstration
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.run.sft.demonstrations import best_rollouts, read_chats, task_demonstrations
+from titan_rl.run.sft.demonstration_sources import best_rollouts, read_chats, task_demonstrations
 from titan_rl.tasks.message_task import demonstrated
 
 CHAT = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]

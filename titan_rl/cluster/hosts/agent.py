@@ -23,7 +23,7 @@ from titan_rl.cluster.hosts.folders import (
 from titan_rl.cluster.hosts.preflight import Clocks, HostFacts, Question, look
 from titan_rl.cluster.liveness.heartbeat import DISMISSED, HostWatchdog, WatchdogSettings
 from titan_rl.cluster.liveness.loop_thread import LoopThread
-from titan_rl.cluster.processes.answers import AnsweringActor
+from titan_rl.cluster.processes.actor_calls import AnsweringActor
 from titan_rl.cluster.processes.process import enter_actor_process
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import DataError

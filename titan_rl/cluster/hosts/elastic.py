@@ -27,7 +27,7 @@ from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from titan_rl.cluster.hosts.hosts import Hosts
+    from titan_rl.cluster.hosts.attached_hosts import Hosts
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from titan_rl.cluster.hosts.monarch_host import READY
 from titan_rl.cluster.liveness.heartbeat import BEAT_S, receive, send
 from titan_rl.cluster.liveness.local_processes import CAN_LIST, children_of
 from titan_rl.config.hosts import join_address
-from titan_rl.core.calls.plain import printable
 from titan_rl.core.console import LOG, Console
+from titan_rl.core.plain_data import printable
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from monarch.actor import concurrent_endpoint
 from monarch.config import configure
 
 from titan_rl.cluster.liveness.health_check import WorkProgress, answer_pings
-from titan_rl.cluster.processes.answers import AnsweringActor
+from titan_rl.cluster.processes.actor_calls import AnsweringActor
 from titan_rl.cluster.processes.garbage import begin_returning_memory
 from titan_rl.config.sections import StateDictConfig
 from titan_rl.core.tracing import spans

@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
-from titan_rl.core.calls.plain import terminal_text
 from titan_rl.core.errors import ConfigError
+from titan_rl.core.plain_data import terminal_text
 
 LIBRARY = "/monarch/_rust_bindings."
 NAME_LENGTH = 16  # of Monarch's 24 random characters; a path has at most 107, and 16 are unique enough

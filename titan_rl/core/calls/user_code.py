@@ -18,8 +18,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar, cast
 
-from titan_rl.core.calls.plain import terminal_text
 from titan_rl.core.errors import TitanRLError
+from titan_rl.core.plain_data import terminal_text
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
 

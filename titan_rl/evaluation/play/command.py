@@ -15,13 +15,13 @@ from titan_rl.config.model_folder import find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.parsing import parse_json
-from titan_rl.core.calls.plain import printable
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError
+from titan_rl.core.plain_data import printable
 from titan_rl.evaluation.play.screen import Screen, ShownGame, ShownMessageEnv, ShownTokenEnv, WriteLine
-from titan_rl.evaluation.policies.opened import OpenedPolicy, open_policy, speaks_no_tokens
+from titan_rl.evaluation.policies.inference import OpenedPolicy, open_policy, refuse_tokens
 from titan_rl.evaluation.suites import play_by_chat, sampling_of
 from titan_rl.rollout.chat_env import ChatReply, NoTokens
 from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv
@@ -140,7 +140,7 @@ def _played_by_person(
         return Cast(rollouter, player.generate, renderer, screen, player)
     console.message(f"model.path = {config.model.path!r} does not exist, so this is played in messages, without tokens")
     play_by_chat(rollouter, player.chat, lambda env: ShownMessageEnv(env, screen))
-    return Cast(rollouter, speaks_no_tokens, renderer, screen, player)
+    return Cast(rollouter, refuse_tokens, renderer, screen, player)
 
 
 def _played_by_policy(config: RunConfig, source: TaskSource, write_line: WriteLine, policy: OpenedPolicy) -> Cast:

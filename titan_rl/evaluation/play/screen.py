@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from titan_rl.core.calls.plain import printable
 from titan_rl.core.calls.user_code import Failure
+from titan_rl.core.plain_data import printable
 from titan_rl.rollout.environment.threaded import EnvMethods, require_methods
 from titan_rl.rollout.environment.types import (
     MessageEnv,

@@ -15,7 +15,8 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Console
 from titan_rl.core.errors import TitanRLError
-from titan_rl.evaluation.policies.source import PolicySource, export, newest_checkpoint
+from titan_rl.evaluation.policies.policy_export import export_weights
+from titan_rl.evaluation.policies.policy_source import PolicySource, newest_checkpoint
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.training.options import DType
 from titan_rl.training.settings import ModelConfig
@@ -66,7 +67,7 @@ class CheckpointPublisher:
         assert source.checkpoint is not None
         folder = Path(tempfile.mkdtemp(prefix="policy-"))
         try:
-            model = await export(self.model, source.checkpoint, folder / "policy", self.log)
+            model = await export_weights(self.model, source.checkpoint, folder / "policy", self.log)
             self.transport.release(source.version)  # left by an attempt that failed after publishing
             manifest = await in_thread(publish_folder, self.transport, Path(model.path), model.dtype, source.version)
         finally:

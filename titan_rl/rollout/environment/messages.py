@@ -7,9 +7,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
-from titan_rl.core.calls.plain import safe_repr, snapshot
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import DataError, PromptTooLongError
+from titan_rl.core.plain_data import safe_repr, snapshot
 from titan_rl.rollout.environment.threaded import EnvMethods, require_methods
 from titan_rl.rollout.environment.types import (
     MessageEnv,

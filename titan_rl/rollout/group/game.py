@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
-from titan_rl.core.calls.plain import snapshot
 from titan_rl.core.calls.user_code import Failure, summary
-from titan_rl.rollout.copies import completion_of, completion_to_give, messages_of, token_ids_of
+from titan_rl.core.plain_data import snapshot
+from titan_rl.rollout.checked_copies import completion_of, completion_to_give, messages_of, token_ids_of
 from titan_rl.rollout.environment.types import MessagePlayer, Player, SeatOutError, TokenPlayer, TokenSeat
 from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, OwnTime, RolloutEnded, TimeIsUp
 from titan_rl.rollout.group.turns import LAST_CALL_S, RETURN_S, TurnTaker, turn_seed, used_up

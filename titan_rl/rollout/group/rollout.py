@@ -11,7 +11,7 @@ from typing import Any, cast
 from titan_rl.core.calls.bounded import OutOfTimeError, limited
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.calls.user_code import Failure
-from titan_rl.rollout.copies import completion_to_give, messages_of, shared, token_advantages_of, token_ids_of
+from titan_rl.rollout.checked_copies import completion_to_give, messages_of, token_advantages_of, token_ids_of
 from titan_rl.rollout.environment.messages import MAX_CONTEXT
 from titan_rl.rollout.environment.threaded import ThreadedEnv, expected
 from titan_rl.rollout.environment.types import (
@@ -27,6 +27,7 @@ from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, OwnTime, Rollout
 from titan_rl.rollout.group.game import play_game, rollouts_of_seats
 from titan_rl.rollout.group.turns import LAST_CALL_S, RequestIds, TurnTaker, generate_within, used_up
 from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.rollout.shared_tokens import share_tokens
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, float_or_none, require_member
 
@@ -188,7 +189,7 @@ async def _play_agent(env: EnvCalls, turns: TurnTaker, env_rewards: Sequence[str
         ):
             await env.play(policy, rollout)
             _check_played(rollout)
-            rollout.turns = shared(rollout.turns)
+            rollout.turns = share_tokens(rollout.turns)
     except OutOfTimeError:
         raise turns.own_time.is_up() from None
 

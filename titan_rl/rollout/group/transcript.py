@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from titan_rl.core.arrays import token_array
-from titan_rl.core.calls.plain import plain_json
-from titan_rl.rollout.copies import num_shared
+from titan_rl.core.plain_data import plain_json
 from titan_rl.rollout.renderer.tokenizer import TokenTexts
+from titan_rl.rollout.shared_tokens import num_shared
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 
 _FIRST, _LAST = 100, 500  # characters of an error's text in a message; the cause is often at the end

@@ -13,9 +13,10 @@ from titan_rl.core.calls import stopwatch
 from titan_rl.core.calls.bounded import BoundedCall
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.tracing.spans import span
-from titan_rl.rollout.copies import Contexts, completion_of
+from titan_rl.rollout.checked_copies import completion_of
 from titan_rl.rollout.group.boundary import EndsWith, OwnTime, RolloutEnded
 from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.rollout.shared_tokens import TokenStorage
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
@@ -139,7 +140,7 @@ class TurnTaker:
     own_time: OwnTime
     limits: RolloutConfig
     max_context: int
-    _contexts: Contexts = field(default_factory=Contexts, init=False)
+    _storage: TokenStorage = field(default_factory=TokenStorage, init=False)
 
     async def take(self, prompt: list[int]) -> bool:
         """Request the next completion and append it to the rollout's turns.
@@ -173,7 +174,7 @@ class TurnTaker:
             raise self.own_time.is_up()
         if is_cut:
             completion = replace(completion, finish_reason=completion.ended or FinishReason.LENGTH, ended=None)
-        rollout.turns.append(self._contexts.add(Turn(prompt, completion, sampling=sampling)))
+        rollout.turns.append(self._storage.add(Turn(prompt, completion, sampling=sampling)))
         if completion.finish_reason is FinishReason.ABORT:
             raise RolloutEnded(RolloutStatus.ABORTED)
         return is_cut

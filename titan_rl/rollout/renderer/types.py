@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
 
-from titan_rl.core.calls.plain import snapshot
 from titan_rl.core.errors import ModelError
+from titan_rl.core.plain_data import snapshot
 from titan_rl.rollout.types import Message
 
 Tools = Sequence[Mapping[str, object]]

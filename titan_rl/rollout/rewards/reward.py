@@ -13,11 +13,11 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.calls.cancellation import is_ctrl_c
-from titan_rl.core.calls.plain import safe_repr, snapshot
 from titan_rl.core.calls.threads import DaemonThreads
 from titan_rl.core.calls.user_code import is_async, source_location, summary, where
 from titan_rl.core.errors import RewardError
-from titan_rl.rollout.copies import completion_to_give
+from titan_rl.core.plain_data import safe_repr, snapshot
+from titan_rl.rollout.checked_copies import completion_to_give
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
 from titan_rl.types import float_or_none
 

@@ -2,7 +2,7 @@
 
 Tokens are stored as bytes, and each turn of a rollout as its difference from an earlier turn. MessagePack can represent
 neither integers beyond 64 bits nor lone surrogates. Such integers are stored as an extension type, and surrogates are
-escaped, so that messages are read back as `titan_rl.core.calls.plain.plain` returns them, and other text unchanged.
+escaped, so that messages are read back as `titan_rl.core.plain_data.plain` returns them, and other text unchanged.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from titan_rl.core.arrays import (
     logprob_array,
     token_array,
 )
-from titan_rl.core.calls.plain import plain
 from titan_rl.core.calls.user_code import Failure
-from titan_rl.rollout.copies import Contexts, context_after, end_in_buffer, num_shared
+from titan_rl.core.plain_data import plain
+from titan_rl.rollout.shared_tokens import TokenStorage, context_after, end_in_buffer, num_shared
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, Turn
 from titan_rl.scheduling.task_mix import Assigned, Dropped, MixEvent, Result
 from titan_rl.types import Completion, FinishReason, PromptScores, SamplingParams, VersionSpan
@@ -150,7 +150,7 @@ def rollout_of(stored: StoredRollout) -> Rollout:
         ValueError: The parts of the rollout are inconsistent.
     """
     turns: list[Turn] = []
-    contexts = Contexts()
+    storage = TokenStorage()
     for turn in stored.turns:
         prompt = array_from_bytes(TOKENS, turn.added)
         if turn.num_shared:
@@ -159,7 +159,7 @@ def rollout_of(stored: StoredRollout) -> Rollout:
             prompt = context_after(turns[turn.base])[: turn.num_shared] + prompt
         advantages = turn.token_advantages
         turns.append(
-            contexts.add(
+            storage.add(
                 Turn(
                     prompt,
                     completion_of(turn.completion),

@@ -11,7 +11,6 @@ from titan_rl.core.errors import GenerationError
 from titan_rl.generation.engine import Engine, EngineSpec, TokenDelta
 from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
-from titan_rl.training.comparison import Comparison
 from titan_rl.training.family_check import (
     CONTEXT,
     draw_sequences,
@@ -20,6 +19,7 @@ from titan_rl.training.family_check import (
     tiny_policy,
     tolerances_of,
 )
+from titan_rl.training.numerical_check import NumericalCheck
 from titan_rl.training.policy import Policy
 from titan_rl.types import SamplingParams
 
@@ -30,7 +30,7 @@ LEAST_CHANGE = 100
 for new ones."""
 
 
-def check_engine(folder: Path) -> Iterator[Comparison]:
+def check_engine(folder: Path) -> Iterator[NumericalCheck]:
     """Start vLLM with a tiny model, and compare its logprobs with the trainer's: for given sequences, for sampled
     tokens, and after each of `SWAPS` hot swaps, between which requests continue. vLLM runs in this process, which must
     exit afterwards.
@@ -46,7 +46,7 @@ def check_engine(folder: Path) -> Iterator[Comparison]:
     engine = make_engine("vllm", EngineSpec(str(folder), max_context=CONTEXT, kv_cache_gib=0.1))
     with exact_products():
         before = policy.score(sequences)
-        yield Comparison(
+        yield NumericalCheck(
             "engine",
             "vLLM's logprobs of given sequences against the trainer's",
             _difference(engine.score(sequences), before),
@@ -56,7 +56,7 @@ def check_engine(folder: Path) -> Iterator[Comparison]:
         for number in range(2):
             sampling = SamplingParams(max_tokens=100, min_tokens=100)
             engine.add(EngineRequest(str(number), PROMPT, sampling))
-        yield Comparison(
+        yield NumericalCheck(
             "sampling",
             "vLLM's logprobs of the tokens it samples against the trainer's",
             _sampling_error(policy, _steps(engine, 5)),
@@ -73,7 +73,7 @@ def check_engine(folder: Path) -> Iterator[Comparison]:
             worst = max(worst, _difference(engine.score(sequences), after))
             _steps(engine, 2)
             before = after
-        yield Comparison(
+        yield NumericalCheck(
             "hot swaps",
             f"the same after each of {SWAPS} swaps of weights, with requests running",
             worst,

@@ -38,7 +38,7 @@ def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
         run_id: Id in the names of the run's weights in shared memory.
         advice: Advice for the user if the process has to be killed.
     """
-    from titan_rl.core.calls.plain import terminal_text
+    from titan_rl.core.plain_data import terminal_text
 
     if not HAS_DESCRIPTORS:
         yield

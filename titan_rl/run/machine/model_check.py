@@ -23,8 +23,8 @@ from typing import Literal
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import ModelError
-from titan_rl.training.comparison import Comparison
 from titan_rl.training.models.choice import choose_implementation
+from titan_rl.training.numerical_check import NumericalCheck
 
 LIMIT_S = 300.0
 """Time limit of each process, in seconds. On an idle machine they take half a minute."""
@@ -60,7 +60,7 @@ class ModelOutcome:
     """
 
     part: Part
-    comparison: Comparison | None = None
+    comparison: NumericalCheck | None = None
     problem: str | None = None
 
     @property
@@ -148,7 +148,7 @@ class _Process:
             if "problem" in found:
                 problem = found["problem"]
             else:
-                yield ModelOutcome(self._part, Comparison(**found))
+                yield ModelOutcome(self._part, NumericalCheck(**found))
         if problem is not None:
             yield ModelOutcome(self._part, problem=problem)
 
@@ -178,7 +178,7 @@ def main(part: Part, folder: Path, temporary: Path, limit_s: float) -> None:
     os._exit(0)  # threads of an engine may never end
 
 
-def _compare(part: Part, folder: Path, tiny: Path) -> Iterator[Comparison]:
+def _compare(part: Part, folder: Path, tiny: Path) -> Iterator[NumericalCheck]:
     from titan_rl.training.family_check import check_family
     from titan_rl.training.models.tiny import tiny_of_folder
 

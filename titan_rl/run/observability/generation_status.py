@@ -8,7 +8,7 @@ from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.generation.router.pool import ReplicaStatus
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import GaugeSummary
-from titan_rl.run.terminal.view import SLOT_STYLES, ReplicaLook, RunLook
+from titan_rl.run.terminal.live_display import SLOT_STYLES, ReplicaLook, RunLook
 from titan_rl.scheduling.lease import GroupState
 
 

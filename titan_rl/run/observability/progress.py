@@ -19,8 +19,8 @@ from rich.text import Text
 
 from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.console import Console, Verbosity
+from titan_rl.run.terminal.live_display import ForgivingConsole, LiveLines, RunLook, View, format_seconds, layout
 from titan_rl.run.terminal.standard_streams import StderrConsole, write_stderr_unbuffered
-from titan_rl.run.terminal.view import ForgivingConsole, LiveLines, RunLook, View, format_seconds, layout
 from titan_rl.run.terminal.waiting import SHOWN_AFTER_S
 
 STOP_WITHIN_S = 2.0

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from titan_rl.metrics.bottleneck import bottleneck
 from titan_rl.run.directory import ADAPTERS, each_of
-from titan_rl.run.terminal.view import ForgivingConsole, format_seconds
+from titan_rl.run.terminal.live_display import ForgivingConsole, format_seconds
 
 
 class ShownSummary(Protocol):

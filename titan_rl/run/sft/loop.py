@@ -22,8 +22,8 @@ from titan_rl.run.journal.state import RunState
 from titan_rl.run.loop import TrainingLoop
 from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.steps import Stage
-from titan_rl.run.sft.demonstrations import TokenSource
-from titan_rl.run.terminal.view import format_seconds
+from titan_rl.run.sft.demonstration_sources import TokenSource
+from titan_rl.run.terminal.live_display import format_seconds
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import Trainer
 from titan_rl.training.settings import MADE_BY_SFT

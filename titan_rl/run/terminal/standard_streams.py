@@ -8,8 +8,8 @@ import shlex
 import sys
 from typing import TextIO
 
-from titan_rl.core.calls.plain import terminal_text
 from titan_rl.core.console import Console
+from titan_rl.core.plain_data import terminal_text
 from titan_rl.run.terminal.waiting import WAITING
 
 

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import msgspec
 
-from titan_rl.core.calls.plain import plain_json
+from titan_rl.core.plain_data import plain_json
 from titan_rl.rollout.renderer.types import Tools
 from titan_rl.rollout.types import Message
 

@@ -10,9 +10,9 @@ from hashlib import blake2b
 from sys import getsizeof
 from typing import Any, Generic, TypeVar, cast
 
-from titan_rl.core.calls.plain import snapshot
 from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import RequestError
+from titan_rl.core.plain_data import snapshot
 from titan_rl.rollout.renderer.types import Renderer, Tools, renderable
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.identity import Identity, identity_of, identity_of_tokens, identity_of_tools

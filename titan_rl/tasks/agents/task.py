@@ -22,10 +22,10 @@ from typing import Any
 
 from pydantic import PrivateAttr
 
-from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import BusyError, ConfigError, EpisodeEndedError, RequestError
+from titan_rl.core.plain_data import plain_json
 from titan_rl.core.tracing.spans import span
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.resume import request_fn

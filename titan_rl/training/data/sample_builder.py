@@ -28,8 +28,8 @@ from titan_rl.core.arrays import (
     token_array,
 )
 from titan_rl.core.errors import RewardError
-from titan_rl.rollout.copies import extends
 from titan_rl.rollout.rewards.advantages import AdvantageFn, RunningAdvantage, compare_batch
+from titan_rl.rollout.shared_tokens import extends
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.data.sample import SampleRewards, TrainingSample
 from titan_rl.training.losses import MAX_LOG_RATIO

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, Turn, VersionSpan, build_samples
-from titan_rl.rollout.copies import num_shared, shared
+from titan_rl.rollout.shared_tokens import num_shared, share_tokens
 from titan_rl.run.journal.records import GroupRecord, decode, encode, group_record
 from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.training.data.sample_builder import count_branches
@@ -38,7 +38,7 @@ def histories(draw: st.DrawFn) -> list[Turn]:
 @given(histories())
 def test_every_history_reads_as_it_was(turns: list[Turn]) -> None:
     whole = Rollout("g/0", "g", 0, None, turns=turns, advantage=1.0)
-    kept = replace(whole, turns=shared(turns))
+    kept = replace(whole, turns=share_tokens(turns))
     record = decode(encode(group_record(Assigned(0, "task", 0), RolloutGroup("g", None, [kept]))))
     assert isinstance(record, GroupRecord)
     for other in (kept, pickle.loads(pickle.dumps(kept)), record.rollouts[0]):
@@ -65,7 +65,7 @@ def agent_in_two_conversations(num_turns: int, added: int) -> tuple[list[Turn], 
 
 def test_turns_take_what_they_add_wherever_they_are() -> None:
     turns, num_tokens = agent_in_two_conversations(60, 50)
-    kept = shared(turns)
+    kept = share_tokens(turns)
     assert kept == turns
     lines = {id(window[0]): window[0] for turn in kept if (window := turn.completion.token_ids.window())}  # pyright: ignore
     assert sum(map(len, lines.values())) == num_tokens

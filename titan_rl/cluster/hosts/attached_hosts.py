@@ -22,7 +22,7 @@ from titan_rl.cluster.hosts.placement import visible_gpus
 from titan_rl.cluster.hosts.preflight import HostFacts, HostNeeds, Question, check_hosts, look
 from titan_rl.cluster.liveness.health_check import LocalHealthChecks
 from titan_rl.cluster.liveness.heartbeat import HostMonitor, RemoteWatcher
-from titan_rl.cluster.processes.answers import ActorHandle
+from titan_rl.cluster.processes.actor_calls import ActorHandle
 from titan_rl.cluster.processes.process import LOOPBACK
 from titan_rl.cluster.processes.remote_process import call
 from titan_rl.cluster.processes.roles import ProcessId, Role

@@ -23,7 +23,7 @@ from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.calls.user_code import reason, where
 from titan_rl.core.console import Console, Verbosity
 from titan_rl.core.errors import ConfigError, ProviderError, TitanRLError
-from titan_rl.run.machine.environment import process_scratch
+from titan_rl.run.machine.process_environment import process_scratch
 from titan_rl.run.machine.signals import StopSignals
 from titan_rl.run.observability.progress import status
 from titan_rl.run.terminal.standard_streams import StderrConsole
@@ -47,7 +47,7 @@ class StartedWorkers(Generic[C]):
 
 
 @contextlib.asynccontextmanager
-async def workers_started(
+async def start_workers(
     config: C, logs: Path, verbosity: Verbosity = Verbosity.NORMAL, signals: StopSignals | None = None
 ) -> AsyncGenerator[StartedWorkers[C]]:
     """Start the workers of the provider that the settings name, if any. They end with the block.
@@ -68,7 +68,7 @@ async def workers_started(
     kind = find_provider(hosts.provider)
     async with contextlib.AsyncExitStack() as opened:
         with status("starting workers", verbosity):
-            started = await _start_workers(opened, hosts.provider, kind, ProviderSpec(hosts, logs, StderrConsole()))
+            started = await _enter_provider(opened, hosts.provider, kind, ProviderSpec(hosts, logs, StderrConsole()))
         addresses = _addresses_of(hosts.provider, started)
         by_address = hosts.model_copy(update={"provider": None, "addresses": addresses})
         if too_few := [*by_address.too_few_of(len(by_address.addresses))]:
@@ -80,7 +80,7 @@ async def workers_started(
         yield StartedWorkers(config.model_copy(update={"hosts": by_address}), provided)
 
 
-async def _start_workers(
+async def _enter_provider(
     opened: contextlib.AsyncExitStack, name: str, kind: ProviderKind, spec: ProviderSpec
 ) -> Iterable[str]:
     """Start a provider's workers. They end with the stack.
@@ -191,7 +191,7 @@ def use_monarch(hosts: HostsConfig, console: Console) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_hosts(
+async def open_workers(
     config: C,
     logs: Path,
     module: str,
@@ -204,10 +204,10 @@ async def open_hosts(
 
     Args:
         module: Module that starts the processes. Its import takes seconds.
-        logs, signals: Arguments of `workers_started`.
+        logs, signals: Arguments of `start_workers`.
         console: Console for a warning if Monarch's address is open to other machines. Defaults to standard error.
     """
-    async with workers_started(config, logs, verbosity, signals) as workers:
+    async with start_workers(config, logs, verbosity, signals) as workers:
         with status("loading what runs models", verbosity):
             importlib.import_module(module)
         await asyncio.sleep(0)  # a signal that came during the imports stops the command here

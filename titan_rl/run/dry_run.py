@@ -1,5 +1,5 @@
-"""Rehearsal of a run without engines: a group of each task is played with a mock policy. This shows errors in an
-environment, a reward, the renderer or a limit within a second, before any process starts."""
+"""Dry run without engines: a group of each task is played with a mock policy. This shows errors in an environment, a
+reward, the renderer or a limit within a second, before any process starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.scheduling.filters import first_reason
 from titan_rl.scheduling.task_mix import Assigned
-from titan_rl.training.data.demonstrations import encode
+from titan_rl.training.data.demonstration_tokens import encode
 from titan_rl.training.losses import ClipRange, loss_problem
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
@@ -88,8 +88,8 @@ ROLLOUT_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """Result of the rehearsal of a task.
+class DryRunResult:
+    """Result of the dry run of a task.
 
     Attributes:
         prompt: First prompt of the first rollout, as the model reads it; None if there was none.
@@ -103,7 +103,7 @@ class Rehearsal:
     problems: tuple[str, ...]
 
 
-def rehearse(config: RunConfig, console: Console) -> list[Rehearsal]:
+def play_dry_run(config: RunConfig, console: Console) -> list[DryRunResult]:
     """Play the first training sample of each task, as a run would. Tasks of agents are skipped, because their programs
     are not started.
 
@@ -112,16 +112,16 @@ def rehearse(config: RunConfig, console: Console) -> list[Rehearsal]:
 
     Raises:
         ConfigError, ModelError: The renderer cannot be created.
-        DataError: A sample cannot be created, or the rehearsal takes longer than `LIMIT_S`.
+        DataError: A sample cannot be created, or the dry run takes longer than `LIMIT_S`.
         RewardError: The advantage function failed, or a reward failed whose failure policy ends the run.
         MissingExtraError: The package that reads tokenizers is not installed.
     """
 
-    def play() -> list[Rehearsal]:
+    def play() -> list[DryRunResult]:
         DEMONSTRATED_CALL_S.set(min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S))
         with asyncio.Runner() as runner:
             runner.get_loop().set_default_executor(UsersThreads())  # threads that hang do not delay the end
-            return runner.run(_rehearse_all(config, Path(folder), console))
+            return runner.run(_play_parts(config, Path(folder), console))
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
@@ -165,16 +165,14 @@ def _parts_of(config: RunConfig) -> list[RunConfig]:
     return list(parts.values()) or [config]
 
 
-async def _rehearse_all(config: RunConfig, folder: Path, console: Console) -> list[Rehearsal]:
+async def _play_parts(config: RunConfig, folder: Path, console: Console) -> list[DryRunResult]:
     parts = _parts_of(config)
     return [
-        rehearsal
-        for number, part in enumerate(parts)
-        for rehearsal in await _rehearse(part, folder / str(number), console)
+        result for number, part in enumerate(parts) for result in await _play_tasks(part, folder / str(number), console)
     ]
 
 
-async def _rehearse(config: RunConfig, folder: Path, console: Console) -> list[Rehearsal]:
+async def _play_tasks(config: RunConfig, folder: Path, console: Console) -> list[DryRunResult]:
     renderer = make_renderer(config.model, single_turn=is_single_turn(config))
     env_timeout_s = min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S)
     brief = {"max_retries": 0, "rollout_timeout_s": ROLLOUT_LIMIT_S, "env_timeout_s": env_timeout_s}
@@ -192,7 +190,7 @@ async def _rehearse(config: RunConfig, folder: Path, console: Console) -> list[R
                         await _play(briefly, number, rollouters[source.name], renderer, journal)
                         for number, source in enumerate(briefly.tasks)
                     ]
-                return [rehearsal for rehearsal in played if rehearsal is not None]
+                return [result for result in played if result is not None]
     except TimeoutError:
         raise DataError(f"a group of each task takes longer than {LIMIT_S:g} s without a model") from None
 
@@ -213,7 +211,7 @@ async def _play(
     rollouter: Rollouter,
     renderer: Renderer,
     journal: RunJournal,
-) -> Rehearsal | None:
+) -> DryRunResult | None:
     """Play a group as training does, including the journal. Return None for a task of agents."""
     source = config.tasks[number]
     task, sampling = source.task, config.sampling_of(source)
@@ -237,7 +235,7 @@ async def _play(
     journal.finished(Assigned(number, source.name, 0), group)
     journal.drain()
     first = next((rollout.turns[0].prompt_token_ids for rollout in group.rollouts if rollout.turns), None)
-    return Rehearsal(
+    return DryRunResult(
         source.name,
         None if first is None else load_tokenizer(config.model.path).decode(list(first)),
         len(first or ()),
@@ -362,16 +360,16 @@ def _untaught(config: RunConfig, source: TaskSource, group: RolloutGroup, render
             )
 
 
-def describe(rehearsal: Rehearsal, max_context: int) -> Iterator[str]:
-    """Describe a rehearsal in lines: its prompt, and the results of its group."""
-    if rehearsal.prompt is not None:
-        yield f"{rehearsal.task}: the first prompt has {rehearsal.num_prompt_tokens} of {max_context} tokens:"
-        yield from (f"  | {line}" for line in rehearsal.prompt.splitlines())
-    ends = Counter(str(rollout.status) for rollout in rehearsal.group.rollouts)
+def describe(result: DryRunResult, max_context: int) -> Iterator[str]:
+    """Describe a result in lines: its prompt, and the results of its group."""
+    if result.prompt is not None:
+        yield f"{result.task}: the first prompt has {result.num_prompt_tokens} of {max_context} tokens:"
+        yield from (f"  | {line}" for line in result.prompt.splitlines())
+    ends = Counter(str(rollout.status) for rollout in result.group.rollouts)
     statuses = ", ".join(f"{count} {status}" for status, count in ends.items())
-    rewards = " ".join(map(_reward, rehearsal.group.rollouts))
-    yield f"{rehearsal.task}: {len(rehearsal.group.rollouts)} rollouts of a mock policy: {statuses}; rewards: {rewards}"
-    yield from (f"{rehearsal.task}: error: {problem}" for problem in rehearsal.problems)
+    rewards = " ".join(map(_reward, result.group.rollouts))
+    yield f"{result.task}: {len(result.group.rollouts)} rollouts of a mock policy: {statuses}; rewards: {rewards}"
+    yield from (f"{result.task}: error: {problem}" for problem in result.problems)
 
 
 def _reward(rollout: Rollout) -> str:

@@ -27,7 +27,7 @@ from titan_rl.serving.protocols.tokens import DetokenizeBody, GenerateBody, Toke
 from titan_rl.serving.protocols.wire import STRING, object_schema, tagged_schema
 
 
-def about_routes(
+def status_routes(
     policy: ServedPolicy, trouble: Callable[[], str | None] | None, version: Callable[[], int] | None
 ) -> list[Route]:
     """Make the routes for health, metrics and models.

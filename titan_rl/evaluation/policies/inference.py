@@ -1,4 +1,4 @@
-"""Policies that answer requests, with generators that are started for them or by an endpoint."""
+"""Inference with named policies: generators that are started for them, or an endpoint that serves them."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Console, Verbosity
 from titan_rl.core.errors import ConfigError, GenerationError, RequestError, StateDictError
 from titan_rl.evaluation.policies.following import publish_folder
-from titan_rl.evaluation.policies.source import PolicySource, export, find_policy, with_copies
-from titan_rl.evaluation.policies.switch import VersionSwitch
+from titan_rl.evaluation.policies.policy_export import export_weights, with_file_sync
+from titan_rl.evaluation.policies.policy_source import PolicySource, find_policy
+from titan_rl.evaluation.policies.version_switch import VersionSwitch
 from titan_rl.generation.registry import find_engine
 from titan_rl.generation.resume import Generation
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.run.hosts import open_hosts
-from titan_rl.run.machine.environment import run_environment
+from titan_rl.run.machine.process_environment import run_environment
 from titan_rl.run.machine.requirements import require_modules
+from titan_rl.run.provider_workers import open_workers
 from titan_rl.run.session import SessionFiles
 from titan_rl.serving.client import HttpChatFn, HttpGenerateFn
 from titan_rl.training.settings import ModelConfig
@@ -148,7 +149,7 @@ class OpenedPolicies:
             self.console.message(f"reading {source.name}")
             self._num_read += 1
             folder = Path(self._folder.name) / f"policy-{self._num_read}"
-            model = await export(model, source.checkpoint, folder, self._files.logs / "export.log")
+            model = await export_weights(model, source.checkpoint, folder, self._files.logs / "export.log")
         check_model_folder(model, self._config.generation, [Path()])
         check_chat_template(model)
         renderer = make_renderer(model, single_turn=is_single_turn(self._config))
@@ -220,10 +221,10 @@ async def open_endpoint(
             yield OpenedPolicy(name, generate, make_renderer(config.model, single_turn=is_single_turn(config)))
         return
     async with HttpChatFn(url, model=model, body=settings.body, **connections) as chat:
-        yield OpenedPolicy(name, speaks_no_tokens, chat=chat)
+        yield OpenedPolicy(name, refuse_tokens, chat=chat)
 
 
-async def speaks_no_tokens(
+async def refuse_tokens(
     prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
 ) -> Completion:
     """Refuse a request for tokens: this is the `generate` of a policy of messages."""
@@ -288,7 +289,7 @@ async def start_generators_for(
     source: PolicySource, model: ModelConfig, config: RunConfig, files: SessionFiles, console: Console
 ) -> AsyncGenerator[Generators]:
     """Start generators with the weights of a model folder. They have read the folder once the block is entered."""
-    opening = open_hosts(
+    opening = open_workers(
         config, files.logs, "titan_rl.cluster.generator_processes", verbosity=Verbosity.QUIET, console=console
     )
     async with opening as started:
@@ -304,7 +305,7 @@ async def start_generators_for(
                 model=model,
                 generation=generation,
                 routing=config.routing,
-                hosts=hosts if source.checkpoint is None else with_copies(hosts),
+                hosts=hosts if source.checkpoint is None else with_file_sync(hosts),
             ),
             version=0,
             max_running=max_running_of(model, generation, MAX_RUNNING),

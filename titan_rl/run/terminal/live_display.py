@@ -18,7 +18,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from titan_rl.cluster.hosts.lifecycle import HostStatus
-from titan_rl.core.calls.plain import terminal_text
+from titan_rl.core.plain_data import terminal_text
 from titan_rl.core.run_files import work_of
 from titan_rl.run.terminal.standard_streams import silence
 

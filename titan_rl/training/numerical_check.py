@@ -1,4 +1,4 @@
-"""Comparison of two computations of the same numbers."""
+"""Numerical check: comparison of two computations of the same numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class NumericalCheck:
     """Largest difference between two computations, and the largest that rounding explains.
 
     Attributes:
@@ -14,7 +14,7 @@ class Comparison:
         subject: The two computations, for example "the trainer's against transformers'".
         unit: "nats", or "relative" for a difference relative to the largest entry.
 
-    Example: `Comparison("logprobs", "the trainer's against transformers'", 1.2e-6, 2e-5, "nats")`
+    Example: `NumericalCheck("logprobs", "the trainer's against transformers'", 1.2e-6, 2e-5, "nats")`
     """
 
     name: str

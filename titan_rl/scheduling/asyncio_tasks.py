@@ -1,4 +1,4 @@
-"""Task group that records its first failure immediately, and a coroutine whose end is always reported."""
+"""asyncio task group that records its first failure immediately, and a coroutine whose end is always reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan_rl.core.calls.user_code import describe
 from titan_rl.core.errors import StrayCancellationError, TrainingError
 
 
-class TaskScope(asyncio.TaskGroup):
+class FirstFailureTaskGroup(asyncio.TaskGroup):
     """Task group that records the first failure before it cancels the other tasks, which may take a while.
 
     A task may end as cancelled only if this scope cancelled it, with `cancel` or at the end of the scope. Any other

@@ -16,7 +16,6 @@ import pytest
 from user_project import project
 
 from titan_rl.cli.main import main
-from titan_rl.run import rehearsal
 
 __all__ = ["project"]
 
@@ -350,7 +349,7 @@ def test_what_would_fail_a_run_is_told_with_the_users_line_in_a_second(dry_run, 
 
 
 def test_an_environment_that_hangs_is_left_to_itself(dry_run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rehearsal, "ROLLOUT_LIMIT_S", 0.5)
+    monkeypatch.setattr("titan_rl.run.dry_run.ROLLOUT_LIMIT_S", 0.5)
     began = time.monotonic()
     code, told = dry_run("Hangs")
     assert code == 1
@@ -360,7 +359,7 @@ def test_an_environment_that_hangs_is_left_to_itself(dry_run, monkeypatch: pytes
 
 
 def test_a_reward_that_never_returns_is_named(dry_run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rehearsal, "ROLLOUT_LIMIT_S", 0.5)
+    monkeypatch.setattr("titan_rl.run.dry_run.ROLLOUT_LIMIT_S", 0.5)
     code, told = dry_run("RewardHangs")
     assert code == 1
     assert "reward 'awaits_forever' took longer than 0.5 s" in told
@@ -372,7 +371,7 @@ def test_held_out_samples_without_an_end_are_taken_as_far_as_they_are_needed(dry
 
 
 def test_a_plain_method_that_blocks_holds_up_its_own_thread_alone(dry_run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rehearsal, "ROLLOUT_LIMIT_S", 0.5)
+    monkeypatch.setattr("titan_rl.run.dry_run.ROLLOUT_LIMIT_S", 0.5)
     code, told = dry_run("PlainBlocks")
     assert code == 1
     assert "error: a rollout ends with error_timeout" in told
@@ -381,8 +380,8 @@ def test_a_plain_method_that_blocks_holds_up_its_own_thread_alone(dry_run, monke
 
 @pytest.mark.parametrize(("task", "line"), [("Blocks", "the event loop, too"), ("BlocksSample", "index): gate")])
 def test_what_blocks_the_event_loop_for_good_is_named(dry_run, monkeypatch: pytest.MonkeyPatch, task: str, line: str):
-    monkeypatch.setattr(rehearsal, "LIMIT_S", 2.0)
-    monkeypatch.setattr(rehearsal, "GRACE_S", 0.0)
+    monkeypatch.setattr("titan_rl.run.dry_run.LIMIT_S", 2.0)
+    monkeypatch.setattr("titan_rl.run.dry_run.GRACE_S", 0.0)
     code, told = dry_run(task)
     assert code == 1
     assert "a group of each task took longer than 2 s without a model" in told
@@ -391,7 +390,7 @@ def test_what_blocks_the_event_loop_for_good_is_named(dry_run, monkeypatch: pyte
 
 
 def test_a_slow_demonstration_leaves_the_event_loop_alone(dry_run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rehearsal, "BLOCKED_AFTER_S", 0.2)
+    monkeypatch.setattr("titan_rl.run.dry_run.BLOCKED_AFTER_S", 0.2)
     code, told = dry_run("ShowsSlowly")
     assert code == 0
     assert "stood still" not in told

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, Turn, VersionSpan
-from titan_rl.core.calls.plain import json_line, plain, plain_json, printable, safe_text, snapshot
 from titan_rl.core.calls.user_code import Failure
+from titan_rl.core.plain_data import json_line, plain, plain_json, printable, safe_text, snapshot
 from titan_rl.rollout.group.transcript import transcript
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.records import DropRecord, GroupRecord, decode, encode, group_record

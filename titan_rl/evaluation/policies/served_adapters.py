@@ -13,7 +13,8 @@ from titan_rl.config.model_folder import check_adapter_weights
 from titan_rl.config.serve import ServeConfig, load_serve_config
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import ConfigError, StateDictError
-from titan_rl.evaluation.policies.source import PolicySource, export, newest_checkpoint, single_policy
+from titan_rl.evaluation.policies.policy_export import export_weights
+from titan_rl.evaluation.policies.policy_source import PolicySource, newest_checkpoint, single_policy
 from titan_rl.generation.engine import AdapterSpec
 from titan_rl.generation.registry import find_engine
 from titan_rl.generation.resume import RequestFn
@@ -114,7 +115,7 @@ async def read_adapters(
         folder = source.checkpoint
         if source.toml is not None:
             folder = directory / name
-            await export(model, source.checkpoint, folder, log, as_adapter=True)
+            await export_weights(model, source.checkpoint, folder, log, as_adapter=True)
         settings = peft_settings(folder)
         spec = AdapterSpec(settings.rank, settings.alpha, settings.targets or TARGETS)
         read[name] = ReadAdapter(folder, spec, source.version)

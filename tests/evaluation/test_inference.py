@@ -20,9 +20,9 @@ from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.console import Console, ConsoleLines
 from titan_rl.core.errors import StateDictError
-from titan_rl.evaluation.policies import opened
-from titan_rl.evaluation.policies.opened import Generators, OpenedPolicies, architecture_of
-from titan_rl.evaluation.policies.source import PolicySource
+from titan_rl.evaluation.policies import inference
+from titan_rl.evaluation.policies.inference import Generators, OpenedPolicies, architecture_of
+from titan_rl.evaluation.policies.policy_source import PolicySource
 from titan_rl.generation.router.control import PullReport
 from titan_rl.run.session import SessionFiles
 from titan_rl.training.settings import ModelConfig
@@ -80,7 +80,7 @@ class Started:
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
     (tmp_path / "shared").mkdir()
     started = Started(tmp_path / "shared")
-    monkeypatch.setattr(opened, "start_generators_for", started.start)
+    monkeypatch.setattr(inference, "start_generators_for", started.start)
     return started
 
 

@@ -57,7 +57,7 @@ LAYERS = ("num_hidden_layers", "n_layer")
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltFrom:
+class DecoderSpec:
     """Description from which a decoder without memory can be built.
 
     Args:
@@ -145,7 +145,7 @@ class MicroBatchShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class ActivationMemory:
     """Bytes of one micro-batch, besides parameters and their gradients.
 
     Attributes:
@@ -159,11 +159,11 @@ class Passes:
     layer: int
 
 
-def measure_passes(source: BuiltFrom, shape: MicroBatchShape) -> Passes:
+def measure_activations(source: DecoderSpec, shape: MicroBatchShape) -> ActivationMemory:
     """Measure the bytes of a forward and a backward pass.
 
     Raises:
-        ModelError: The decoder cannot be built (see `BuiltFrom.build`), or its code needs the values of tensors.
+        ModelError: The decoder cannot be built (see `DecoderSpec.build`), or its code needs the values of tensors.
     """
     hf = json.loads(source.text)
     size = next((hf[name] for name in LAYERS if name in hf), TRACED)
@@ -171,11 +171,13 @@ def measure_passes(source: BuiltFrom, shape: MicroBatchShape) -> Passes:
         return _trace(source, shape, None)
     few, many = _trace(source, shape, TRACED // 2), _trace(source, shape, TRACED)
     further = size - TRACED
-    return Passes(many.kept + (many.kept - few.kept) * further // (TRACED - TRACED // 2), many.head, many.layer)
+    return ActivationMemory(
+        many.kept + (many.kept - few.kept) * further // (TRACED - TRACED // 2), many.head, many.layer
+    )
 
 
 @lru_cache(maxsize=256)
-def _trace(source: BuiltFrom, shape: MicroBatchShape, num_layers: int | None) -> Passes:
+def _trace(source: DecoderSpec, shape: MicroBatchShape, num_layers: int | None) -> ActivationMemory:
     decoder = source.build(num_layers)
     checkpoint_activations(decoder, shape.checkpointing)
     try:
@@ -193,7 +195,9 @@ def _trace(source: BuiltFrom, shape: MicroBatchShape, num_layers: int | None) ->
         ) from error
 
 
-def _run(decoder: DecoderModel, shape: MicroBatchShape, tracker: MemoryTracker, layout: ShapeLayout) -> Passes:
+def _run(
+    decoder: DecoderModel, shape: MicroBatchShape, tracker: MemoryTracker, layout: ShapeLayout
+) -> ActivationMemory:
     dtype = getattr(torch, shape.compute_dtype)
     tokens, ids = shape.tokens, torch.zeros(1, shape.tokens, dtype=torch.long)
     begin = tracker.live
@@ -217,7 +221,7 @@ def _run(decoder: DecoderModel, shape: MicroBatchShape, tracker: MemoryTracker, 
     del hidden_ND
     cast(Any, logprobs_N.sum()).backward()
     head = found[0] if found else tracker.peak
-    return Passes(kept, max(0, head - begin - kept) + unscored, max(0, tracker.peak - begin - kept))
+    return ActivationMemory(kept, max(0, head - begin - kept) + unscored, max(0, tracker.peak - begin - kept))
 
 
 def _allocate(module: nn.Module) -> None:

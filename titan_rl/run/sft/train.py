@@ -28,15 +28,15 @@ from titan_rl.core.errors import CheckpointError, ConfigError, DataError
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import renderable
+from titan_rl.run.components import Planes
 from titan_rl.run.directory import RunDirectory, run_name
-from titan_rl.run.machine.environment import file_modes
+from titan_rl.run.machine.process_environment import file_modes
 from titan_rl.run.machine.requirements import check_policy, require_modules
 from titan_rl.run.observability.progress import status
 from titan_rl.run.observability.summary import show_summary
-from titan_rl.run.parts import Planes
 from titan_rl.run.resumption import check_resumption, open_run_dir
 from titan_rl.run.session import RunSession
-from titan_rl.run.sft.demonstrations import Found, TokenSource, best_rollouts, read_chats, task_demonstrations
+from titan_rl.run.sft.demonstration_sources import Found, TokenSource, best_rollouts, read_chats, task_demonstrations
 from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop, SupervisedSummary
 from titan_rl.run.trainer_recovery import open_trainer
 from titan_rl.training.settings import AdapterConfig, CorrectionConfig, ModelConfig, TrainingConfig

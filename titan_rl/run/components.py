@@ -1,4 +1,4 @@
-"""Parts of a run that a caller may replace, and the planes that are built from them."""
+"""Components of a run that a caller may replace, and the planes that are built from them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ RARELY_CALLED = frozenset({"load", "measure"})
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """Objects that replace those that the settings name. A part that is None is built from the settings.
+class Components:
+    """Objects that replace those that the settings name. A component that is None is built from the settings.
 
     Args:
         trainer: Trainer of the steps, which also publishes versions. It is not closed. None starts a trainer's
@@ -74,15 +74,15 @@ class Parts:
         return self.trainer is None or self.replicas is None
 
     def _given(self) -> list[str]:
-        """Names of the parts that were given."""
+        """Names of the components that were given."""
         names = ("trainer", "replicas", "strategy", "renderer", "filters", "provided")
         return [*(name for name in names if getattr(self, name) is not None), *(["sinks"] if self.sinks else [])]
 
     def check(self, config: RunConfig) -> None:
-        """Check the given parts before a run.
+        """Check the given components before a run.
 
         Raises:
-            ConfigError: A part does not fit the settings, or lacks a method.
+            ConfigError: A component does not fit the settings, or lacks a method.
             MissingExtraError: A package that the run's processes need is not installed.
         """
         if config.adapters and (given := self._given()):
@@ -158,28 +158,28 @@ class Planes(Generic[R]):
 
 
 def open_planes(
-    config: RunConfig, parts: Parts, run_dir: RunDirectory, console: Console
+    config: RunConfig, components: Components, run_dir: RunDirectory, console: Console
 ) -> contextlib.AbstractAsyncContextManager[Planes[GeneratorRouter]]:
-    """Open the planes of a run, with processes for the parts that were not given. Everything is closed when the block
-    ends, except a given trainer.
+    """Open the planes of a run, with processes for the components that were not given. Everything is closed when the
+    block ends, except a given trainer.
 
     Raises:
         ActorDiedError: A process did not start in time.
     """
-    opening = _with_processes if parts.needs_processes else _in_this_process
-    return opening(config, parts, run_dir, console)
+    opening = _with_processes if components.needs_processes else _in_this_process
+    return opening(config, components, run_dir, console)
 
 
 @contextlib.asynccontextmanager
 async def _in_this_process(
-    config: RunConfig, parts: Parts, run_dir: RunDirectory, console: Console
+    config: RunConfig, components: Components, run_dir: RunDirectory, console: Console
 ) -> AsyncGenerator[Planes[GeneratorRouter]]:
-    assert parts.trainer is not None
-    assert parts.replicas is not None
+    assert components.trainer is not None
+    assert components.replicas is not None
     routing = config.routing
     router = GeneratorRouter(
-        parts.replicas,
-        parts.strategy or make_strategy(routing.strategy),
+        components.replicas,
+        components.strategy or make_strategy(routing.strategy),
         stall_timeout_s=config.generation.stall_timeout_s,
         limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.hosts.wait_s),
         on_replica_failed=lambda replica, error: console.warning(f"{replica.name} is out of service: {error}"),
@@ -196,7 +196,7 @@ async def _in_this_process(
 
 @contextlib.asynccontextmanager
 async def _with_processes(
-    config: RunConfig, parts: Parts, run_dir: RunDirectory, console: Console
+    config: RunConfig, components: Components, run_dir: RunDirectory, console: Console
 ) -> AsyncGenerator[Planes[GeneratorRouter]]:
     from titan_rl.cluster.rollout_workers import shown_on
     from titan_rl.cluster.run_processes import start_processes
@@ -205,21 +205,23 @@ async def _with_processes(
     starting = start_processes(
         config,
         run_dir,
-        parts.published,
+        components.published,
         console,
-        trains=parts.trainer is None,
-        generates=parts.replicas is None,
-        strategy=pickled(parts.strategy) if parts.strategy is not None and config.rollout.num_workers else None,
+        trains=components.trainer is None,
+        generates=components.replicas is None,
+        strategy=pickled(components.strategy)
+        if components.strategy is not None and config.rollout.num_workers
+        else None,
     )
     with shown_on(console):
         async with starting as processes:
-            router = processes.router = processes.make_router(parts.replicas, parts.strategy)
+            router = processes.router = processes.make_router(components.replicas, components.strategy)
             workers = processes.workers if config.rollout.num_workers else None
             if workers is not None:
                 await workers.use(router)
-            training = processes.training if parts.trainer is None else None
+            training = processes.training if components.trainer is None else None
             history = HostHistory()
-            watch = watcher(config, files, processes, history, parts.provided)
+            watch = watcher(config, files, processes, history, components.provided)
             yield Planes(router, training, watch, processes.waits_for, workers, history)
             await asyncio.gather(router.close(), *([] if training is None else [training.close()]))
 
@@ -261,12 +263,12 @@ def watcher(
     return watch
 
 
-def describe_processes(config: RunConfig, parts: Parts) -> str:
+def describe_processes(config: RunConfig, components: Components) -> str:
     """Describe the processes to start: "2 generators, 1 rollout worker and a trainer"; "" if there are none."""
     counts = {
-        "generator": config.generation.num_generators if parts.replicas is None else 0,
+        "generator": config.generation.num_generators if components.replicas is None else 0,
         "rollout worker": config.rollout.num_workers,
-        "trainer": 1 if parts.trainer is None else 0,
+        "trainer": 1 if components.trainer is None else 0,
     }
     named = [
         f"{'a' if name == 'trainer' else count} {name}{'' if count == 1 else 's'}"

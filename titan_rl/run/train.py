@@ -1,6 +1,6 @@
 """Training run, from a checked config to its end:
 
-run_training   checks the parts, and creates the run's folder and its session
+run_training   checks the components, and creates the run's folder and its session
 _train         starts the processes, opens tasks, journal and trainer, and runs the controller's loop
 """
 
@@ -22,12 +22,12 @@ from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Verbosity
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import GroupRunner
+from titan_rl.run.components import Components, Planes, describe_processes, open_planes
 from titan_rl.run.controller import Controller
-from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
+from titan_rl.run.machine.process_environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
 from titan_rl.run.machine.requirements import check_needs
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import warn_of_stalls
-from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes
 from titan_rl.run.resumption import open_run_dir
 from titan_rl.run.session import RunSession, open_journal
 from titan_rl.run.several_adapters import ExperimentsSession, train_adapters
@@ -53,7 +53,7 @@ def run_training(
     config: RunConfig,
     resume: Path | None = None,
     *,
-    parts: Parts | None = None,
+    components: Components | None = None,
     name: str | None = None,
     started_by: str | None = None,
     verbosity: Verbosity = Verbosity.NORMAL,
@@ -62,18 +62,18 @@ def run_training(
 
     Args:
         resume: Folder of an earlier run with this config, which is continued from its newest checkpoint.
-        parts: Objects that replace what the settings name.
+        components: Objects that replace what the settings name.
         name: Last part of the name of a new run's folder; by default, the result of `run_name`.
         started_by: Command to name if the run fails before it has saved anything.
 
     Raises:
         TitanRLError: The error that ended the run.
     """
-    parts = parts or Parts()
-    parts.check(config)
+    components = components or Components()
+    components.check(config)
     with file_modes(share=config.share_run_dir):
         check_own_machine(config.hosts)
-        if parts.needs_processes:
+        if components.needs_processes:
             check_needs(config)
         run_dir = open_run_dir(config, resume, name)
         session = (ExperimentsSession if config.adapters else RunSession[RunSummary])(
@@ -82,25 +82,27 @@ def run_training(
             begins=resume is None,
             started_by=started_by,
             command="train",
-            processes="titan_rl.cluster.run_processes" if parts.needs_processes else None,
-            others=parts.sinks,
+            processes="titan_rl.cluster.run_processes" if components.needs_processes else None,
+            others=components.sinks,
             verbosity=verbosity,
         )
-        code = session.run(train_adapters if config.adapters else partial(_train, parts))
+        code = session.run(train_adapters if config.adapters else partial(_train, components))
         return RunEnd(code, run_dir.path, session.summary)
 
 
-async def _train(parts: Parts, session: RunSession[RunSummary], resources: contextlib.AsyncExitStack) -> RunSummary:
+async def _train(
+    components: Components, session: RunSession[RunSummary], resources: contextlib.AsyncExitStack
+) -> RunSummary:
     config, run_dir, progress = session.config, session.run_dir, session.progress
-    parts = replace(parts, provided=session.provided)
-    if parts.trainer is None:
+    components = replace(components, provided=session.provided)
+    if components.trainer is None:
         notes = learning_rate_note(config.training), adapter_base_note(config.model, config.training.adapter)
         for note in filter(None, notes):
             progress.message(note)
     journal = resources.enter_context(open_journal(session.start, run_dir, progress))
     async with asyncio.TaskGroup() as startup:  # during the start, which takes longer than a renderer's imports
-        making = startup.create_task(parts.make_renderer(config, progress), name="renderer")
-        planes = await _start_planes(session, parts, resources)
+        making = startup.create_task(components.make_renderer(config, progress), name="renderer")
+        planes = await _start_planes(session, components, resources)
     renderer = making.result()
     resources.enter_context(LoopWatchdog(progress))  # after the imports, which block the event loop
     group_runners: Mapping[str, GroupRunner]
@@ -114,10 +116,10 @@ async def _train(parts: Parts, session: RunSession[RunSummary], resources: conte
         opening = open_teachers(config, run_dir.path, planes.router, renderer, progress)
         teachers = await resources.enter_async_context(opening)
     resources.enter_context(settled_heap())
-    trainer = parts.trainer
+    trainer = components.trainer
     if planes.training is not None:
         steps = JournaledSteps(config, journal, run_dir.path)
-        opening = open_trainer(planes.training, steps, config, run_dir, parts.published, progress)
+        opening = open_trainer(planes.training, steps, config, run_dir, components.published, progress)
         trainer = await resources.enter_async_context(opening)
     assert trainer is not None
     await session.start.load(trainer, progress)
@@ -127,14 +129,14 @@ async def _train(parts: Parts, session: RunSession[RunSummary], resources: conte
         router=planes.router,
         trainer=trainer,
         stop_token_ids=renderer.get_stop_token_ids(),
-        published=parts.published,
+        published=components.published,
         run_dir=run_dir,
         sinks=session.sinks,
         progress=progress,
         journal=journal,
         start=session.start.state,
         token_texts=find_token_texts(config.model),
-        filters=parts.filters,
+        filters=components.filters,
         hosts=planes.hosts,
         teachers=teachers,
         workers=planes.workers,
@@ -145,14 +147,14 @@ async def _train(parts: Parts, session: RunSession[RunSummary], resources: conte
 
 
 async def _start_planes(
-    session: RunSession[RunSummary], parts: Parts, resources: contextlib.AsyncExitStack
+    session: RunSession[RunSummary], components: Components, resources: contextlib.AsyncExitStack
 ) -> Planes[GeneratorRouter]:
     config, progress = session.config, session.progress
-    described = describe_processes(config, parts)
+    described = describe_processes(config, components)
     if described and is_exposed():
         progress.message(f"{EXPOSED}; {OWN_NAMESPACE}")
     if described:
         progress.message(f"starting {described}")
     with progress.working(f"starting {described or 'generation and training'}"):
-        opening = open_planes(config, parts, session.run_dir, progress)
+        opening = open_planes(config, components, session.run_dir, progress)
         return await resources.enter_async_context(opening)

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.cluster.processes.answers import ActorHandle, AnsweringActor
+from titan_rl.cluster.processes.actor_calls import ActorHandle, AnsweringActor
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.supervision import Supervisor
 from titan_rl.core.errors import ActorDiedError, RequestError, TitanRLError
