@@ -61,7 +61,7 @@ class Service:
 
     async def _receive(self, sent: bytes) -> bool:
         _, _, answers, finished = cloudpickle.loads(sent)
-        return await rollout_workers.keeps_up(rollout_workers.record(answers, finished))
+        return await rollout_workers.wait_for_room(rollout_workers.record(answers, finished))
 
 
 class SimulatedWorker:

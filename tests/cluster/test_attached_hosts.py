@@ -16,7 +16,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.cluster.hosts.agent import Had, RunOnHost, new_pieces
 from titan_rl.cluster.hosts.attached_hosts import Hosts
-from titan_rl.cluster.hosts.preflight import Clocks, HostFacts, HostNeeds, Question, look
+from titan_rl.cluster.hosts.preflight import Clocks, FactsRequest, HostFacts, HostNeeds, collect_facts
 from titan_rl.cluster.liveness.heartbeat import HostMonitor, Report, WatchdogSettings, receive, send
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.core.errors import ActorDiedError
@@ -61,10 +61,10 @@ class FarHost:
         if self.problem is not None:
             raise self.problem
 
-    async def _look(self, question: Question) -> HostFacts:
+    async def _look(self, question: FactsRequest) -> HostFacts:
         self.is_asked.set()
         await self.may_look.wait()
-        return replace(look(question), hostname=self.hostname)
+        return replace(collect_facts(question), hostname=self.hostname)
 
     async def _clocks(self) -> Clocks:
         return Clocks.now()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from titan_rl.cluster.liveness.health_check import HealthTracker, ProcessHealth, hang_reason
 from titan_rl.cluster.liveness.heartbeat import SilenceTimer
-from titan_rl.cluster.liveness.local_processes import TreeUse, computed_between
+from titan_rl.cluster.liveness.local_processes import TreeUse, used_cpu_between
 
 LIMIT_S = 10.0
 
@@ -98,7 +98,7 @@ def test_silence_and_standing_still_are_counted_from_the_last_sign(looks: list[t
 
 def test_computing_is_a_tenth_of_a_processor_a_disk_or_a_child_that_began():
     before = TreeUse({7: 1.0, 8: 0.0}, on_disk=False)
-    assert not computed_between(before, TreeUse({7: 1.05, 8: 0.04}, on_disk=False), 1.0)
-    assert computed_between(before, TreeUse({7: 1.05, 8: 0.05}, on_disk=False), 1.0)
-    assert computed_between(before, TreeUse({7: 1.0, 8: 0.0}, on_disk=True), 1.0)
-    assert computed_between(before, TreeUse({7: 1.0, 8: 0.0, 9: 0.0}, on_disk=False), 1.0)
+    assert not used_cpu_between(before, TreeUse({7: 1.05, 8: 0.04}, on_disk=False), 1.0)
+    assert used_cpu_between(before, TreeUse({7: 1.05, 8: 0.05}, on_disk=False), 1.0)
+    assert used_cpu_between(before, TreeUse({7: 1.0, 8: 0.0}, on_disk=True), 1.0)
+    assert used_cpu_between(before, TreeUse({7: 1.0, 8: 0.0, 9: 0.0}, on_disk=False), 1.0)

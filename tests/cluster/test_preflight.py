@@ -13,7 +13,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.cluster.hosts.folders import chunks_of, code_files
 from titan_rl.cluster.hosts.host import free_names, resolve
-from titan_rl.cluster.hosts.preflight import HostFacts, HostNeeds, Question, check_hosts, look
+from titan_rl.cluster.hosts.preflight import FactsRequest, HostFacts, HostNeeds, check_hosts, collect_facts
 from titan_rl.config.hosts import Roles
 from titan_rl.core.errors import ConfigError
 
@@ -117,8 +117,10 @@ def test_a_host_says_what_it_has(tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(b"12345")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "own_task.py").write_text("raise AssertionError('nothing is imported')")
-    question = Question(run, "token", model, ("own_task", "not_there", "not_there.inner"), (str(tmp_path / "mine"),))
-    facts = look(question)
+    question = FactsRequest(
+        run, "token", model, ("own_task", "not_there", "not_there.inner"), (str(tmp_path / "mine"),)
+    )
+    facts = collect_facts(question)
     assert facts.model_bytes == 5
     assert not facts.sees_run
     assert facts.missing.keys() == {"not_there", "not_there.inner"}
@@ -126,12 +128,12 @@ def test_a_host_says_what_it_has(tmp_path: Path) -> None:
     assert min(facts.memory, facts.shared_memory) > 0
     (run / ".hosts").write_text("token")
     (model / "config.json").write_text('{"a": 1}')
-    again = look(question)
+    again = collect_facts(question)
     assert again.sees_run
     assert again.model != facts.model
     assert again.versions == facts.versions
-    assert look(replace(question, model=tmp_path / "nowhere")).model is None
-    assert look(replace(question, model=tmp_path / "mine")).model == ""
+    assert collect_facts(replace(question, model=tmp_path / "nowhere")).model is None
+    assert collect_facts(replace(question, model=tmp_path / "mine")).model == ""
 
 
 def test_code_is_what_git_has_or_else_what_is_neither_hidden_nor_an_environment(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import LocalReplica
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import scripted_logprobs
-from titan_rl.serving.policy import unbroken
+from titan_rl.serving.policy import uninterrupted
 from titan_rl.types import Completion, TokenChunk
 
 VOCAB = 32
@@ -61,7 +61,7 @@ async def test_they_outlive_a_dead_engine_a_pause_an_abort_and_a_pull() -> None:
     for loop in loops:
         await loop.start()
     router = GeneratorRouter([LocalReplica(f"e{at}", loop, lambda _: []) for at, loop in enumerate(loops)])
-    stream, told = unbroken(router.stream, wait_until_resumed=router.wait_resumed), list[TokenChunk]()
+    stream, told = uninterrupted(router.stream, wait_until_resumed=router.wait_resumed), list[TokenChunk]()
     asked = asyncio.ensure_future(stream(EngineRequest("a", PROMPT, ASKING), told.append))
     for engine in [engines[0], engines[1]]:
         assert await asyncio.to_thread(engine.started.wait, 10)

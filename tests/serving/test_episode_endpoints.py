@@ -19,7 +19,7 @@ from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.serving.access import Keys
 from titan_rl.serving.episode import Episode
 from titan_rl.serving.episode_store import EpisodeStore, Opened
-from titan_rl.serving.policy import unbroken
+from titan_rl.serving.policy import uninterrupted
 from titan_rl.training.data.sample_builder import build_samples
 
 TOKENIZER = byte_tokenizer()
@@ -200,7 +200,7 @@ async def test_its_end_cancels_what_is_in_flight() -> None:
 async def test_an_episode_may_have_a_policy_and_a_sampling_of_its_own() -> None:
     engines = Engines(1, **SPEAKING)
     async with stage() as it, engines.router() as router:
-        episode = it.store.open("e", stream=unbroken(request_fn(router.generate)))
+        episode = it.store.open("e", stream=uninterrupted(request_fn(router.generate)))
         async with it.agent(episode) as agent:
             await said(agent, say("a"))
             lines = [line async for line in (await agent.post(CHAT, json=say("a") | {"stream": True})).aiter_lines()]

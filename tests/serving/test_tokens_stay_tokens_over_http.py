@@ -27,7 +27,7 @@ from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.serving.episode_store import EpisodeStore
-from titan_rl.serving.policy import unbroken
+from titan_rl.serving.policy import uninterrupted
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion
 
@@ -112,7 +112,7 @@ class Agent:
         self.answers: list[tuple[int, ...]] = []  # the whole contexts
         self._stage = stage
         self._draw = data.draw
-        self.episode = stage.store.open("e", stream=unbroken(self._sample))
+        self.episode = stage.store.open("e", stream=uninterrupted(self._sample))
         self._conversations: list[Chat] = []
 
     async def _sample(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:

@@ -13,7 +13,7 @@ from titan_rl.cli.options import Parser, file_path
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError
-from titan_rl.evaluation.play.command import Scene, play
+from titan_rl.evaluation.play.command import SampleSelection, play
 from titan_rl.run.terminal.standard_streams import StderrConsole, print_next_command, print_result, print_stderr
 
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--sample {arguments.sample} --count {arguments.count}: at least 0, and at least 1")
     settings = make_eval_config(arguments.options)
     config = load_config(arguments.config, arguments.overrides, check_files=False)
-    scene = Scene(arguments.task, arguments.sample, arguments.count, arguments.validation)
+    selection = SampleSelection(arguments.task, arguments.sample, arguments.count, arguments.validation)
     typed = _standard_input()
     is_terminal = typed.isatty() and sys.stdout.isatty()
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     asyncio.run(
         play(
             config,
-            scene,
+            selection,
             settings,
             arguments.policy,
             write_line=show,

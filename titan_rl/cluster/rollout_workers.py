@@ -140,7 +140,7 @@ def record(answers: Answers, finished: Ends) -> Room | None:
     return None if requests is None else requests.room
 
 
-async def keeps_up(room: Room | None) -> bool:
+async def wait_for_room(room: Room | None) -> bool:
     """Wait until the disk has caught up, for `ROOM_S` seconds at most. Returns whether it has."""
     try:
         async with asyncio.timeout(ROOM_S):
@@ -182,7 +182,7 @@ class WorkerLink:
         if number > self._noted:
             self._room = record(answers, finished)
             self._noted = number
-        return await keeps_up(self._room)
+        return await wait_for_room(self._room)
 
     async def call(self, number: int, message: ToShard) -> Ended:
         ended, self.states = await self._remote.call(self._actor.send_to_shard, number, message)
@@ -209,7 +209,7 @@ _consoles: list[Console] = []
 
 
 @contextmanager
-def shown_on(console: Console) -> Generator[None]:
+def show_worker_lines(console: Console) -> Generator[None]:
     """Context manager: show the lines of workers on this process's console."""
     _consoles.append(console)
     try:

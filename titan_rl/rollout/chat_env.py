@@ -13,7 +13,7 @@ from titan_rl.rollout.checked_copies import messages_of
 from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.threaded import EnvMethods
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, RolloutPolicy
-from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
+from titan_rl.rollout.group.boundary import RolloutEnded, UserCodeBoundary
 from titan_rl.rollout.group.turns import turn_seed
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
@@ -137,7 +137,7 @@ class ChatEnv:
         seed = None if policy.sampling.seed is None else turn_seed(policy.sampling.seed, rollout.rollout_id, turn)
         messages: list[Message] = snapshot(rollout.messages)
         deadline = asyncio.get_running_loop().time() + self._limits.generate_timeout_s
-        async with EndsWith(RolloutStatus.ERROR_GENERATE, deadline):
+        async with UserCodeBoundary(RolloutStatus.ERROR_GENERATE, deadline):
             request = self._chat(
                 messages,
                 tools=tools,
@@ -158,7 +158,7 @@ class ChatEnv:
 
     def _env_call(self) -> AbstractAsyncContextManager[None]:
         deadline = asyncio.get_running_loop().time() + self._limits.env_timeout_s
-        return EndsWith(RolloutStatus.ERROR_ENV, deadline)
+        return UserCodeBoundary(RolloutStatus.ERROR_ENV, deadline)
 
 
 async def _unless(time_is_up: asyncio.Event, reply: Any) -> ChatReply | None:

@@ -198,7 +198,7 @@ async def _in_this_process(
 async def _with_processes(
     config: RunConfig, components: Components, run_dir: RunDirectory, console: Console
 ) -> AsyncGenerator[Planes[GeneratorRouter]]:
-    from titan_rl.cluster.rollout_workers import shown_on
+    from titan_rl.cluster.rollout_workers import show_worker_lines
     from titan_rl.cluster.run_processes import start_processes
 
     (files := HostFiles(run_dir.path)).begin()
@@ -213,7 +213,7 @@ async def _with_processes(
         if components.strategy is not None and config.rollout.num_workers
         else None,
     )
-    with shown_on(console):
+    with show_worker_lines(console):
         async with starting as processes:
             router = processes.router = processes.make_router(components.replicas, components.strategy)
             workers = processes.workers if config.rollout.num_workers else None

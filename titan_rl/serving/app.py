@@ -21,7 +21,7 @@ from titan_rl.serving.episode_store import EpisodeStore, Open, Opened, episode_r
 from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import Exchanges, ServerLimits, ServerMetrics
 from titan_rl.serving.http.request import BodyReading, RequestMiddleware
-from titan_rl.serving.policy import ServedPolicy, Versions, unbroken
+from titan_rl.serving.policy import ServedPolicy, Versions, uninterrupted
 from titan_rl.serving.protocols.anthropic import ANTHROPIC, Threads, answer_count_tokens, answer_messages
 from titan_rl.serving.protocols.management import Control, admin_routes, openapi, status_routes
 from titan_rl.serving.protocols.openai.chat import answer_chat
@@ -96,9 +96,9 @@ def make_app(
     """
     limits, keys = limits or ServerLimits(), keys or Keys()
     exchanges = Exchanges(limits, ServerMetrics())
-    unbroken_stream = unbroken(stream, wait_until_resumed=wait_until_resumed)
+    uninterrupted_stream = uninterrupted(stream, wait_until_resumed=wait_until_resumed)
     policy = ServedPolicy(
-        model, unbroken_stream, max_context, exchanges.metrics, any_model=any_model, versions=versions
+        model, uninterrupted_stream, max_context, exchanges.metrics, any_model=any_model, versions=versions
     )
     tokenizing = Tokenizing()
     text = None if tokenizer is None else Text(tokenizing.own(tokenizer))

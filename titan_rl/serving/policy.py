@@ -11,16 +11,15 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from titan_rl.core.calls.cancellation import cancel_requested
+from titan_rl.core.calls.cancellation import cancel_requested, gather_or_cancel
 from titan_rl.generation.request import EngineRequest, OnChunk, Partial, tokens_between
 from titan_rl.generation.resume import RequestFn, Resume
-from titan_rl.rollout.rewards.reward import together
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.exchange import ServerMetrics
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 
-def unbroken(stream: RequestFn, *, wait_until_resumed: Callable[[], Awaitable[object]] | None = None) -> RequestFn:
+def uninterrupted(stream: RequestFn, *, wait_until_resumed: Callable[[], Awaitable[object]] | None = None) -> RequestFn:
     """Wrap `stream` so that callers get complete completions in spite of aborts, and every token in a chunk; see
     `Resume`.
 
@@ -82,7 +81,7 @@ class ServedPolicy:
 
     Args:
         model: Name by which clients know it.
-        stream: Generates completions that no abort interrupts; see `unbroken`.
+        stream: Generates completions that no abort interrupts; see `uninterrupted`.
         max_context: Maximum number of tokens of prompt and completion together.
         any_model: Whether it also answers under all unknown names.
         versions: Other policies, which answer under their own names.
@@ -106,7 +105,7 @@ class ServedPolicy:
         if name is None or name == self.model:
             return self
         if self.versions is not None and (stream := self.versions.stream_of(name)) is not None:
-            return ServedPolicy(name, unbroken(stream), self.max_context, self.metrics)
+            return ServedPolicy(name, uninterrupted(stream), self.max_context, self.metrics)
         if self.any_model:
             return self
         names = [self.model, *(() if self.versions is None else self.versions.names())]
@@ -153,7 +152,7 @@ class ServedPolicy:
         ]
         stream = request.stream or self.stream
         async with request.scope():
-            return await together(
+            return await gather_or_cancel(
                 [self._complete_one(index, choice, stream, on_tokens) for index, choice in enumerate(choices)]
             )
 

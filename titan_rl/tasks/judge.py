@@ -19,10 +19,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
+from titan_rl.core.calls.cancellation import gather_or_cancel
 from titan_rl.core.errors import RewardError
 from titan_rl.core.plain_data import plain_json
 from titan_rl.rollout.chat_env import ChatFn
-from titan_rl.rollout.rewards.reward import FailurePolicy, together
+from titan_rl.rollout.rewards.reward import FailurePolicy
 from titan_rl.rollout.types import Message, Rollout
 from titan_rl.tasks.judging import ModelReward, Verdict
 from titan_rl.tasks.players import Endpoint
@@ -144,7 +145,7 @@ class Judge(ModelReward):
     async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
         """See `WeightedReward.values`. The judge's own `outage_s` is the limit."""
         if self.per_rollout:
-            return await together([self._absolute(rollout) for rollout in rollouts])
+            return await gather_or_cancel([self._absolute(rollout) for rollout in rollouts])
         return await self._relative(rollouts)
 
     async def close(self) -> None:
@@ -166,7 +167,7 @@ class Judge(ModelReward):
         def numbers(text: str) -> list[float]:
             return _numbers(self._parse(text), len(rollouts))
 
-        verdicts = await together(
+        verdicts = await gather_or_cancel(
             [
                 self._ask_about([rollouts[i] for i in shown], f"{rollouts[0].group_id}/{number}", numbers)
                 for number, shown in enumerate(orders)

@@ -32,7 +32,7 @@ from titan_rl.core.settings import Section
 from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.threaded import expected
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
-from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, RolloutEnded
+from titan_rl.rollout.group.boundary import EnvCalls, RolloutEnded, UserCodeBoundary
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
@@ -341,7 +341,7 @@ class _Game:
         raise DataError(f"a demonstration has not ended after {MOST_TURNS} turns: {messages[-4:]}")
 
     async def _answer(self, messages: Sequence[Message]) -> Message:
-        async with EndsWith(RolloutStatus.ERROR_ENV):
+        async with UserCodeBoundary(RolloutStatus.ERROR_ENV):
             self._ends_by = time.monotonic() + self._limit_s
             try:
                 answer: Any = await DaemonThreads(1, "player").run(lambda: self._player(messages), self._limit_s)
@@ -360,4 +360,4 @@ class _Game:
 
     def _within(self) -> AbstractAsyncContextManager[None]:
         self._ends_by = time.monotonic() + self._limit_s
-        return EndsWith(RolloutStatus.ERROR_ENV, asyncio.get_running_loop().time() + self._limit_s)
+        return UserCodeBoundary(RolloutStatus.ERROR_ENV, asyncio.get_running_loop().time() + self._limit_s)

@@ -11,9 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_rl.core.calls.cancellation import gather_or_cancel
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import GenerationError, RequestError
-from titan_rl.rollout.rewards.reward import FailurePolicy, together
+from titan_rl.rollout.rewards.reward import FailurePolicy
 from titan_rl.rollout.types import Rollout
 from titan_rl.tasks.judging import ModelReward, Verdict
 from titan_rl.types import float_or_none
@@ -268,7 +269,7 @@ class RewardModel(ModelReward):
 
     async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
         """See `WeightedReward.values`. The model's own `outage_s` is the limit."""
-        return await together([self._value(rollout) for rollout in rollouts])
+        return await gather_or_cancel([self._value(rollout) for rollout in rollouts])
 
     async def close(self) -> None:
         """Close the connections of the classifier."""

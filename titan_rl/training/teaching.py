@@ -21,11 +21,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from titan_rl.core.calls.cancellation import gather_or_cancel
 from titan_rl.core.calls.retries import Backoff, Outage
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import GenerationError, RequestError, TrainingError
 from titan_rl.core.tracing.spans import span
-from titan_rl.rollout.rewards.reward import together
 from titan_rl.rollout.shared_tokens import context_after
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.data.sample_builder import extending_runs
@@ -91,7 +91,9 @@ class Teacher:
             return
         pending: dict[tuple[int, ...], asyncio.Task[PromptScores]] = {}
         try:
-            await together([self._score(rollout, pending) for rollout in group.rollouts if _is_trained(rollout)])
+            await gather_or_cancel(
+                [self._score(rollout, pending) for rollout in group.rollouts if _is_trained(rollout)]
+            )
         finally:
             for task in pending.values():
                 task.cancel()

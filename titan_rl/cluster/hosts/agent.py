@@ -20,7 +20,7 @@ from titan_rl.cluster.hosts.folders import (
     remove_monarch_logs,
     scratch_root,
 )
-from titan_rl.cluster.hosts.preflight import Clocks, HostFacts, Question, look
+from titan_rl.cluster.hosts.preflight import Clocks, FactsRequest, HostFacts, collect_facts
 from titan_rl.cluster.liveness.heartbeat import DISMISSED, HostWatchdog, WatchdogSettings
 from titan_rl.cluster.liveness.loop_thread import LoopThread
 from titan_rl.cluster.processes.actor_calls import AnsweringActor
@@ -130,8 +130,8 @@ class HostAgent(AnsweringActor):
         enter_actor_process(self._copy / "logs" / f"host-{socket.gethostname()}.log")
 
     @concurrent_endpoint
-    async def look(self, question: Question) -> HostFacts:
-        facts = await in_thread(look, question)
+    async def look(self, question: FactsRequest) -> HostFacts:
+        facts = await in_thread(collect_facts, question)
         logger.info("this host has %s", facts)
         return facts
 

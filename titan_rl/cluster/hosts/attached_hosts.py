@@ -19,7 +19,7 @@ from titan_rl.cluster.hosts.folders import RunToken
 from titan_rl.cluster.hosts.host import CLOSE_TIMEOUT_S, Host, JoiningHost, all_of, free_names
 from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostState
 from titan_rl.cluster.hosts.placement import visible_gpus
-from titan_rl.cluster.hosts.preflight import HostFacts, HostNeeds, Question, check_hosts, look
+from titan_rl.cluster.hosts.preflight import FactsRequest, HostFacts, HostNeeds, check_hosts, collect_facts
 from titan_rl.cluster.liveness.health_check import LocalHealthChecks
 from titan_rl.cluster.liveness.heartbeat import HostMonitor, RemoteWatcher
 from titan_rl.cluster.processes.actor_calls import ActorHandle
@@ -202,7 +202,7 @@ class Hosts:
     async def _take_in(self, joining: Sequence[JoiningHost], begins: bool) -> list[Host]:
         question = self._question()
         with self._token.shown():
-            self._expected = await in_thread(look, question)
+            self._expected = await in_thread(collect_facts, question)
             met = await self._on_each(joining, lambda host_joining: host_joining.look(question), begins)
         taken = [record.name for record in self.lifecycles if self.lifecycles.named(record.name) is record]
         names = free_names([host_joining.facts.hostname for host_joining in met], taken)
@@ -323,10 +323,10 @@ class Hosts:
         if host.name in self.names:  # else it was lost meanwhile
             await self.detach(host.name, "the run ends")
 
-    def _question(self) -> Question:
+    def _question(self) -> FactsRequest:
         needs = self._needs
         folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        return Question(needs.run_dir, self._token.text, needs.model, needs.modules, tuple(folders))
+        return FactsRequest(needs.run_dir, self._token.text, needs.model, needs.modules, tuple(folders))
 
     async def _prepare(self, host_joining: JoiningHost, state: HostState) -> None:
         run_dir, host = self._needs.run_dir, host_joining.host

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from titan_rl.cluster.hosts.agent import HostAgent, RunOnHost
 from titan_rl.cluster.hosts.folders import ENVIRONMENT, chunks_of, code_files, model_files
 from titan_rl.cluster.hosts.lifecycle import HostRecord
-from titan_rl.cluster.hosts.preflight import ClockDifference, HostFacts, Question, compare_clocks
+from titan_rl.cluster.hosts.preflight import ClockDifference, FactsRequest, HostFacts, compare_clocks
 from titan_rl.cluster.liveness.health_check import LocalHealthChecks, Watcher
 from titan_rl.cluster.liveness.heartbeat import (
     BEAT_S,
@@ -318,7 +318,7 @@ class JoiningHost:
         self._connection: WorkerConnection | None = None
         self._agent: Any = None
 
-    async def look(self, question: Question) -> None:
+    async def look(self, question: FactsRequest) -> None:
         """Connect to the worker, start the agent, and collect the facts of the host.
 
         Raises:
@@ -357,7 +357,7 @@ class JoiningHost:
             host.folders = {run_dir: made.run_dir}
         host.environment = _environment(host, made)
 
-    async def bring(self, question: Question, expected: HostFacts, console: Console) -> None:
+    async def bring(self, question: FactsRequest, expected: HostFacts, console: Console) -> None:
         """Copy the model and the code to the host if it lacks them.
 
         Raises:

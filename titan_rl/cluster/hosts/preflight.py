@@ -1,6 +1,6 @@
 """Preflight checks of hosts: facts of a host, their differences from what a run needs, and clock offsets.
 
-`look` runs on the host, and this module imports nothing heavy."""
+`collect_facts` runs on the host, and this module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ MODEL_FILES = ("*.json", "*.jinja", "*.txt")  # config, index and tokenizer: sma
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class FactsRequest:
     """Request for the facts of a host, with the requirements to look for.
 
     Args:
@@ -145,7 +145,7 @@ class HostFacts:
     gpus: tuple[str, ...]
 
 
-def look(question: Question) -> HostFacts:
+def collect_facts(question: FactsRequest) -> HostFacts:
     """Collect the facts of this machine and process."""
     return HostFacts(
         socket.gethostname(),

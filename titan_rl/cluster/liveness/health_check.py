@@ -20,9 +20,9 @@ from titan_rl.cluster.liveness.local_processes import (
     EndObserver,
     TreeUse,
     WatchedProcess,
-    computed_between,
     is_stopped,
     use_of,
+    used_cpu_between,
 )
 from titan_rl.cluster.liveness.loop_thread import LoopThread, call_in
 from titan_rl.core.clock import CLOCK, Clock
@@ -312,7 +312,7 @@ class _CheckedProcess:
         computed = (
             before is not None
             and self._used is not None
-            and computed_between(before, self._used, now - self._looked_at)
+            and used_cpu_between(before, self._used, now - self._looked_at)
         )
         self._looked_at = now
         self._ping()

@@ -86,7 +86,7 @@ def _state(pid: int) -> str:
         return ""
 
 
-def computed_between(before: TreeUse, after: TreeUse, passed_s: float) -> bool:
+def used_cpu_between(before: TreeUse, after: TreeUse, passed_s: float) -> bool:
     """Whether a process computed between two measurements. A child that started or ended counts as computing."""
     if after.on_disk or before.cpu_s.keys() != after.cpu_s.keys():
         return True

@@ -1,4 +1,5 @@
-"""Ownership of cancellations, of Ctrl-C, and of the error that ends a program.
+"""Ownership of cancellations, of Ctrl-C, and of the error that ends a program; concurrent calls of which the first
+failure cancels the others.
 
 A task obeys its own cancellation. But awaiting a future of a closed client, or a task that a judge cancelled itself,
 also raises `CancelledError`, in a task that nobody has cancelled: this is a failure of the awaited code. `except
@@ -12,13 +13,15 @@ import functools
 import logging
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from titan_rl.core.calls.user_code import summary, with_causes
 from titan_rl.core.errors import StrayCancellationError
+
+T = TypeVar("T")
 
 
 def cancel_requested(task: asyncio.Task[Any] | None = None) -> bool:
@@ -92,6 +95,27 @@ def _raised_by(traceback: TracebackType | None) -> object:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return None if traceback is None else traceback.tb_frame.f_code
+
+
+async def gather_or_cancel(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of all calls, run concurrently. The first failure cancels the others and is raised unchanged."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    failure: Exception | None = None
+    running: list[asyncio.Task[T]] = []
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running.extend(tasks.create_task(call) for call in calls)
+    except ExceptionGroup as group:
+        failure = _first(group)
+    if failure is not None:
+        raise failure  # outside the handler, so that its cause stays the function's own exception
+    return [task.result() for task in running]
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    error = group.exceptions[0]
+    return _first(cast("ExceptionGroup[Exception]", error)) if isinstance(error, ExceptionGroup) else error
 
 
 logger = logging.getLogger(__name__)

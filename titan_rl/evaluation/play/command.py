@@ -38,7 +38,7 @@ PATIENCE_S = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class SampleSelection:
     """Selection of the samples to play.
 
     Args:
@@ -56,7 +56,7 @@ class Scene:
 
 async def play(
     config: RunConfig,
-    scene: Scene,
+    selection: SampleSelection,
     settings: EvalConfig,
     policy: str | None,
     *,
@@ -77,7 +77,7 @@ async def play(
     Raises:
         ConfigError: The task, the sample or the policy does not exist.
     """
-    source = _source(config, scene.task)
+    source = _source(config, selection.task)
     async with contextlib.AsyncExitStack() as resources:
         if policy is None:
             game = _played_by_person(config, source, write_line, console, lines, is_terminal=is_terminal)
@@ -91,11 +91,11 @@ async def play(
         await resources.enter_async_context(opened(source.task, run))
         resources.push_async_callback(game.rollouter.rubric.close)
         sampling = sampling_of(config, settings, source, game.renderer, config.sampling_of(source).temperature)
-        for index in range(scene.first, scene.first + scene.count):
-            write_line(f"--- {'held-out' if scene.held_out else 'training'} sample {index} of {source.name}")
+        for index in range(selection.first, selection.first + selection.count):
+            write_line(f"--- {'held-out' if selection.held_out else 'training'} sample {index} of {source.name}")
             group = await game.rollouter.run_group(
                 game.generate,
-                _sample(config, source, index, held_out=scene.held_out),
+                _sample(config, source, index, held_out=selection.held_out),
                 group_id=f"play-{index}",
                 group_size=1,
                 sampling=sampling,
@@ -106,7 +106,7 @@ async def play(
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class PlaySetup:
     """A task, its player, and the screen on which it is shown."""
 
     rollouter: Rollouter
@@ -124,7 +124,7 @@ def _played_by_person(
     lines: TextIO,
     *,
     is_terminal: bool,
-) -> Cast:
+) -> PlaySetup:
     """Have a person play a task: in tokens if the model's tokenizer is there, otherwise in messages."""
     has_model = find_model_folder(config.model.path, [Path()]) is not None
     tokenizer = load_tokenizer(config.model.path) if has_model else None
@@ -137,13 +137,13 @@ def _played_by_person(
     player = Person(screen, lines, renderer, tokenizer, console, is_terminal=is_terminal)
     if has_model:
         _show(rollouter, screen, player)
-        return Cast(rollouter, player.generate, renderer, screen, player)
+        return PlaySetup(rollouter, player.generate, renderer, screen, player)
     console.message(f"model.path = {config.model.path!r} does not exist, so this is played in messages, without tokens")
     play_by_chat(rollouter, player.chat, lambda env: ShownMessageEnv(env, screen))
-    return Cast(rollouter, refuse_tokens, renderer, screen, player)
+    return PlaySetup(rollouter, refuse_tokens, renderer, screen, player)
 
 
-def _played_by_policy(config: RunConfig, source: TaskSource, write_line: WriteLine, policy: OpenedPolicy) -> Cast:
+def _played_by_policy(config: RunConfig, source: TaskSource, write_line: WriteLine, policy: OpenedPolicy) -> PlaySetup:
     screen, renderer = Screen(write_line), policy.renderer or NoTokens()
     rollouter = make_rollouter(config, source, renderer)
     rollouter.finish_session = policy.finish_session
@@ -151,7 +151,7 @@ def _played_by_policy(config: RunConfig, source: TaskSource, write_line: WriteLi
         _show(rollouter, screen, None)
     else:
         play_by_chat(rollouter, policy.chat, lambda env: ShownMessageEnv(env, screen))
-    return Cast(rollouter, policy.generate, renderer, screen)
+    return PlaySetup(rollouter, policy.generate, renderer, screen)
 
 
 def _show(rollouter: Rollouter, screen: Screen, player: Person | None) -> None:

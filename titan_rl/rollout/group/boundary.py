@@ -39,13 +39,13 @@ class TimeIsUp(RolloutEnded):
 
 
 @dataclass(frozen=True, slots=True)
-class OwnTime:
+class TimeBudget:
     """Time that a rollout may use itself (`rollout.rollout_timeout_s`); the seats of a game share one."""
 
     watch: Stopwatch
     rollouts: Sequence[Rollout]
 
-    def is_up(self) -> TimeIsUp:
+    def error(self) -> TimeIsUp:
         """Exception for the end of the time.
 
         Excluding the slowest rollouts would bias training towards short ones, so their finished turns are judged as a
@@ -56,20 +56,20 @@ class OwnTime:
         return TimeIsUp(status, f"its own time is up: rollout_timeout_s is {self.watch.limit_s:g}")
 
 
-class EndsWith:
+class UserCodeBoundary:
     """Context manager that turns exceptions of user code into `RolloutEnded` with a status: `status`, ERROR_TIMEOUT
     once the deadline has passed, or TRUNCATED_PROMPT for a `PromptTooLongError`.
 
     Example:
 
-        async with EndsWith(RolloutStatus.ERROR_ENV, deadline=loop.time() + 60.0, watch=watch):
+        async with UserCodeBoundary(RolloutStatus.ERROR_ENV, deadline=loop.time() + 60.0, watch=watch):
             observation = await env.reset()
 
     Args:
         status: Status of a rollout that an exception ends.
         deadline: Time limit of the block, by the event loop's clock.
         watch: Stopwatch that runs within the block.
-        own_time: Time whose end is the deadline, if it is. The rollout then ends with `own_time.is_up()`.
+        time_budget: Time whose end is the deadline, if it is. The rollout then ends with `time_budget.error()`.
 
     Raises:
         RolloutEnded: the block raised an exception, except for a cancellation of the rollout itself.
@@ -83,12 +83,12 @@ class EndsWith:
         deadline: float | None = None,
         *,
         watch: Stopwatch | None = None,
-        own_time: OwnTime | None = None,
+        time_budget: TimeBudget | None = None,
     ) -> None:
         self._status = status
         self._timeout = None if deadline is None else asyncio.timeout_at(deadline)
         self._watch = watch
-        self._own_time = own_time
+        self._time_budget = time_budget
         self._task: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> None:
@@ -119,8 +119,8 @@ class EndsWith:
         is_late = self._timeout is not None and self._timeout.expired()
         if not (is_late and isinstance(error, Exception)):
             raise RolloutEnded(self._status, Failure.of(error)) from error
-        if self._own_time is not None:
-            raise self._own_time.is_up() from error
+        if self._time_budget is not None:
+            raise self._time_budget.error() from error
         late = Failure.of(error, f"TimeoutError: {_LIMITS[self._status]}")
         raise RolloutEnded(RolloutStatus.ERROR_TIMEOUT, late) from error
 

@@ -16,7 +16,7 @@ from titan_rl.core.calls.user_code import Failure, summary
 from titan_rl.core.plain_data import snapshot
 from titan_rl.rollout.checked_copies import completion_of, completion_to_give, messages_of, token_ids_of
 from titan_rl.rollout.environment.types import MessagePlayer, Player, SeatOutError, TokenPlayer, TokenSeat
-from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, OwnTime, RolloutEnded, TimeIsUp
+from titan_rl.rollout.group.boundary import EnvCalls, RolloutEnded, TimeBudget, TimeIsUp, UserCodeBoundary
 from titan_rl.rollout.group.turns import LAST_CALL_S, RETURN_S, TurnTaker, turn_seed, used_up
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus
 from titan_rl.types import Completion, FinishReason
@@ -30,13 +30,13 @@ class Game:
     seat.
 
     Args:
-        own_time: Time that the seats of the policy share.
+        time_budget: Time that the seats of the policy share.
         env_timeout_s: Longest time that the environment may take without asking a seat.
     """
 
-    def __init__(self, own_time: OwnTime, *, env_timeout_s: float) -> None:
-        self.own_time = own_time
-        self.watch = own_time.watch
+    def __init__(self, time_budget: TimeBudget, *, env_timeout_s: float) -> None:
+        self.time_budget = time_budget
+        self.watch = time_budget.watch
         self.env_timeout_s = env_timeout_s
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(None)
@@ -61,7 +61,7 @@ class Game:
             async with self._scope:
                 self._is_running = True
                 self._restart_env_timer()
-                async with EndsWith(RolloutStatus.ERROR_ENV, watch=self.watch):
+                async with UserCodeBoundary(RolloutStatus.ERROR_ENV, watch=self.watch):
                     try:
                         await env.play_seats(seats)
                     except* SeatOutError as outs:
@@ -78,7 +78,7 @@ class Game:
             if self._env_timer is not None:
                 self._env_timer.cancel()
         if isinstance(self._stopped_by, TimeIsUp):
-            raise self.own_time.is_up()  # seats may have completed turns in the meantime
+            raise self.time_budget.error()  # seats may have completed turns in the meantime
         if self._stopped_by is not None:
             raise self._stopped_by
         return out
@@ -134,7 +134,7 @@ class Game:
     async def _end_at_own_time_limit(self) -> None:
         await used_up(self.watch)
         await asyncio.sleep(RETURN_S if self._pending else LAST_CALL_S)
-        self._stopped_by = self._stopped_by or self.own_time.is_up()
+        self._stopped_by = self._stopped_by or self.time_budget.error()
         self._end()
 
 
@@ -185,7 +185,7 @@ async def play_game(
     Raises:
         RolloutEnded: the game ended in a way that ends all rollouts with the same status.
     """
-    game = Game(turns.own_time, env_timeout_s=turns.limits.env_timeout_s)
+    game = Game(turns.time_budget, env_timeout_s=turns.limits.env_timeout_s)
     seats: dict[str, _PolicySeat | _OtherSeat] = {}
     own = {str(rollout.seat): rollout for rollout in rollouts}
     for name, player in players.items():
@@ -285,7 +285,7 @@ class _PolicySeat(_Seat):
             self.reward(name, value)
         self._early = {}
         if end is not None or is_cut:
-            await self._game.stop(end or self._game.own_time.is_up())
+            await self._game.stop(end or self._game.time_budget.error())
         completion = self._rollout.turns[-1].completion
         if completion.finish_reason is FinishReason.LENGTH:
             self.leave(RolloutStatus.TRUNCATED_LENGTH, "an answer used up the token budget")

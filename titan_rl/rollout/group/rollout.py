@@ -23,7 +23,7 @@ from titan_rl.rollout.environment.types import (
     TokenObservation,
     TokenStep,
 )
-from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, OwnTime, RolloutEnded
+from titan_rl.rollout.group.boundary import EnvCalls, RolloutEnded, TimeBudget, UserCodeBoundary
 from titan_rl.rollout.group.game import play_game, rollouts_of_seats
 from titan_rl.rollout.group.turns import LAST_CALL_S, RequestIds, TurnTaker, generate_within, used_up
 from titan_rl.rollout.settings import RolloutConfig
@@ -60,12 +60,12 @@ class RolloutRunner:
         start = loop.time()
         watch = Stopwatch(self.limits.rollout_timeout_s)
         (rollout,) = rollouts
-        own_time = OwnTime(watch, rollouts)
-        turns = TurnTaker(rollout, self.generate, self.sampling, own_time, self.limits, self.max_context)
+        time_budget = TimeBudget(watch, rollouts)
+        turns = TurnTaker(rollout, self.generate, self.sampling, time_budget, self.limits, self.max_context)
         env: EnvCalls | None = None
         players: Mapping[str, Player] = {}
         try:
-            async with EndsWith(RolloutStatus.ERROR_ENV):
+            async with UserCodeBoundary(RolloutStatus.ERROR_ENV):
                 env = EnvCalls(ThreadedEnv(self._checked_env) if self.limits.env_in_thread else self._checked_env())
                 if env.has_seats:
                     players = env.env.players(rollout.sibling)
@@ -105,7 +105,7 @@ class RolloutRunner:
 
     async def _take_turns(self, env: EnvCalls, turns: TurnTaker) -> RolloutStatus:
         rollout = turns.rollout
-        async with self._env_call(turns.own_time):
+        async with self._env_call(turns.time_budget):
             observation = expected(await env.reset(), TokenObservation, env.env, "reset")
             rollout.messages.extend(messages_of(observation.messages))
             prompt = self._prompt_of(observation.prompt_token_ids, "the prompt")
@@ -113,7 +113,7 @@ class RolloutRunner:
         for _ in range(self.limits.max_turns):
             is_cut = await turns.take(prompt)
             completion = rollout.turns[-1].completion
-            async with self._env_call(turns.own_time):
+            async with self._env_call(turns.time_budget):
                 step = expected(await env.step(completion_to_give(completion)), TokenStep, env.env, "step")
                 rollout.turns[-1] = replace(
                     rollout.turns[-1],
@@ -123,7 +123,7 @@ class RolloutRunner:
                 rollout.messages.extend(messages_of(step.messages))
                 prompt = self._prompt_of(step.prompt_token_ids or (), "the next prompt")
             if is_cut:
-                raise turns.own_time.is_up()
+                raise turns.time_budget.error()
             if completion.finish_reason is FinishReason.LENGTH and step.status in (None, RolloutStatus.COMPLETED):
                 return RolloutStatus.TRUNCATED_LENGTH
             if step.status is not None:
@@ -136,15 +136,15 @@ class RolloutRunner:
         too_long = isinstance(given, Sized) and len(given) > self.max_context  # pyright: ignore[reportUnnecessaryIsInstance]
         return [0] * len(given) if too_long else token_ids_of(given, what)
 
-    def _env_call(self, own_time: OwnTime) -> AbstractAsyncContextManager[None]:
+    def _env_call(self, time_budget: TimeBudget) -> AbstractAsyncContextManager[None]:
         """Context of a call of the environment, within the limit of calls and the rollout's remaining time. An
         environment may respond to a finished answer even if hardly any time is left."""
-        own_s, limit_s = max(own_time.watch.left_s, LAST_CALL_S), self.limits.env_timeout_s
-        return EndsWith(
+        own_s, limit_s = max(time_budget.watch.left_s, LAST_CALL_S), self.limits.env_timeout_s
+        return UserCodeBoundary(
             RolloutStatus.ERROR_ENV,
             asyncio.get_running_loop().time() + min(own_s, limit_s),
-            watch=own_time.watch,
-            own_time=own_time if own_s < limit_s else None,
+            watch=time_budget.watch,
+            time_budget=time_budget if own_s < limit_s else None,
         )
 
 
@@ -155,7 +155,7 @@ async def _play_agent(env: EnvCalls, turns: TurnTaker, env_rewards: Sequence[str
         RolloutEnded: the environment raised an error or filled in an invalid rollout (ERROR_ENV), or continued after
             the end of its time.
     """
-    rollout, watch, limits = turns.rollout, turns.own_time.watch, turns.limits
+    rollout, watch, limits = turns.rollout, turns.time_budget.watch, turns.limits
 
     async def generate(
         prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
@@ -185,13 +185,13 @@ async def _play_agent(env: EnvCalls, turns: TurnTaker, env_rewards: Sequence[str
     try:
         async with (
             _signalled_when_over(watch, time_is_up, limits.env_timeout_s),
-            EndsWith(RolloutStatus.ERROR_ENV, watch=watch),
+            UserCodeBoundary(RolloutStatus.ERROR_ENV, watch=watch),
         ):
             await env.play(policy, rollout)
             _check_played(rollout)
             rollout.turns = share_tokens(rollout.turns)
     except OutOfTimeError:
-        raise turns.own_time.is_up() from None
+        raise turns.time_budget.error() from None
 
 
 @asynccontextmanager

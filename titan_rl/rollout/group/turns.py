@@ -14,7 +14,7 @@ from titan_rl.core.calls.bounded import BoundedCall
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.checked_copies import completion_of
-from titan_rl.rollout.group.boundary import EndsWith, OwnTime, RolloutEnded
+from titan_rl.rollout.group.boundary import RolloutEnded, TimeBudget, UserCodeBoundary
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.shared_tokens import TokenStorage
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
@@ -129,7 +129,7 @@ class TurnTaker:
         rollout: The rollout.
         generate: Sends a request.
         sampling: Sampling parameters. Their seed is the base of the turns' seeds; None sets no seeds.
-        own_time: Time that the rollout may use itself.
+        time_budget: Time that the rollout may use itself.
         limits: Limits of the rollout.
         max_context: Largest number of tokens of prompt and completion together.
     """
@@ -137,7 +137,7 @@ class TurnTaker:
     rollout: Rollout
     generate: GenerateFn
     sampling: SamplingParams
-    own_time: OwnTime
+    time_budget: TimeBudget
     limits: RolloutConfig
     max_context: int
     _storage: TokenStorage = field(default_factory=TokenStorage, init=False)
@@ -154,13 +154,13 @@ class TurnTaker:
         Raises:
             RolloutEnded: there is no time or no room for a token, the completion was aborted, or generation failed.
         """
-        watch = self.own_time.watch
+        watch = self.time_budget.watch
         if watch.is_over:
-            raise self.own_time.is_up()
+            raise self.time_budget.error()
         rollout, turn = self.rollout, len(self.rollout.turns)
         sampling = self._sampling(turn, prompt)
         deadline = asyncio.get_running_loop().time() + self.limits.generate_timeout_s
-        async with EndsWith(RolloutStatus.ERROR_GENERATE, deadline):
+        async with UserCodeBoundary(RolloutStatus.ERROR_GENERATE, deadline):
             completion = await generate_within(
                 watch,
                 self.generate,
@@ -171,7 +171,7 @@ class TurnTaker:
             )
         is_cut = completion.finish_reason is FinishReason.ABORT and watch.is_over
         if is_cut and not completion.token_ids:
-            raise self.own_time.is_up()
+            raise self.time_budget.error()
         if is_cut:
             completion = replace(completion, finish_reason=completion.ended or FinishReason.LENGTH, ended=None)
         rollout.turns.append(self._storage.add(Turn(prompt, completion, sampling=sampling)))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, Protocol, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
-from titan_rl.core.calls.cancellation import is_ctrl_c
+from titan_rl.core.calls.cancellation import gather_or_cancel, is_ctrl_c
 from titan_rl.core.calls.threads import DaemonThreads
 from titan_rl.core.calls.user_code import is_async, source_location, summary, where
 from titan_rl.core.errors import RewardError
@@ -105,7 +104,7 @@ class UserFunction:
             except BaseException as error:  # including SystemExit, and a CancelledError, which is not the caller's
                 if is_ctrl_c(error):
                     raise
-                raise failed(self._name, about, error) from error
+                raise reward_error(self._name, about, error) from error
 
         try:
             result = call() if self._threads is None else await self._threads.run(call, timeout_s)
@@ -120,7 +119,7 @@ class UserFunction:
                 where(error) or source_location(self._fn),
             ) from error
         except Exception as error:
-            raise failed(self._name, about, error) from error
+            raise reward_error(self._name, about, error) from error
         return result
 
 
@@ -128,11 +127,11 @@ async def _awaited(result: Awaitable[T]) -> T:
     return await result  # the watchdog identifies rewards by this frame
 
 
-def failed(name: str, about: str, error: BaseException) -> RewardError:
+def reward_error(name: str, about: str, error: BaseException) -> RewardError:
     return RewardError(f"reward {name!r} failed on {about}: {summary(error)}", where(error))
 
 
-def about(rollouts: Sequence[Rollout], *, each: bool = False) -> str:
+def subject_of(rollouts: Sequence[Rollout], *, each: bool = False) -> str:
     """Subject of a call for messages: a rollout, or a group."""
     return f"rollout {rollouts[0].rollout_id!r}" if each else f"group {rollouts[0].group_id!r}"
 
@@ -158,7 +157,7 @@ def _copy_of_turn(turn: Turn) -> Turn:
     )
 
 
-def checked(values: Any, count: int, name: str, about: str) -> list[float]:
+def finite_numbers(values: Any, count: int, name: str, about: str) -> list[float]:
     """Convert the result of a reward to `count` finite numbers.
 
     Raises:
@@ -183,27 +182,6 @@ def _number(value: Any, name: str, about: str) -> float:
     if not math.isfinite(number):
         raise RewardError(f"reward {name!r} gave {number} for {about}; it must be finite")
     return number
-
-
-async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all calls, run concurrently. The first failure cancels the others and is raised unchanged."""
-    if len(calls) == 1:
-        return [await calls[0]]
-    failure: Exception | None = None
-    running: list[asyncio.Task[T]] = []
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running.extend(tasks.create_task(call) for call in calls)
-    except ExceptionGroup as group:
-        failure = _first(group)
-    if failure is not None:
-        raise failure  # outside the handler, so that its cause stays the function's own exception
-    return [task.result() for task in running]
-
-
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    error = group.exceptions[0]
-    return _first(cast("ExceptionGroup[Exception]", error)) if isinstance(error, ExceptionGroup) else error
 
 
 RewardFn = Callable[[Rollout], float | Awaitable[float]]
@@ -300,8 +278,8 @@ class Reward(FunctionReward[RewardFn]):
 
     async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
         limit = self.timeout_s or timeout_s
-        one = [self._call(rollout, about([rollout], each=True), limit) for rollout in rollouts]
-        return await together(one)
+        one = [self._call(rollout, subject_of([rollout], each=True), limit) for rollout in rollouts]
+        return await gather_or_cancel(one)
 
 
 class GroupReward(FunctionReward[GroupRewardFn]):
@@ -318,7 +296,7 @@ class GroupReward(FunctionReward[GroupRewardFn]):
     """
 
     async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
-        return await self._call(rollouts, about(rollouts), self.timeout_s or timeout_s)
+        return await self._call(rollouts, subject_of(rollouts), self.timeout_s or timeout_s)
 
 
 class EnvReward(Reward):

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, Literal, cast, get_args
 
+from titan_rl.core.calls.cancellation import gather_or_cancel
 from titan_rl.core.calls.user_code import describe
 from titan_rl.core.console import Console
 from titan_rl.core.errors import RewardError
@@ -37,10 +38,9 @@ from titan_rl.rollout.rewards.reward import (
     RewardFn,
     UserFunction,
     WeightedReward,
-    about,
-    checked,
     copy_of,
-    together,
+    finite_numbers,
+    subject_of,
 )
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, compared
 from titan_rl.types import float_or_none
@@ -210,8 +210,8 @@ class Rubric:
         combined = sum(reward.weight * breakdown[reward.name] for reward in self.rewards) / self._divisor
         if not all(abs(value) <= LARGEST_REWARD for value in (combined, *breakdown.values())):
             error = RewardError(
-                f"the rewards {breakdown} of {about([rollout], each=True)} are too large to add up and compare; each "
-                f"must be between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
+                f"the rewards {breakdown} of {subject_of([rollout], each=True)} are too large to add up and compare; "
+                f"each must be between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
             )
             error.ends_run = False
             raise error
@@ -233,7 +233,7 @@ class Rubric:
         """Values of these rewards for each rollout. The first permanent failure cancels the other calls."""
         alone, levels = [[rollout] for rollout in rollouts], compared(rollouts).values()
         calls = [(reward, chunk) for reward in rewards for chunk in (alone if _per_rollout(reward) else levels)]
-        results = await together([self._values(reward, chunk) for reward, chunk in calls])
+        results = await gather_or_cancel([self._values(reward, chunk) for reward, chunk in calls])
         judged: dict[int, dict[str, float]] = {id(rollout): {} for rollout in rollouts}
         for (reward, chunk), values in zip(calls, results, strict=True):
             for rollout, value in zip(chunk, values, strict=True):
@@ -243,7 +243,7 @@ class Rubric:
     async def _values(self, reward: WeightedReward, rollouts: Sequence[Rollout]) -> list[float]:
         """Values of one call of a reward, with the retries of its policy."""
         policy = getattr(reward, "on_failure", None) or FailurePolicy()
-        where = about(rollouts, each=_per_rollout(reward))
+        where = subject_of(rollouts, each=_per_rollout(reward))
         with span(reward.name, "reward", lane="reward", fine=True, of=where):
             for retry in count():
                 try:
@@ -259,7 +259,7 @@ class Rubric:
             values = await reward.values(copies, self.timeout_s)
         else:
             values = await UserFunction(reward.values, reward.name)(copies, where, self.timeout_s)
-        return checked(values, len(rollouts), reward.name, where)
+        return finite_numbers(values, len(rollouts), reward.name, where)
 
 
 def _divisor(rewards: Sequence[WeightedReward], combine: Combine) -> float:

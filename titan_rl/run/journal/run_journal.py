@@ -34,10 +34,10 @@ from titan_rl.run.journal.state import (
     DataPosition,
     JournalContents,
     list_segments,
-    needless,
     part_of,
     read_segments,
     segment_name,
+    unneeded_segments,
     version_of,
 )
 from titan_rl.scheduling.backlog import Backlog
@@ -258,7 +258,7 @@ class RunJournal:
 
     def forget_before(self, version: int) -> None:
         """Delete the segments that no checkpoint of `version` or later needs."""
-        for path in needless(list_segments(self._folder), version):
+        for path in unneeded_segments(list_segments(self._folder), version):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:  # a superfluous segment does no harm

@@ -162,7 +162,7 @@ def list_segments(folder: Path) -> list[Path]:
     return sorted((folder / name for name in names if _NAME.fullmatch(name)), key=_numbers)
 
 
-def needless(segments: list[Path], version: int) -> list[Path]:
+def unneeded_segments(segments: list[Path], version: int) -> list[Path]:
     """List the segments that no checkpoint of `version` or later needs."""
     begins = max((version_of(path) for path in segments if version_of(path) <= version), default=0)
     return [path for path in segments if version_of(path) < begins]

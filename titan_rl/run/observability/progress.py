@@ -141,7 +141,7 @@ _ETA_STEPS = 10  # number of last steps from which the remaining time is estimat
 _LOOK_EVERY_S = 0.5
 
 
-class Followed(Protocol):
+class FollowedRun(Protocol):
     """Run whose generation is shown."""
 
     def look(self) -> RunLook:
@@ -240,7 +240,7 @@ class Progress(StderrConsole):
         """
         return self._operations.running(text, note)
 
-    async def follow(self, run: Followed) -> None:
+    async def follow(self, run: FollowedRun) -> None:
         """Show snapshots of generation, refreshed until this is cancelled."""
         try:
             while True:

@@ -42,7 +42,7 @@ from titan_rl.serving.episode import Episode, EpisodeLimits
 from titan_rl.serving.episode_store import EpisodeStore, Opened
 from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import ServerLimits
-from titan_rl.serving.policy import unbroken
+from titan_rl.serving.policy import uninterrupted
 from titan_rl.serving.server import seen_from_elsewhere, serve
 from titan_rl.tasks.agents.program import AgentProgram, agent_environment, agent_processes, make_folder
 from titan_rl.tasks.agents.settings import AgentSettings, check_command, fields_of, filled_in
@@ -93,7 +93,7 @@ class AgentTask(AgentSettings):
     @asynccontextmanager
     async def open(self, run: RunContext) -> AsyncGenerator[None]:
         """Context in which the policy is served to agents."""
-        async with hosting(self, run) as self._host:
+        async with serve_agents(self, run) as self._host:
             try:
                 yield
             finally:
@@ -192,7 +192,7 @@ class AgentHost:
 
 
 @asynccontextmanager
-async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[AgentHost]:
+async def serve_agents(settings: AgentSettings, run: RunContext) -> AsyncGenerator[AgentHost]:
     """Context in which the policy is served. At its end no agent process is left."""
     # Programs end with their episodes and send no later requests, so episodes need not be kept for long.
     limits = EpisodeLimits(time_s=math.inf, episodes=_UNLIMITED, keep_s=5.0 if settings.command else 60.0)
@@ -286,7 +286,7 @@ class AgentRollout:
     def _open(self, policy: RolloutPolicy) -> Episode:
         episode = self._host.store.open(
             policy.rollout_id.replace("/", "."),
-            stream=unbroken(lambda request, on_chunk: _generate(policy, episode, request, on_chunk)),
+            stream=uninterrupted(lambda request, on_chunk: _generate(policy, episode, request, on_chunk)),
             sampling=policy.sampling,
             session_id=policy.rollout_id,
             max_turns=policy.max_turns,

@@ -11,8 +11,8 @@ from typing import Any
 
 from starlette.requests import Request
 
+from titan_rl.core.calls.cancellation import gather_or_cancel
 from titan_rl.generation.request import tokens_between
-from titan_rl.rollout.rewards.reward import together
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.conversations.caller import CallerPrompt, caller_of
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
@@ -82,7 +82,7 @@ class _Work:
     async def __call__(self, emit: Emit | None) -> Any:
         prompts_of_choices = [one.prompt_token_ids for one in self.requests for _ in range(one.num_choices)]
         choices = [_Choice(self, index, prompt, emit) for index, prompt in enumerate(prompts_of_choices)]
-        by_prompt = await together(
+        by_prompt = await gather_or_cancel(
             [self._complete(one, choices[at * one.num_choices :]) for at, one in enumerate(self.requests)]
         )
         completions = [completion for several in by_prompt for completion in several]
