@@ -13,6 +13,7 @@ import httpx
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
+from titan_rl.core.calls.parsing import server_root
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, GenerationError
 from titan_rl.generation.resume import Generation, Resume
@@ -223,7 +224,7 @@ async def check_tokens(
         ConfigError: The tokens differ, or the server does not answer how it tokenizes.
         GenerationError: The server cannot be reached.
     """
-    endpoint = f"{served.url.rstrip('/').removesuffix('/v1')}/tokenize"
+    endpoint = f"{server_root(served.url)}/tokenize"
     headers = {"authorization": f"Bearer {served.api_key}"} if served.api_key else {}
     body = {"prompt": check.text, "add_special_tokens": False, **({"model": model} if model else {})}
     try:

@@ -11,6 +11,7 @@ from typing import Any, Self, cast
 import httpx
 
 from titan_rl.core.arrays import LARGEST_TOKEN_ID, logprob_array, token_array
+from titan_rl.core.calls.parsing import openai_base, server_root
 from titan_rl.core.errors import GenerationError, PromptTooLongError, RequestError
 from titan_rl.rollout.chat_env import ChatReply
 from titan_rl.rollout.types import Message
@@ -167,7 +168,7 @@ class HttpGenerateFn(HttpEndpoint):
             completion = await generate([1, 2, 3], request_id="a", sampling=SamplingParams(max_tokens=8))
 
     Args:
-        url: URL of the server. The path of the endpoint is added.
+        url: URL of the server, with or without the "/v1" at its end. The path of the endpoint is added.
         model: Name of the model; None for the one that is served.
         api_key: Sent as a bearer token.
         version: Policy version of tokens for which the server reports no version, or one that is not a number.
@@ -192,7 +193,7 @@ class HttpGenerateFn(HttpEndpoint):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(
-            f"{url.rstrip('/').removesuffix('/v1')}/inference/v1/generate",
+            f"{server_root(url)}/inference/v1/generate",
             api_key=api_key,
             timeout_s=timeout_s,
             connection_attempts=connection_attempts,
@@ -360,7 +361,7 @@ class HttpChatFn(HttpEndpoint):
             reply = await chat(messages, request_id="a", sampling=SamplingParams(max_tokens=64))
 
     Args:
-        url: URL of the server, with or without its "/v1".
+        url: URL of the server, with or without the "/v1" at its end.
         model: Name of the model on the server.
         api_key: Sent as a bearer token.
         body: More fields of each request, such as {"reasoning_effort": "low"}. A field with the value None is left out
@@ -383,7 +384,7 @@ class HttpChatFn(HttpEndpoint):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(
-            f"{url.rstrip('/').removesuffix('/v1')}/v1/chat/completions",
+            f"{openai_base(url)}/chat/completions",
             api_key=api_key,
             timeout_s=timeout_s,
             connection_attempts=connection_attempts,

@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from titan_rl.core.calls.imports import find_function
-from titan_rl.core.calls.parsing import is_http_url
+from titan_rl.core.calls.parsing import is_http_url, openai_base
 from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.errors import ConfigError, GenerationError
 from titan_rl.core.plain_data import plain_json
@@ -45,7 +45,7 @@ class Endpoint(Section):
     """Model behind OpenAI's chat protocol."""
 
     url: str = Field(min_length=1)
-    """Base URL, such as "https://api.openai.com/v1"."""
+    """URL of the server, such as "https://api.openai.com", with or without the "/v1" at its end."""
     model: str = Field(min_length=1)
     """Name of the model at the endpoint."""
     api_key: str = "OPENAI_API_KEY"
@@ -280,7 +280,7 @@ class EndpointPlayer:
 
         self._settings = settings
         key = os.environ.get(settings.api_key)
-        self._url = f"{settings.url.rstrip('/')}/chat/completions"
+        self._url = f"{openai_base(settings.url)}/chat/completions"
         self._transient = httpx.TransportError
         self._client = httpx.AsyncClient(
             headers={} if key is None else {"authorization": f"Bearer {key}"},

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.core.calls.cancellation import gather_or_cancel
+from titan_rl.core.calls.parsing import server_root
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.rollout.rewards.reward import FailurePolicy
@@ -30,7 +31,7 @@ class ServedClassifier:
     """Classifier that vLLM serves (`vllm serve MODEL --runner pooling`), queried at `/classify`.
 
     Args:
-        url: URL of the server, with or without its "/v1".
+        url: URL of the server, with or without the "/v1" at its end.
         model: Name of the model at the server.
         label: Index of the class whose probability is the score. By default the model must have a single output, as
             reward models do, which is the score.
@@ -50,7 +51,7 @@ class ServedClassifier:
         transport: Any = None,
     ) -> None:
         self.name = f"{model} at {url}, {_describe_label(label)}"
-        self._endpoint = f"{url.rstrip('/').removesuffix('/v1')}/classify"
+        self._endpoint = f"{server_root(url)}/classify"
         self._model, self._label, self._timeout_s, self._transport = model, label, timeout_s, transport
         self._key = os.environ.get(api_key)
         self._client: HttpEndpoint | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 import tomllib
 from collections.abc import Iterable
 from typing import Any, TypeVar, cast
@@ -116,3 +117,25 @@ def is_http_url(text: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is above 65535, or not a number
         return False
+
+
+def server_root(url: str) -> str:
+    """URL of a server without the "/v1" of OpenAI's protocol, with which users may give it.
+
+    >>> server_root("http://localhost:8000/v1"), server_root("http://localhost:8000/")
+    ('http://localhost:8000', 'http://localhost:8000')
+    """
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+_VERSION = re.compile(r"(?<!/)/v\d[^/]*(?:/|$)")
+
+
+def openai_base(url: str) -> str:
+    """Base URL of OpenAI's protocol at a server: the given URL if its path has a version, or otherwise its "/v1".
+
+    >>> openai_base("http://localhost:8000"), openai_base("https://v2.host/v1beta/openai/")
+    ('http://localhost:8000/v1', 'https://v2.host/v1beta/openai')
+    """
+    base = url.rstrip("/")
+    return base if _VERSION.search(base) else f"{base}/v1"

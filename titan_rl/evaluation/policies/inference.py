@@ -21,6 +21,7 @@ from titan_rl.config.model_files import model_identity
 from titan_rl.config.model_folder import check_chat_template, check_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig, load_serve_config
+from titan_rl.core.calls.parsing import openai_base
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Console, Verbosity
@@ -232,7 +233,7 @@ async def refuse_tokens(
 
 
 async def _only_model(url: str, key: str | None, transport: httpx.AsyncBaseTransport | None) -> str:
-    endpoint = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
+    endpoint = f"{openai_base(url)}/models"
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         async with httpx.AsyncClient(timeout=ASK_TIMEOUT_S, transport=transport, trust_env=False) as client:
