@@ -65,12 +65,6 @@ class LoopWatchdog:
         self._blocked_after_s = blocked_after_s
         self._turned = threading.Event()
         self._ended = threading.Event()
-        self._blocker: str | None = None
-
-    @property
-    def blocker(self) -> str | None:
-        """The line that blocks the loop now, as "envs.py:17 in step"; None while the loop runs. Thread-safe."""
-        return self._blocker
 
     def __enter__(self) -> LoopWatchdog:
         self._loop = asyncio.get_running_loop()
@@ -105,7 +99,6 @@ class LoopWatchdog:
                 self._report_blocker(ticks * tick)
         took = time.monotonic() - began
         if reported_at:
-            self._blocker = None
             self._report(f"the event loop continues after {took:.0f} s")
         elif took >= self._blocked_after_s:  # this thread could not run either
             self._report(
@@ -119,10 +112,10 @@ class LoopWatchdog:
             return
         stack = traceback.extract_stack(frame)
         callback = _callback(frame)
-        self._blocker = innermost(callback) or f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
+        blocker = innermost(callback) or f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
         logger.warning("the event loop is blocked at:\n%s", "".join(traceback.format_list(stack)))
         self._report(
-            f"the event loop has stood still for {seconds:.0f} s: {self._blocker} blocks it, and nothing else runs. "
+            f"the event loop has stood still for {seconds:.0f} s: {blocker} blocks it, and nothing else runs. "
             f"{_advice(callback)}"
         )
 
