@@ -20,7 +20,6 @@ from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.testing.clock import ManualClock
 
 
 def group_of(index: int, *versions: int) -> RolloutGroup:
@@ -86,7 +85,7 @@ def scheduler_of(
     run_group: Callable[[Lease], Awaitable[RolloutGroup]], *, budget: int = 100, **knobs
 ) -> GroupScheduler:
     arguments = {"group_size": 1, "filters": [never]}
-    for name in ("group_size", "filters", "backlog", "observer", "clock", "version"):
+    for name in ("group_size", "filters", "backlog", "observer", "version"):
         if name in knobs:
             arguments[name] = knobs.pop(name)
     return GroupScheduler(run_group, SchedulingConfig(**knobs), budget=budget, **arguments)  # pyright: ignore
@@ -902,8 +901,8 @@ async def test_batches_are_released_in_the_order_of_their_steps():
         assert third.version == 2
 
 
+@pytest.mark.looptime
 async def test_metrics_add_up_the_time_of_slots_and_show_what_is_accepted():
-    clock = ManualClock()
     stage = Stage()
     scheduler = scheduler_of(
         stage.run_group,
@@ -911,14 +910,11 @@ async def test_metrics_add_up_the_time_of_slots_and_show_what_is_accepted():
         max_staleness=0,
         oversample=1.0,
         filters=[lambda group: "picked" if group.group_id == "0" else None],
-        clock=clock,
     )
     async with running(scheduler):
-        await settle()
-        clock.seconds = 2.0
+        await asyncio.sleep(2.0)
         stage.end(0)
-        await settle()
-        clock.seconds = 5.0
+        await asyncio.sleep(3.0)
         stage.end(1)
         metrics = (await next_of(scheduler)).metrics
     assert metrics["slot_s/running"] == 2 * 2.0 + 2 * 3.0

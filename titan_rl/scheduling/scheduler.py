@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from titan_rl.core.clock import Clock, LoopClock
+from titan_rl.core.clock import LoopClock
 from titan_rl.core.errors import TrainingError
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.asyncio_tasks import FirstFailureTaskGroup, WithEndCallback
@@ -63,7 +63,6 @@ class GroupScheduler:
         observer: Records the events that a later run needs.
         order: Assigns groups to tasks and batches; by default there is one task, in data order. The caller must report
             finished, dropped and trained groups to it.
-        clock: Clock of the metrics; by default the event loop's.
 
     Raises:
         ConfigError: the settings would never admit a batch that `backlog` has to hand out again.
@@ -81,7 +80,6 @@ class GroupScheduler:
         backlog: Backlog | None = None,
         observer: SchedulerObserver | None = None,
         order: TaskMix | None = None,
-        clock: Clock | None = None,
     ) -> None:
         backlog = backlog or Backlog()
         backlog.check_admission(settings.num_slots, budget)
@@ -96,7 +94,7 @@ class GroupScheduler:
         self._backlog = backlog
         self._to_restore = RestoreQueue(backlog, order)
         self._restored: dict[int, Lease] = {}  # admitted groups of the backlog, until settled or generated again
-        self._ledger = Ledger(clock or LoopClock())
+        self._ledger = Ledger(LoopClock())
         self._slots = SlotPool(settings.num_slots)
         self._capacity = RolloutCapacity(settings.max_running_rollouts)
         self._budget = Budget(budget)
