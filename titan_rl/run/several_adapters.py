@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_rl.cluster.processes.garbage import settled_heap
-from titan_rl.config.build import find_token_texts, learning_rate_note, open_rollouters
-from titan_rl.config.model_folder import adapter_base_note
+from titan_rl.config.build import open_rollouters
 from titan_rl.config.resume_changes import check_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
@@ -45,8 +44,8 @@ from titan_rl.run.resumption import Resumption, begin_run, check_unfinished, is_
 from titan_rl.run.session import EndMessages, RunSession, open_journal
 from titan_rl.run.stages.validation import MEAN
 from titan_rl.run.status import status_kept
-from titan_rl.run.trainer_recovery import JournaledSteps, open_trainer
 from titan_rl.run.trainer_turns import SharedTrainers
+from titan_rl.run.training_run import TrainingRun, show_notes
 from titan_rl.scheduling.fair_turns import FairTurns
 from titan_rl.training.state.checkpoint import latest, step_of
 
@@ -280,10 +279,7 @@ class Experiments:
     async def _train(self, experiment: Experiment, progress: Progress) -> RunSummary:
         name, config, run_dir = experiment.name, experiment.config, experiment.run_dir
         start = await in_thread(experiment.begin)
-        training = config.training
-        notes = learning_rate_note(training), adapter_base_note(config.model, training.adapter)
-        for note in filter(None, notes):
-            progress.message(note)
+        show_notes(config, progress)
         routers = self._planes.router
         router, published = routers.by_adapter[name], routers.published[name]
         async with contextlib.AsyncExitStack() as resources:
@@ -291,26 +287,11 @@ class Experiments:
             opened = open_sinks(config.logging, run_dir, progress, step=start.state.step)
             sinks = resources.enter_context(opened)
             journal = resources.enter_context(open_journal(start, run_dir, progress))
+            run = TrainingRun(config, run_dir, progress, sinks, start, journal, published)
             opening = open_rollouters(config, run_dir.path, progress, self._renderer)
             runners = await resources.enter_async_context(opening)
-            steps = JournaledSteps(config, journal, run_dir.path)
-            opening = open_trainer(self._trainers.of(name), steps, config, run_dir, published, progress)
-            trainer = await resources.enter_async_context(opening)
-            await start.load(trainer, progress)
-            controller = experiment.controller = Controller(
-                config,
-                group_runners=runners,
-                router=router,
-                trainer=trainer,
-                stop_token_ids=self._renderer.get_stop_token_ids(),
-                published=published,
-                run_dir=run_dir,
-                sinks=sinks,
-                progress=progress,
-                journal=journal,
-                start=start.state,
-                token_texts=find_token_texts(config.model),
-            )
+            trainer = await resources.enter_async_context(run.open_trainer(self._trainers.of(name)))
+            controller = experiment.controller = await run.load_controller(trainer, router, runners, self._renderer)
             stalls = ExperimentStalls(controller, router, self._turns, name)
             async with background_tasks(
                 stalls=warn_of_stalls(stalls, progress),

@@ -14,16 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from titan_rl.cluster.processes.garbage import settled_heap
-from titan_rl.config.build import find_token_texts, learning_rate_note, open_rollouters
+from titan_rl.config.build import open_rollouters
 from titan_rl.config.hosts import check_own_machine
-from titan_rl.config.model_folder import adapter_base_note
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Verbosity
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.run.components import Components, Planes, describe_processes, open_planes
-from titan_rl.run.controller import Controller
 from titan_rl.run.machine.process_environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
 from titan_rl.run.machine.requirements import check_needs
 from titan_rl.run.observability.summary import RunSummary
@@ -32,7 +30,7 @@ from titan_rl.run.resumption import open_run_dir
 from titan_rl.run.session import RunSession, open_journal
 from titan_rl.run.several_adapters import ExperimentsSession, train_adapters
 from titan_rl.run.teachers import open_teachers
-from titan_rl.run.trainer_recovery import JournaledSteps, open_trainer
+from titan_rl.run.training_run import TrainingRun, show_notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +91,12 @@ def run_training(
 async def _train(
     components: Components, session: RunSession[RunSummary], resources: contextlib.AsyncExitStack
 ) -> RunSummary:
-    config, run_dir, progress = session.config, session.run_dir, session.progress
+    config, run_dir, progress, start = session.config, session.run_dir, session.progress, session.start
     components = replace(components, provided=session.provided)
     if components.trainer is None:
-        notes = learning_rate_note(config.training), adapter_base_note(config.model, config.training.adapter)
-        for note in filter(None, notes):
-            progress.message(note)
-    journal = resources.enter_context(open_journal(session.start, run_dir, progress))
+        show_notes(config, progress)
+    journal = resources.enter_context(open_journal(start, run_dir, progress))
+    run = TrainingRun(config, run_dir, progress, session.sinks, start, journal, components.published)
     async with asyncio.TaskGroup() as startup:  # during the start, which takes longer than a renderer's imports
         making = startup.create_task(components.make_renderer(config, progress), name="renderer")
         planes = await _start_planes(session, components, resources)
@@ -118,24 +115,13 @@ async def _train(
     resources.enter_context(settled_heap())
     trainer = components.trainer
     if planes.training is not None:
-        steps = JournaledSteps(config, journal, run_dir.path)
-        opening = open_trainer(planes.training, steps, config, run_dir, components.published, progress)
-        trainer = await resources.enter_async_context(opening)
+        trainer = await resources.enter_async_context(run.open_trainer(planes.training))
     assert trainer is not None
-    await session.start.load(trainer, progress)
-    controller = Controller(
-        config,
-        group_runners=group_runners,
-        router=planes.router,
-        trainer=trainer,
-        stop_token_ids=renderer.get_stop_token_ids(),
-        published=components.published,
-        run_dir=run_dir,
-        sinks=session.sinks,
-        progress=progress,
-        journal=journal,
-        start=session.start.state,
-        token_texts=find_token_texts(config.model),
+    controller = await run.load_controller(
+        trainer,
+        planes.router,
+        group_runners,
+        renderer,
         filters=components.filters,
         hosts=planes.hosts,
         teachers=teachers,
