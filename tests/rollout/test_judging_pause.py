@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from titan_rl.rollout.environment.types import TokenObservation, TokenStep
-from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.group.rollouter import JUDGE_GRACE_S, JudgingPause, Rollouter
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
@@ -122,6 +122,41 @@ async def test_a_cancellation_while_an_interrupted_judge_cleans_up_ends_the_grou
     await asyncio.wait({playing}, timeout=100.0)
     assert playing.cancelled()
     assert len(judge.began) == 2  # none anew
+
+
+@pytest.mark.looptime
+async def test_a_judge_that_still_ends_since_the_last_pause_leaves_the_others_to_be_cancelled() -> None:
+    errors: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    pause, may_end = JudgingPause(1000.0), asyncio.Event()
+    began: list[str] = []
+
+    async def judge(name: str) -> None:
+        began.append(name)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if name == "slow":
+                await may_end.wait()
+
+    async def pause_past_the_grace_period() -> None:
+        pause.begin()
+        await asyncio.sleep(JUDGE_GRACE_S + 1.0)
+        pause.end()
+        await asyncio.sleep(1.0)
+
+    judging = [asyncio.ensure_future(pause.run(lambda: judge("slow")))]
+    await asyncio.sleep(1.0)
+    await pause_past_the_grace_period()
+    judging += [asyncio.ensure_future(pause.run(lambda: judge("quick"))) for _ in range(3)]
+    await asyncio.sleep(1.0)
+    await pause_past_the_grace_period()
+    assert began == ["slow", *["quick"] * 6]
+    assert errors == []
+    may_end.set()
+    for each in judging:
+        each.cancel()
+    await asyncio.wait(judging)
 
 
 @pytest.mark.looptime

@@ -364,10 +364,12 @@ class JudgingPause:
                 self._at_work.discard(scope)
 
     def _cancel_all(self) -> None:
-        for scope in self._at_work:
-            scope.reschedule(asyncio.get_running_loop().time())
-        if self._at_work:
-            count = len(self._at_work)
+        now = asyncio.get_running_loop().time()
+        working = [scope for scope in self._at_work if not scope.expired()]  # others still end since an earlier pause
+        for scope in working:
+            scope.reschedule(now)
+        if working:
+            count = len(working)
             logger.warning("cancelled %d rewards %g s into a pause; they restart after it", count, JUDGE_GRACE_S)
 
     async def _wait(self) -> None:
