@@ -128,6 +128,31 @@ async def test_a_fault_of_one_seat_is_that_of_all(failure: Any, status: str) -> 
     assert group.rollouts[0].advantage is None
 
 
+async def test_a_request_beside_the_one_that_ends_the_game_is_cancelled_and_does_not_fail() -> None:
+    caught: list[Exception] = []
+    answers = Answers({"first/0": RuntimeError("broken")})
+
+    async def generate(prompt_token_ids: Any, *, request_id: str, **arguments: Any) -> Completion:
+        if "second" in request_id:
+            await asyncio.sleep(20.0)
+        return await answers(prompt_token_ids, request_id=request_id, **arguments)
+
+    async def play(seats: Seats) -> None:
+        async def ask(name: str) -> None:
+            try:
+                await turn(seats[name], [1])
+            except Exception as error:
+                caught.append(error)
+
+        await asyncio.gather(ask("first"), ask("second"))
+
+    table = Table(play, limits=RolloutConfig(max_retries=0))
+    group = await table.group(generate)
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR_GENERATE}
+    assert table.hands[0].cancelled
+    assert caught == []
+
+
 async def test_what_the_game_raises_ends_all_its_rollouts_and_it_is_played_again() -> None:
     plays = 0
 

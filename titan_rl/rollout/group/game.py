@@ -115,7 +115,7 @@ class Game:
             self._end()
 
     def _end(self) -> None:
-        if self._is_running:
+        if self._is_running and not self._scope.expired():
             self._scope.reschedule(self._loop.time())
 
     def _restart_env_timer(self) -> None:
