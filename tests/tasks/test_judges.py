@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +123,23 @@ async def test_a_reward_that_fails_or_hangs_when_it_is_closed_is_reported_and_hi
     caplog: pytest.LogCaptureFixture,
 ):
     closed: list[str] = []
+    errors = {"fails": OSError("lost"), "is cancelled": asyncio.CancelledError(), "exits": SystemExit(1)}
 
     class Closing(Reward):
         async def close(self) -> None:
             closed.append(self.name)
-            if self.name == "fails":
-                raise OSError("connection lost")
-            if self.name == "hangs":
-                await asyncio.Event().wait()
+            if self.name in errors:
+                raise errors[self.name]
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000.0 * self.name.startswith("hangs"))
+            await asyncio.sleep(1000.0 * (self.name == "hangs on"))
 
-    await Rubric([Closing(lambda rollout: 1.0, name=name) for name in ("fails", "hangs", "ends")]).close()
-    assert closed == ["fails", "hangs", "ends"]
-    assert [record.args[0] for record in caplog.records if record.args] == ["fails", "hangs"]  # pyright: ignore
+    names = [*errors, "hangs", "hangs on", "ends"]
+    await Rubric([Closing(lambda rollout: 1.0, name=name) for name in names]).close()
+    assert asyncio.get_running_loop().time() < 100.0
+    assert closed == names
+    reported = [record for record in caplog.records if "could not be closed" in record.message]
+    assert [record.args[0] for record in reported if record.args] == names[:-1]  # pyright: ignore
 
 
 @pytest.mark.looptime

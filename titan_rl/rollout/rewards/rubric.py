@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, Literal, cast, get_args
 
+from titan_rl.core.calls.bounded import bounded
 from titan_rl.core.calls.cancellation import gather_or_cancel
 from titan_rl.core.calls.user_code import describe
 from titan_rl.core.console import Console
@@ -135,13 +136,12 @@ class Rubric:
         connections again.
 
         A failure to close a reward, or to close it within `CLOSE_TIMEOUT_S`, is only logged, so that it hides no other
-        error.
+        error. A `close` that ignores its cancellation is abandoned.
         """
         for reward in self.rewards:
-            if (close := getattr(reward, "close", None)) is not None:
+            if getattr(reward, "close", None) is not None:
                 try:
-                    async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                        await close()
+                    await bounded(_close(reward), CLOSE_TIMEOUT_S, f"closing reward {reward.name!r}")
                 except Exception as error:
                     logger.warning("reward %r could not be closed: %s", reward.name, describe(error))
 
@@ -260,6 +260,10 @@ class Rubric:
         else:
             values = await UserFunction(reward.values, reward.name)(copies, where, self.timeout_s)
         return finite_numbers(values, len(rollouts), reward.name, where)
+
+
+async def _close(reward: Any) -> None:
+    await reward.close()
 
 
 def _divisor(rewards: Sequence[WeightedReward], combine: Combine) -> float:
