@@ -31,7 +31,7 @@ from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import Matched
 from titan_rl.tasks.league import LeagueSeat
 from titan_rl.tasks.players import Endpoint, FrozenPolicy
-from titan_rl.tasks.policy_servers import PersistentGenerate
+from titan_rl.tasks.policy_servers import PersistentGenerate, new_log
 
 
 class Silence:
@@ -203,3 +203,9 @@ async def test_a_dry_run_asks_no_endpoint_and_serves_no_checkpoint(tmp_path: Pat
         players = players_of(task)
     assert isinstance(players["a"], MessagePlayer)
     assert (players["b"], players["c"]) == ("policy", "policy")
+
+
+def test_servers_of_one_name_have_a_log_each(tmp_path: Path) -> None:
+    logs = [new_log(tmp_path / "logs", "teacher-export-7") for _ in range(3)]
+    assert [log.name for log in logs] == ["teacher-export-7.log", "teacher-export-7-2.log", "teacher-export-7-3.log"]
+    assert all(log.is_file() for log in logs)

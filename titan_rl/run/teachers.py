@@ -24,7 +24,7 @@ from titan_rl.rollout.renderer.types import renderable
 from titan_rl.rollout.task import calling, wrong_result
 from titan_rl.rollout.types import Rollout
 from titan_rl.serving.client import HttpGenerateFn
-from titan_rl.tasks.policy_servers import Served, serving
+from titan_rl.tasks.policy_servers import Served, new_log, serving
 from titan_rl.training.teaching import OUTAGE_S, Teacher
 
 SELF = "self"
@@ -132,7 +132,7 @@ async def _open(
     if name.startswith(("http://", "https://")):
         served, model = server_of(name)
     else:
-        log, model = folder / "logs" / f"teacher-{Path(name).name}-{os.getpid()}.log", None
+        log, model = new_log(folder / "logs", f"teacher-{Path(name).name}-{os.getpid()}"), None
         console.message(f"the teacher {name} is being served; log: {log}")
         starting = serving(
             name,

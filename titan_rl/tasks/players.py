@@ -35,7 +35,7 @@ from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import Matched, Message, sample_alone
 from titan_rl.tasks.league import LeagueSeat
-from titan_rl.tasks.policy_servers import Opponents, open_opponents, serving
+from titan_rl.tasks.policy_servers import Opponents, new_log, open_opponents, serving
 
 if TYPE_CHECKING:  # imported where it is used, because the import is slow and few seats need it
     import httpx
@@ -247,7 +247,7 @@ async def _open(seat: str, setting: PlayerSetting, run: RunContext, stack: Async
         raise ConfigError(f"seat {seat!r} is played by versions of the run, which only a SeatedTask opens")
     from titan_rl.serving.client import HttpGenerateFn
 
-    log = run.folder / "logs" / f"player-{seat}-{socket.gethostname()}-{os.getpid()}.log"
+    log = new_log(run.folder / "logs", f"player-{seat}-{socket.gethostname()}-{os.getpid()}")
     run.tell(f"seat {seat!r} is played by {setting.policy}, which is being served; log: {log}")
     starting = serving(
         setting.policy,

@@ -15,6 +15,7 @@ import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,6 +124,18 @@ class PolicyServer:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
 
+def new_log(folder: Path, name: str) -> Path:
+    """Create the file for a server's output: `NAME.log`, or `NAME-2.log` and so on if another server has it. A server
+    reads its address from its file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        log = folder / (f"{name}.log" if number == 1 else f"{name}-{number}.log")
+        with suppress(FileExistsError):
+            log.touch(exist_ok=False)
+            return log
+    raise AssertionError("there is always another number")
+
+
 @asynccontextmanager
 async def serving(
     folder: str,
@@ -137,7 +150,7 @@ async def serving(
 
     Args:
         folder: Folder of a run, a checkpoint, an export or a model.
-        log: File for the server's output.
+        log: File for the server's output, which no other server has; see `new_log`.
         max_context: Largest number of tokens of prompt and completion together.
         settings: Further settings of the server.
         start_s: Longest time until the server listens.
@@ -149,7 +162,6 @@ async def serving(
     """
     from titan_rl.tasks.agents.program import agent_processes  # here, because only servers and agents need it
 
-    log.parent.mkdir(parents=True, exist_ok=True)
     options = {"server.request_s": f"{timeout_s}", "model.max_context": str(max_context), **settings}
     async with agent_processes() as processes:
         server = PolicyServer(folder, processes, log, options, start_s)
@@ -245,7 +257,7 @@ async def open_opponents(settings: LeagueSeat, run: RunContext, versions: Path) 
         GenerationError: the server cannot be started.
     """
     versions.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240  it returns at once
-    log = run.folder / "logs" / f"league-{socket.gethostname()}-{os.getpid()}.log"
+    log = new_log(run.folder / "logs", f"league-{socket.gethostname()}-{os.getpid()}")
     run.tell(f"versions of this run play, and are being served; log: {log}")
     starting = serving(
         run.model,
