@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -9,8 +10,8 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from titan_rl import (
     FinishReason,
     RoundRobin,
     ScriptedEngine,
+    StrayCancellationError,
     VersionSpan,
 )
 from titan_rl.config.run import RunConfig
@@ -176,6 +178,18 @@ class OwnTrainer(FakeTrainer):
         self.begun_from = checkpoint
         self.version = int(checkpoint.name.removeprefix("step-"))
         return self.version
+
+
+def test_a_run_that_is_cancelled_although_nobody_requested_it_has_failed(tmp_path: Path) -> None:
+    class Gone(Counting):
+        @asynccontextmanager
+        async def open(self, run: Any) -> AsyncIterator[None]:
+            raise asyncio.CancelledError  # as of a client that was closed
+            yield
+
+    with pytest.raises(StrayCancellationError, match="the run was cancelled, although nobody requested it"):
+        titan_rl.train(config(tmp_path), task=Gone(), **parts())
+    assert read_status(tmp_path / "latest").state == "failed"
 
 
 def test_a_trainer_of_ones_own_goes_on_from_what_it_saved(tmp_path: Path) -> None:

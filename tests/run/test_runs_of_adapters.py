@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,24 @@ async def test_the_error_of_a_run_with_a_failed_adapter_has_the_summaries_of_the
         await Experiments(*cast(Any, (session, experiments, planes, None))).run()
     assert caught.value.finished == {"grpo": finished.summary}
     assert list(caught.value.failed) == ["gspo"]
+
+
+class Gone:
+    """Routers of adapters, of which one is asked for and a cancellation comes back, as of a client that was closed."""
+
+    @property
+    def by_adapter(self) -> None:
+        raise asyncio.CancelledError
+
+
+async def test_an_adapter_that_is_cancelled_although_nobody_requested_it_has_failed(run: Path) -> None:
+    config = load_config(SEVERAL, [("model.path", str(BASE))])
+    training = SimpleNamespace(trainer=SimpleNamespace(remote=SimpleNamespace(reason=None)))
+    session = SimpleNamespace(run_dir=RunDirectory(run), progress=Progress(2), config=config, sinks=Sinks({}, LOG))
+    planes = SimpleNamespace(training=training, router=Gone())
+    experiments = [Experiment("gspo", config.experiments["gspo"], run)]
+    with pytest.raises(titan_rl.AdaptersFailedError, match="adapter gspo was cancelled, although nobody requested it"):
+        await Experiments(*cast(Any, (session, experiments, planes, None))).run()
 
 
 def test_a_run_whose_adapters_are_all_finished_is_not_resumed_and_one_with_steps_left_is(

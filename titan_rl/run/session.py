@@ -21,7 +21,7 @@ from titan_rl.cluster.hosts.elastic import ProvidedHosts
 from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.run import RunConfig
-from titan_rl.core.calls.cancellation import FirstError
+from titan_rl.core.calls.cancellation import FirstError, stray_cancellation_fails
 from titan_rl.core.calls.user_code import describe
 from titan_rl.core.console import Console, Verbosity
 from titan_rl.core.errors import CheckpointError, TrainingError
@@ -207,7 +207,7 @@ class RunSession(Generic[S]):
         return self.config.training.steps
 
     async def _run(self, work: Callable[[RunSession[S], contextlib.AsyncExitStack], Coroutine[Any, Any, S]]) -> None:
-        with self.signals.ending_in_order():
+        with self.signals.ending_in_order(), stray_cancellation_fails("the run"):
             async with contextlib.AsyncExitStack() as hosts:
                 if self._processes is not None:
                     opening = open_workers(

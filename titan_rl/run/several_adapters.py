@@ -24,6 +24,7 @@ from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.build import open_rollouters
 from titan_rl.config.resume_changes import check_unchanged
 from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.calls.watchdog import LoopWatchdog
@@ -263,7 +264,8 @@ class Experiments:
         try:
             with experiment.run_dir.locked(), status_kept(experiment.run_dir.path, begins=experiment.begins):
                 try:
-                    experiment.summary = await self._train(experiment, progress)
+                    with stray_cancellation_fails(f"adapter {experiment.name}"):
+                        experiment.summary = await self._train(experiment, progress)
                 except BaseExceptionGroup as group:
                     error = first_cause(group)
                     raise error from error.__cause__
