@@ -10,13 +10,23 @@ import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process_shards import InProcessLink, router_of
+from in_process_shards import Connected, InProcessLink, router_of
 from virtual_time import in_virtual_time
 
 from titan_rl import EngineLoop, LocalReplica
 from titan_rl.core.errors import GenerationError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter, Limits
+from titan_rl.generation.router.pool import Service
+from titan_rl.generation.router.shard import RouterShard
+from titan_rl.generation.router.shards import (
+    EndDedication,
+    Ended,
+    ForDedicated,
+    ReplicaState,
+    TellLoad,
+    Update,
+)
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, SamplingParams
@@ -141,6 +151,51 @@ async def hold_over_deaths_and_joins() -> None:
 
 def test_shards_that_join_late_and_failures_in_shards_leave_the_held_version_as_it_is():
     in_virtual_time(hold_over_deaths_and_joins())
+
+
+class Connections:
+    """A shard, and what it has connected to."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.shard = RouterShard(self._connect, lambda report: None, origin="@s", limits=LIMITS)
+        self._replica = FakeReplica("a")
+
+    def _connect(self, name: str, address: Any) -> Connected:
+        self.made.append(f"{address} {name}")
+        return Connected(name, self._replica)
+
+    def update(self, address: str) -> Update:
+        return Update((ReplicaState("a", 0, 1, Service.SERVING, 1, address),))
+
+
+async def messages_of_an_ended_dedication() -> None:
+    connections = Connections()
+    shard = connections.shard
+    await shard.receive_message(0, connections.update("own"))
+    await shard.receive_message(1, EndDedication(0))
+    late = shard.receive_message(2, ForDedicated(0, 0, connections.update("late")))
+    assert (await late, connections.made) == (Ended(), ["own a"]), "the first message comes after the end"
+
+    await shard.receive_message(2, ForDedicated(1, 0, connections.update("held")))
+    early = asyncio.ensure_future(shard.receive_message(2, ForDedicated(1, 2, TellLoad())))
+    await asyncio.sleep(0.1)
+    assert not early.done(), "it waits for message 1"
+    await shard.receive_message(2, EndDedication(1))
+    assert await early == Ended(), "message 1 comes after the end"
+    for number, message in ((1, connections.update("late")), (3, TellLoad())):
+        assert await shard.receive_message(3, ForDedicated(1, number, message)) == Ended()
+    assert connections.made == ["own a", "held a"]
+
+    assert len((await shard.stream(request("v", 2, 1))).token_ids) == 2, "the shard's own replica answers"
+    await shard.receive_message(3, ForDedicated(3, 0, connections.update("next")))
+    ended = shard.receive_message(3, ForDedicated(2, 0, connections.update("late")))
+    assert (await ended, connections.made[2:]) == (Ended(), ["next a"]), "a later dedication ends an earlier one"
+    await shard.close()
+
+
+def test_a_message_to_a_dedication_that_has_ended_changes_nothing():
+    in_virtual_time(messages_of_an_ended_dedication())
 
 
 def test_the_last_replicas_are_not_held():

@@ -324,10 +324,12 @@ class RouterShard(GeneratorRouter):
         self._reported = ShardLoad()
         self._least_dedication = 0  # messages of earlier dedications arrive too late
         self._turns: dict[int, asyncio.Event] = {}  # set when the turn of a message that arrived early has come
+        self._is_closed = False
         self._pool.origin = origin
 
     async def receive_message(self, number: int, message: ToShard) -> Ended:
-        """Carry out a message of the router, after the messages sent before it have been started.
+        """Carry out a message of the router, after the messages sent before it have been started. A closed shard
+        carries out none.
 
         Args:
             number: Number of the message, counted from 0.
@@ -335,15 +337,23 @@ class RouterShard(GeneratorRouter):
         """
         if isinstance(message, ForDedicated):
             return await self._receive_for_dedicated(message)
-        if number != self._next:
+        if number != self._next and not self._is_closed:
             turn = self._turns[number] = asyncio.Event()
             await turn.wait()
+        if self._is_closed:
+            return Ended()
         task = asyncio.ensure_future(self._carry_out(message))
         await asyncio.sleep(0)  # lets the task begin
         self._next = number + 1
         if (turn := self._turns.pop(self._next, None)) is not None:
             turn.set()
         return await task
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for turn in self._turns.values():  # of messages whose predecessors come too late
+            turn.set()
+        await super().close()
 
     async def _carry_out(self, message: ToShard) -> Ended:
         match message:
