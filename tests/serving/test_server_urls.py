@@ -13,12 +13,12 @@ from serving.talk import SAMPLING, user
 
 from titan_rl import GenerationError
 from titan_rl.config.evaluation import EvalConfig
-from titan_rl.evaluation.policies.opened import open_endpoint
+from titan_rl.evaluation.policies.inference import open_endpoint
 from titan_rl.run.teachers import TokenCheck, check_tokens
 from titan_rl.serving.client import HttpChatFn, HttpGenerateFn
 from titan_rl.tasks import ServedClassifier
 from titan_rl.tasks.players import Endpoint, EndpointPlayer
-from titan_rl.tasks.served import Served
+from titan_rl.tasks.policy_servers import Served
 
 Ask = Callable[[str, httpx.MockTransport], Awaitable[object]]
 
