@@ -7,7 +7,9 @@ import os
 import socket
 import stat
 import sys
+import tempfile
 from asyncio.subprocess import PIPE
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +20,17 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.cluster.hosts.folders import FOLDER
 from titan_rl.cluster.hosts.host import connect_to_worker
 from titan_rl.cluster.hosts.monarch_host import READY
-from titan_rl.cluster.hosts.worker_server import WorkerServer
+from titan_rl.cluster.hosts.worker_server import WorkerServer, reserved_port
 
 COUNT = 8  # on a busy machine each listens a moment after it has begun to
 
 
 async def is_reached_once_ready() -> bool:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with reserved_port("127.0.0.1") as port:
+        return await is_reached_once_ready_at(port)
+
+
+async def is_reached_once_ready_at(port: int) -> bool:
     command = [sys.executable, "-m", "titan_rl.cluster.hosts.monarch_host", f"tcp://127.0.0.1:{port}"]
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     assert process.stdin is not None
@@ -47,24 +52,43 @@ async def test_whoever_is_told_that_it_is_ready_reaches_it() -> None:
         assert all(await asyncio.gather(*[is_reached_once_ready() for _ in range(COUNT)]))
 
 
+def test_a_reserved_port_is_free_for_one_who_listens_and_taken_for_others() -> None:
+    with reserved_port("127.0.0.1") as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)):
+            socket.create_connection(("127.0.0.1", port)).close()
+
+
 def logs_of(worker: Path) -> list[Path]:
     return [*Path("/tmp").glob(f"*/monarch_log_{worker.name}-*")]
 
 
+@pytest.fixture
+def worker() -> Iterator[Path]:
+    """A worker's folder. Its name, which the log has, is not that of a test that runs at the same time."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 async def test_its_log_is_for_the_user_alone_and_goes_with_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(FOLDER, str(worker))
+    for limit in ("worker_server.START_S", "host.MONARCH_TIMEOUT_S", "host.REACH_TIMEOUT_S", "worker_server.HELLO_S"):
+        monkeypatch.setattr(f"titan_rl.cluster.hosts.{limit}", HANG_S)
     before = os.umask(0o022)
     serving = asyncio.ensure_future(WorkerServer(listener := socket.create_server(("127.0.0.1", 0))).serve())
     try:
-        one = await connect_to_worker("run", f"127.0.0.1:{listener.getsockname()[1]}", 30.0)
+        one = await connect_to_worker("run", f"127.0.0.1:{listener.getsockname()[1]}", HANG_S)
         await one.monarch()
-        (log,) = logs_of(tmp_path)
+        (log,) = logs_of(worker)
         assert stat.S_IMODE(log.stat().st_mode) == 0o600
         one.close()
     finally:
         os.umask(before)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-    assert logs_of(tmp_path) == []
+    assert logs_of(worker) == []

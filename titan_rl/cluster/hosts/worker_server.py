@@ -192,16 +192,28 @@ async def _end_of_children(pid: int) -> None:
         none_for_s = 0.0 if children_of(pid) or not CAN_LIST else none_for_s + LOOK_S
 
 
+@contextlib.contextmanager
+def reserved_port(host: str) -> Generator[int]:
+    """Context manager: a port of an address that the system gives to no other program, and at which one program can
+    listen, if its socket has SO_REUSEADDR. Without this, another program might get the port before Monarch listens."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, 0))  # and it does not listen
+        yield held.getsockname()[1]
+
+
 @contextlib.asynccontextmanager
 async def _monarch(host: str) -> AsyncGenerator[tuple[Process, str]]:
     """Context manager: start a Monarch process that ends with the block. Yields the process and its address."""
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        address = f"tcp://{join_address(host, free.getsockname()[1])}"
-    command = [sys.executable, "-m", "titan_rl.cluster.hosts.monarch_host", address]
     # Monarch makes sockets in a folder that it never removes, and a log. Both are removed with the run.
-    with tempfile.TemporaryDirectory(
-        prefix="monarch-", dir=os.environ.get(FOLDER), ignore_cleanup_errors=True
-    ) as temporary:
+    with (
+        reserved_port(host) as port,
+        tempfile.TemporaryDirectory(
+            prefix="monarch-", dir=os.environ.get(FOLDER), ignore_cleanup_errors=True
+        ) as temporary,
+    ):
+        address = f"tcp://{join_address(host, port)}"
+        command = [sys.executable, "-m", "titan_rl.cluster.hosts.monarch_host", address]
         folder = Path(temporary)
         suffix = f"{folder.parent.name}-{folder.name}"  # cleanup after a dead worker matches on the first part
         environment = {**os.environ, "TMPDIR": temporary, "MONARCH_LOG_SUFFIX": suffix}
