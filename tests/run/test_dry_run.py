@@ -102,6 +102,9 @@ class NoSample(Say):
 class Long(Say):
     def sample(self, rng): return f"{rng.random()} " * 99
 
+class CannotOpen(Say):
+    def open(self, run): raise TimeoutError("the task's server does not answer")
+
 class Hangs(Say):
     def env(self, sample):
         class Waits(Env):
@@ -346,6 +349,11 @@ def test_what_would_fail_a_run_is_told_with_the_users_line_in_a_second(dry_run, 
     assert code == 1
     assert says in told
     assert "text_reward" in told or task != "GivesText"
+
+
+def test_a_time_limit_of_a_tasks_own_is_not_taken_for_that_of_the_dry_run(dry_run):
+    with pytest.raises(TimeoutError, match="the task's server does not answer"):
+        dry_run("CannotOpen")
 
 
 def test_an_environment_that_hangs_is_left_to_itself(dry_run, monkeypatch: pytest.MonkeyPatch):

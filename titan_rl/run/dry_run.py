@@ -178,9 +178,10 @@ async def _play_tasks(config: RunConfig, folder: Path, console: Console) -> list
     brief = {"max_retries": 0, "rollout_timeout_s": ROLLOUT_LIMIT_S, "env_timeout_s": env_timeout_s}
     limits = config.rollout.model_copy(update=brief)
     briefly = config.model_copy(update={"rollout": limits})
+    limit = asyncio.timeout(LIMIT_S)
     try:
         opened = open_rollouters(briefly, folder, LOG, renderer, dry=True)
-        async with asyncio.timeout(LIMIT_S), opened as rollouters:
+        async with limit, opened as rollouters:
             for rollouter in rollouters.values():
                 rollouter.rubric.limit_calls(ROLLOUT_LIMIT_S)
             with LoopWatchdog(console, blocked_after_s=BLOCKED_AFTER_S):
@@ -192,6 +193,8 @@ async def _play_tasks(config: RunConfig, folder: Path, console: Console) -> list
                     ]
                 return [result for result in played if result is not None]
     except TimeoutError:
+        if not limit.expired():  # an error of the task
+            raise
         raise DataError(f"a group of each task takes longer than {LIMIT_S:g} s without a model") from None
 
 
