@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from titan_rl.cluster.hosts.elastic import ProvidedHosts
 from titan_rl.cluster.hosts.folders import scratch_root
+from titan_rl.cluster.processes.fork_server import fork_servers
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.cancellation import FirstError, stray_cancellation_fails
@@ -90,6 +91,7 @@ def process_session(
             resources.enter_context(guarded(scratch_root(), run_id, ended))
         if starts_processes:
             resources.enter_context(run_environment(pythonpath))
+            resources.enter_context(fork_servers(("trainer", "generator")))
         yield signals
 
 

@@ -1,0 +1,299 @@
+"""Fork servers: processes that have imported torch or vLLM, from which trainers and generators are forked.
+
+Importing vLLM takes half of the time until a generator can serve, and a run starts several generators and a trainer
+that import the same modules, as do their replacements. With fork servers each module is imported once, while the
+controller still sets up the run, and the forked processes share the memory of what was imported.
+
+    fork_servers   in the controller: starts the servers
+    forking        in the controller: command with which Monarch starts a process of a server
+    launch         program that Monarch starts: asks a server for a process, and ends as that process ends
+    ForkServer     in a server: forks a process for each launcher
+
+The server of each kind but the last is forked from the process of the last, once that has imported torch, so that they
+import the rest at the same time. A server runs no threads and computes nothing, so a forked process is like a new one.
+If a server dies, so do its processes, and their replacements are started without it.
+
+This file runs as a program of its own, and imports the rest of titan_rl only when it needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+
+FOLDER = "TITAN_RL_FORK_SERVERS"
+"""Environment variable with the folder of the servers' sockets, which have the names of their kinds."""
+
+COMMON = ("torch", "transformers", "torch._inductor.compile_fx", "titan_rl.config.run")
+MODULES = {
+    "trainer": ("titan_rl.training.adapters", "titan_rl.training.publishing"),
+    "generator": ("titan_rl.generation.loop.engine_loop", "titan_rl.generation.vllm_modules"),
+}
+"""Modules that the server of each kind imports after those of `COMMON`."""
+
+BOOTSTRAP = "monarch._src.actor.bootstrap_main"  # Monarch's main module of a process
+REQUEST_S = 10.0  # time for a launcher to send its request
+FORKED = b"f"
+
+
+@contextlib.contextmanager
+def fork_servers(kinds: Sequence[str]) -> Generator[None]:
+    """Start a fork server of each of these kinds, which ends with the block. Call this where the environment of the
+    processes is set."""
+    if not kinds:
+        yield
+        return
+    import subprocess
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="", ignore_cleanup_errors=True) as folder, contextlib.ExitStack() as own:
+        listeners: dict[str, socket.socket] = {}
+        for kind in kinds:
+            listeners[kind] = own.enter_context(socket.socket(socket.AF_UNIX))
+            listeners[kind].bind(f"{folder}/{kind}")
+            listeners[kind].listen(128)  # launchers wait until the modules are imported
+        # -P keeps Python from searching for modules in this file's folder. A session of its own keeps Ctrl-C away.
+        server = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(os.getpid())]
+            + [f"{kind}={listener.fileno()}" for kind, listener in listeners.items()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[listener.fileno() for listener in listeners.values()],
+            start_new_session=True,
+        )
+        own.close()  # launchers are refused when the server is gone
+        os.environ[FOLDER] = folder
+        try:
+            yield
+        finally:
+            del os.environ[FOLDER]
+            server.kill()
+            server.wait()
+
+
+def forking(kind: str | None, environment: Mapping[str, str]) -> BootstrapCommand:
+    """Command with which Monarch starts a process on this machine, from the fork server of a kind if there is one.
+
+    Args:
+        environment: Variables of the process, in addition to those of this one.
+    """
+    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+    from monarch.actor import default_bootstrap_cmd
+
+    path = Path(os.environ.get(FOLDER, ""), kind or "")
+    if FOLDER not in os.environ or not path.is_socket():
+        return default_bootstrap_cmd().with_env(dict(environment))
+    return BootstrapCommand(sys.executable, None, ["-I", "-S", __file__, "launch", str(path)], dict(environment))
+
+
+def launch(path: str) -> None:
+    """Have a server fork a process with the environment, folder and standard streams of this one, and end as it ends.
+    If there is no server, become the process."""
+    connection = socket.socket(socket.AF_UNIX)
+    answer = b""
+    with contextlib.suppress(OSError):
+        connection.connect(path)
+        request = json.dumps({"environment": dict(os.environ), "folder": os.getcwd()}).encode()
+        socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
+        connection.sendall(request)
+        answer = connection.recv(1)
+    if answer != FORKED:
+        os.execv(sys.executable, [sys.executable, "-m", BOOTSTRAP])
+    # The process handles signals for itself. The server kills it if this program is killed.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    status = -signal.SIGKILL
+    with contextlib.suppress(OSError, ValueError):
+        status = int(connection.recv(16))  # empty if the server has died, and the process with it
+    if status < 0:
+        with contextlib.suppress(OSError):  # the effect of SIGKILL cannot be set
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+@dataclass(slots=True)
+class _Forked:
+    """Process that was forked for a launcher."""
+
+    pid: int
+    descriptor: int  # readable once the process has ended
+    launcher: socket.socket
+
+
+@dataclass(slots=True)
+class Request:
+    """Request of a launcher: what its process takes over from it."""
+
+    environment: Mapping[str, str]
+    folder: str
+    streams: Sequence[int]
+
+
+class ForkServer:
+    """Server that forks a process for each launcher that connects.
+
+    Args:
+        listener: Socket to which launchers connect.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+        self._by_process: dict[int, _Forked] = {}
+        self._by_launcher: dict[int, _Forked] = {}
+
+    def serve(self) -> Request:
+        """Serve forever. Returns only in a forked process, with the request for it."""
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._listener.fileno():
+                    if (request := self._fork()) is not None:
+                        return request
+                elif (forked := self._by_process.get(descriptor)) is not None:
+                    self._ended(forked)
+                elif (forked := self._by_launcher.get(descriptor)) is not None:
+                    os.kill(forked.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+                    self._poll.unregister(descriptor)
+
+    def _fork(self) -> Request | None:
+        launcher, _ = self._listener.accept()
+        try:
+            request = _receive(launcher)
+        except (OSError, ValueError, KeyError):
+            launcher.close()  # it has ended, or is no launcher
+            return None
+        if len(os.listdir("/proc/self/task")) > 1:  # a thread may hold a lock, which a forked process never gets
+            launcher.close()
+            return None
+        pid = os.fork()
+        if not pid:
+            self._leave(launcher)
+            return request
+        for stream in request.streams:
+            os.close(stream)
+        forked = _Forked(pid, os.pidfd_open(pid), launcher)
+        self._by_process[forked.descriptor] = self._by_launcher[launcher.fileno()] = forked
+        self._poll.register(forked.descriptor, select.POLLIN)
+        self._poll.register(launcher, select.POLLHUP | select.POLLIN)
+        with contextlib.suppress(OSError):  # the poll finds the end of the launcher
+            launcher.sendall(FORKED)
+        return None
+
+    def _leave(self, launcher: socket.socket) -> None:
+        """Close the descriptors of the server in a forked process."""
+        self._listener.close()
+        launcher.close()
+        for other in self._by_process.values():
+            os.close(other.descriptor)
+            other.launcher.close()
+
+    def _ended(self, forked: _Forked) -> None:
+        _, status = os.waitpid(forked.pid, 0)
+        del self._by_process[forked.descriptor], self._by_launcher[forked.launcher.fileno()]
+        self._poll.unregister(forked.descriptor)
+        with contextlib.suppress(KeyError):
+            self._poll.unregister(forked.launcher)
+        os.close(forked.descriptor)
+        with contextlib.suppress(OSError):
+            forked.launcher.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        forked.launcher.close()
+
+
+def _receive(launcher: socket.socket) -> Request:
+    """Receive a launcher's request.
+
+    Raises:
+        OSError: The launcher has ended, or sends nothing.
+        ValueError: It sends something else.
+    """
+    launcher.settimeout(REQUEST_S)
+    begin, streams, _, _ = socket.recv_fds(launcher, 8, 3)
+    content = bytearray()
+    while len(content) < int.from_bytes(begin, "big"):
+        if not (part := launcher.recv(1 << 16)):
+            raise ConnectionResetError
+        content += part
+    launcher.settimeout(None)
+    found = json.loads(content)
+    return Request(found["environment"], found["folder"], streams)
+
+
+def _become(request: Request) -> None:
+    """Turn this forked process into what its launcher would have become."""
+    import runpy
+
+    for target, stream in enumerate(request.streams):
+        os.dup2(stream, target)
+        os.close(stream)
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.path.insert(0, request.folder)  # as Python does with -m
+    sys.argv = [BOOTSTRAP]
+    runpy.run_module(BOOTSTRAP, run_name="__main__", alter_sys=True)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main(parent: int, listeners: dict[str, int]) -> None:
+    """Run the servers that were started by the process `parent`.
+
+    Args:
+        listeners: Descriptors of their sockets by kind.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all processes of a job
+    _end_with(parent)
+    gc.disable()  # modules keep what they make
+    for module in COMMON:
+        importlib.import_module(module)
+    sockets = {kind: socket.socket(fileno=descriptor) for kind, descriptor in listeners.items()}
+    *others, kind = sockets
+    for other in others:
+        own = os.getpid()
+        if not os.fork():
+            _end_with(own)
+            kind = other
+            break
+    for other, listener in sockets.items():
+        if other != kind:
+            listener.close()
+    for module in MODULES[kind]:
+        importlib.import_module(module)
+    gc.freeze()  # a collection in a forked process would copy the memory that it looks at
+    server = os.getpid()
+    request = ForkServer(sockets[kind]).serve()
+    _end_with(server)
+    gc.enable()
+    _become(request)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "launch":
+        launch(sys.argv[2])
+    else:
+        main(int(sys.argv[1]), {kind: int(given) for kind, _, given in (word.partition("=") for word in sys.argv[2:])})
