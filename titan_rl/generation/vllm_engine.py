@@ -22,6 +22,9 @@ from titan_rl.types import EXTRA_SAMPLING, FinishReason, PromptScores, TopLogpro
 if TYPE_CHECKING:
     from titan_rl.generation.vllm_adapters import AdapterVersions
 
+_closed: list[Any] = []
+"""Engine cores that end with this process. Once nothing refers to one, vLLM shuts it down, which takes a second."""
+
 # Finish reasons of vLLM with which the tokens are valid. The others are "error" and "repetition".
 _FINISH_REASONS = {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
 
@@ -212,7 +215,9 @@ class VLLMEngine:
         self._core.wake_up()
 
     def close(self) -> None:
-        if not self._ends_with_process:
+        if self._ends_with_process:
+            _closed.append(self._core)
+        else:
             self._core.shutdown()
 
     def step(self) -> list[TokenDelta]:
