@@ -147,7 +147,8 @@ def process_writing_to(log: Path) -> int:
     """Id of the living actor process whose standard output is this file. Its helpers write to the same file."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):  # not a process, gone by now, or another user's
-            is_actor = b"monarch._src.actor.bootstrap_main" in (entry / "cmdline").read_bytes()
+            command = (entry / "cmdline").read_bytes()
+            is_actor = b"monarch._src.actor.bootstrap_main" in command or b"fork_server.py" in command
             if is_actor and os.readlink(entry / "fd" / "1") == str(log.resolve()):
                 return int(entry.name)
     raise ProcessLookupError(f"no process writes to {log}")

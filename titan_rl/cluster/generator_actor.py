@@ -150,7 +150,7 @@ class GeneratorActor(ProcessActor):
     """Actor of a generator: generates, and pulls weights between two engine steps. With several ranks only the first is
     called; the others follow the decisions of its loop."""
 
-    fork_server = "generator"
+    fork_kind = "generator"
 
     def __init__(self, spec: ProcessSpec, settings: GeneratorSettings) -> None:
         super().__init__(spec)

@@ -29,7 +29,7 @@ from titan_rl.cluster.hosts.lifecycle import HostListener, HostRecord, HostState
 from titan_rl.cluster.hosts.placement import ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.actor_calls import ActorHandle, AnsweringActor
-from titan_rl.cluster.processes.fork_server import forking
+from titan_rl.cluster.processes.fork_server import bootstrap_command
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessFiles, ProcessSpec, stderr_into
 from titan_rl.cluster.processes.remote_process import NoAnswerError, RemoteProcess, call, last_line
 from titan_rl.cluster.processes.roles import ProcessId, Role
@@ -124,7 +124,7 @@ class Supervisor(Actor):
         """
         name = f"{process_id}-rank{rank}" if rank else process_id
         if host is None:
-            mesh, command = this_host(), forking(getattr(actor_class, "fork_server", None), environment or {})
+            mesh, command = this_host(), bootstrap_command(getattr(actor_class, "fork_kind", None), environment or {})
         else:
             mesh, command = self._hosts[host], default_bootstrap_cmd().with_env(dict(environment or {}))
         processes = mesh.spawn_procs({"procs": 1}, name=name, bootstrap_command=command)

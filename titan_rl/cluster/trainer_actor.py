@@ -92,7 +92,7 @@ class TrainerActor(ProcessActor):
     """Actor of one trainer rank: steps the optimizer and publishes the weights. All ranks receive the same calls and
     run them one at a time in the order of arrival. With several adapters each call names one of them."""
 
-    fork_server = "trainer"
+    fork_kind = "trainer"
 
     def __init__(self, spec: ProcessSpec, settings: TrainerSettings) -> None:
         super().__init__(spec)

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from titan_rl.cluster.processes.fork_server import forked_kinds
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
@@ -279,7 +280,13 @@ def run_evaluations(
         files.logs.mkdir(parents=True, exist_ok=True)
         with (
             logging_to(files.logs / "evaluation.log"),
-            process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ended) as signals,
+            process_session(
+                files.run_id,
+                config.pythonpath,
+                stopping=STOPPING,
+                ended=ended,
+                forks=forked_kinds(config, trains=False, generates=bool(weights)),
+            ) as signals,
         ):
             signals.console = progress
             program = _evaluate_all(config, settings, policies, out, evaluations, ratings, files, progress, signals)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_rl.cluster.processes.fork_server import forked_kinds
 from titan_rl.config.build import make_renderer
 from titan_rl.config.concurrency import max_running_of
 from titan_rl.config.hosts import check_own_machine
@@ -98,7 +99,13 @@ def run_server(
         file_modes(share=False),
         _files() as files,
         logging_to(files.logs / "server.log"),
-        process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ENDED) as signals,
+        process_session(
+            files.run_id,
+            config.pythonpath,
+            stopping=STOPPING,
+            ended=ENDED,
+            forks=forked_kinds(config, trains=False, generates=True),
+        ) as signals,
     ):
         service = PolicyService(config, source, adapters, keys, files, verbosity)
         try:

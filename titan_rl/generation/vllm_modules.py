@@ -1,4 +1,4 @@
-"""Modules that an engine of vLLM imports, for a fork server that imports them before it forks generators."""
+"""Modules of vLLM that every engine imports. A fork server imports this module before it forks generators."""
 
 import os
 
@@ -7,5 +7,5 @@ from titan_rl.generation.vllm_arguments import ENVIRONMENT
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
-import vllm.v1.engine.core_client
-import vllm.v1.worker.cpu_worker  # noqa: F401
+import vllm.v1.engine.core_client  # noqa: E402
+import vllm.v1.worker.cpu_worker  # noqa: E402, F401

@@ -70,7 +70,13 @@ class SessionFiles:
 
 @contextlib.contextmanager
 def process_session(
-    run_id: str, pythonpath: Sequence[str], *, stopping: str, ended: str, starts_processes: bool = True
+    run_id: str,
+    pythonpath: Sequence[str],
+    *,
+    stopping: str,
+    ended: str,
+    starts_processes: bool = True,
+    forks: Sequence[str] = (),
 ) -> Generator[StopSignals]:
     """Prepare this process, and the processes that it starts, for a block.
 
@@ -81,6 +87,7 @@ def process_session(
         stopping: Message after the first signal.
         ended: Message after the second signal, which ends the process at once.
         starts_processes: Whether the process is guarded and gets environment variables for other processes.
+        forks: Kinds of processes that are forked from servers, see `forked_kinds`.
     """
     signals = StopSignals(stopping, ended)
     is_main = threading.current_thread() is threading.main_thread()
@@ -91,7 +98,7 @@ def process_session(
             resources.enter_context(guarded(scratch_root(), run_id, ended))
         if starts_processes:
             resources.enter_context(run_environment(pythonpath))
-            resources.enter_context(fork_servers(("trainer", "generator")))
+            resources.enter_context(fork_servers(forks))
         yield signals
 
 
@@ -115,6 +122,7 @@ class RunSession(Generic[S]):
         started_by: Command to name if the run fails before it has saved anything.
         command: Command of `titan-rl` that resumes the run.
         processes: Module that starts the run's processes; None if the run starts none.
+        forks: Kinds of processes that are forked from servers, see `forked_kinds`.
         others: Metric sinks besides those that the settings name, by their names for messages.
     """
 
@@ -133,6 +141,7 @@ class RunSession(Generic[S]):
         started_by: str | None,
         command: str,
         processes: str | None,
+        forks: Sequence[str] = (),
         others: Mapping[str, MetricSink] | None = None,
         verbosity: Verbosity = Verbosity.NORMAL,
     ) -> None:
@@ -144,6 +153,7 @@ class RunSession(Generic[S]):
         self._started_by = started_by if begins else None
         self._command = command
         self._processes = processes
+        self._forks = forks
         self._others = others
         self._verbosity = verbosity
         self._error = FirstError()
@@ -175,6 +185,7 @@ class RunSession(Generic[S]):
                     stopping=STOPPING_EARLY,
                     ended=f"ended at once; {self.messages.cut_short()}",
                     starts_processes=self._processes is not None,
+                    forks=self._forks,
                 ) as self.signals,
                 first.source(),
             ):

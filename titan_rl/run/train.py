@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from titan_rl.cluster.processes.fork_server import forked_kinds
 from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.build import open_rollouters
 from titan_rl.config.hosts import check_own_machine
@@ -81,6 +82,7 @@ def run_training(
             started_by=started_by,
             command="train",
             processes="titan_rl.cluster.run_processes" if components.needs_processes else None,
+            forks=forked_kinds(config, trains=components.trainer is None, generates=components.replicas is None),
             others=components.sinks,
             verbosity=verbosity,
         )

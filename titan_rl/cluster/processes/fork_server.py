@@ -4,10 +4,10 @@ Importing vLLM takes half of the time until a generator can serve, and a run sta
 that import the same modules, as do their replacements. With fork servers each module is imported once, while the
 controller still sets up the run, and the forked processes share the memory of what was imported.
 
-    fork_servers   in the controller: starts the servers
-    forking        in the controller: command with which Monarch starts a process of a server
-    launch         program that Monarch starts: asks a server for a process, and ends as that process ends
-    ForkServer     in a server: forks a process for each launcher
+    fork_servers        in the controller: starts the servers
+    bootstrap_command   in the controller: command with which Monarch starts a process of a server
+    launch              program that Monarch starts: asks a server for a process, and ends as that process ends
+    ForkServer          in a server: forks a process for each launcher
 
 The server of each kind but the last is forked from the process of the last, once that has imported torch, so that they
 import the rest at the same time. A server runs no threads and computes nothing, so a forked process is like a new one.
@@ -35,12 +35,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 
+    from titan_rl.config.run import RunConfig
+    from titan_rl.config.serve import ServeConfig
+
 FOLDER = "TITAN_RL_FORK_SERVERS"
 """Environment variable with the folder of the servers' sockets, which have the names of their kinds."""
 
 COMMON = ("torch", "transformers", "torch._inductor.compile_fx", "titan_rl.config.run")
 MODULES = {
-    "trainer": ("titan_rl.training.adapters", "titan_rl.training.publishing"),
+    "trainer": ("titan_rl.training.adapter_trainers", "titan_rl.training.publishing"),
     "generator": ("titan_rl.generation.loop.engine_loop", "titan_rl.generation.vllm_modules"),
 }
 """Modules that the server of each kind imports after those of `COMMON`."""
@@ -50,10 +53,26 @@ REQUEST_S = 10.0  # time for a launcher to send its request
 FORKED = b"f"
 
 
+def forked_kinds(config: RunConfig | ServeConfig, *, trains: bool, generates: bool) -> list[str]:
+    """Kinds of the processes that a command forks from servers: those on this machine with modules that take seconds to
+    import. With a GPU there are none, because a library that had used its driver while it was imported could not be
+    forked, and on several hosts there are none.
+
+    Args:
+        trains, generates: Whether the command starts a trainer, and whether it starts generators.
+    """
+    from titan_rl.generation.gpu_share import has_gpu_driver
+
+    hosts = config.hosts
+    if not hasattr(os, "pidfd_open") or hosts.addresses or hosts.provider is not None or has_gpu_driver():
+        return []
+    return ["trainer"] * trains + ["generator"] * (generates and config.generation.engine == "vllm")
+
+
 @contextlib.contextmanager
 def fork_servers(kinds: Sequence[str]) -> Generator[None]:
-    """Start a fork server of each of these kinds, which ends with the block. Call this where the environment of the
-    processes is set."""
+    """Context manager: start a fork server of each of these kinds. They end with the block, and so do their processes.
+    The servers, and thereby the processes, take over the environment and the file modes of this process."""
     if not kinds:
         yield
         return
@@ -86,8 +105,8 @@ def fork_servers(kinds: Sequence[str]) -> Generator[None]:
             server.wait()
 
 
-def forking(kind: str | None, environment: Mapping[str, str]) -> BootstrapCommand:
-    """Command with which Monarch starts a process on this machine, from the fork server of a kind if there is one.
+def bootstrap_command(kind: str | None, environment: Mapping[str, str]) -> BootstrapCommand:
+    """Command with which Monarch starts a process on this machine: forked from the server of its kind, if there is one.
 
     Args:
         environment: Variables of the process, in addition to those of this one.

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from monarch.actor import concurrent_endpoint
 from monarch.config import configure
@@ -93,7 +93,10 @@ class ProcessActor(AnsweringActor):
 
     Attributes:
         work: Progress of its work, which health checks watch.
+        fork_kind: Kind of the fork server for its process; None starts the process anew.
     """
+
+    fork_kind: ClassVar[str | None] = None
 
     def __init__(self, spec: ProcessSpec) -> None:
         super().__init__()

@@ -1,0 +1,131 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from background import HANG_S
+from cluster import forked_program
+
+from titan_rl.cluster.processes import fork_server
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="fork servers need Linux")
+
+
+class Server:
+    """Fork server of `forked_program`, which this test ends."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.path = folder / "socket"
+        self.folder = folder
+        command = [sys.executable, forked_program.__file__, str(self.path), *options]
+        path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "listens\n"
+
+    def launch(self, **environment: str) -> subprocess.Popen[str]:
+        """Start a launcher. Without a server it runs the module of Monarch, here one of the test that says so."""
+        package = self.folder / "monarch" / "_src" / "actor"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "bootstrap_main.py").write_text("print('as Monarch does')")
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", fork_server.__file__, "launch", str(self.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env={"PYTHONPATH": str(self.folder), **environment},
+        )
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    yield server
+    server.process.kill()
+    server.process.wait(HANG_S)
+
+
+def first_line(launcher: subprocess.Popen[str]) -> str:
+    assert launcher.stdout is not None
+    return launcher.stdout.readline()
+
+
+def pid_of(launcher: subprocess.Popen[str]) -> int:
+    return json.loads(first_line(launcher))[0]
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until a process that is no child of this one has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    import select
+
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    assert poll.poll(HANG_S * 1000), "it runs on"
+    os.close(descriptor)
+
+
+def test_a_forked_process_has_the_environment_folder_and_streams_of_its_launcher_which_ends_as_it_ends(server: Server):
+    launcher = server.launch(COLOR="\udce9 blue")
+    pid, folder, environment, _ = json.loads(first_line(launcher))
+    assert pid not in (launcher.pid, server.process.pid)
+    assert folder == str(server.folder)
+    assert environment["COLOR"] == "\udce9 blue"
+    assert "HOME" not in environment, "the server's environment is replaced, not extended"
+    launcher.communicate("7\n", timeout=HANG_S)
+    assert launcher.returncode == 7
+    assert server.launch().communicate("0\n", timeout=HANG_S), "the server goes on"
+
+
+def test_a_launcher_ends_by_the_signal_that_killed_its_process(server: Server):
+    launcher = server.launch()
+    os.kill(pid_of(launcher), signal.SIGKILL)
+    assert launcher.wait(HANG_S) == -signal.SIGKILL
+
+
+def test_a_launcher_outlives_sigterm_and_its_process_ends_when_it_is_killed(server: Server):
+    launcher = server.launch()
+    pid = pid_of(launcher)
+    launcher.terminate()  # schedulers send it to all processes of a job
+    launcher.kill()
+    assert launcher.wait(HANG_S) == -signal.SIGKILL
+    wait_for_end(pid)
+
+
+def test_with_the_server_its_processes_and_launchers_end_and_later_processes_start_without_it(server: Server):
+    launcher = server.launch()
+    pid = pid_of(launcher)
+    server.process.kill()
+    wait_for_end(pid)
+    assert launcher.wait(HANG_S) == -signal.SIGKILL
+    assert first_line(server.launch()) == "as Monarch does\n"
+
+
+def test_a_client_that_is_no_launcher_and_one_that_has_gone_leave_the_server_at_work(server: Server):
+    for content in (b"", b"\0\0\0\0\0\0\0\5{'a':"):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(server.path))
+            client.sendall(content)
+    launcher = server.launch()
+    launcher.communicate("3\n", timeout=HANG_S)
+    assert launcher.returncode == 3
+
+
+def test_a_server_with_a_thread_forks_nothing_because_the_thread_may_hold_a_lock(tmp_path: Path):
+    server = Server(tmp_path, "thread")
+    try:
+        assert first_line(server.launch()) == "as Monarch does\n"
+    finally:
+        server.process.kill()
+        server.process.wait(HANG_S)
