@@ -1,5 +1,6 @@
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -23,10 +24,8 @@ class Server:
         self.path = folder / "socket"
         self.folder = folder
         command = [sys.executable, forked_program.__file__, str(self.path), *options]
-        path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
-        )
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "listens\n"
 
@@ -34,6 +33,8 @@ class Server:
         """Start a launcher. Without a server it runs the module of Monarch, here one of the test that says so."""
         package = self.folder / "monarch" / "_src" / "actor"
         package.mkdir(parents=True, exist_ok=True)
+        for folder in (package, package.parent, package.parent.parent):
+            (folder / "__init__.py").touch()
         (package / "bootstrap_main.py").write_text("print('as Monarch does')")
         return subprocess.Popen(
             [sys.executable, "-I", "-S", fork_server.__file__, "launch", str(self.path)],
@@ -68,8 +69,6 @@ def wait_for_end(pid: int) -> None:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    import select
-
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     assert poll.poll(HANG_S * 1000), "it runs on"
@@ -78,7 +77,7 @@ def wait_for_end(pid: int) -> None:
 
 def test_a_forked_process_has_the_environment_folder_and_streams_of_its_launcher_which_ends_as_it_ends(server: Server):
     launcher = server.launch(COLOR="\udce9 blue")
-    pid, folder, environment, _ = json.loads(first_line(launcher))
+    pid, folder, environment = json.loads(first_line(launcher))
     assert pid not in (launcher.pid, server.process.pid)
     assert folder == str(server.folder)
     assert environment["COLOR"] == "\udce9 blue"
