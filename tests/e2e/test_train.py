@@ -104,6 +104,7 @@ def test_through_interruptions_deaths_and_failing_judges_no_group_is_lost_but_th
         for who in (run.process.pid, run.child("rollout-worker-0")):
             assert "libtorch" not in Path(f"/proc/{who}/maps").read_text(), "it takes seconds to import"
         killed = run.child("generator-1")
+        assert b"fork_server.py" in Path(f"/proc/{killed}/cmdline").read_bytes(), "its start takes much longer"
         os.kill(killed, signal.SIGKILL)
         run.wait_for_step(4)
         os.kill(run.child("rollout-worker-1"), signal.SIGSTOP)

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from titan_rl.config.run import RunConfig
     from titan_rl.config.serve import ServeConfig
 
-FOLDER = "TITAN_RL_FORK_SERVERS"
-"""Environment variable with the folder of the servers' sockets, which have the names of their kinds."""
+_folders: list[str] = []
+"""Folders with the sockets of this process's servers, which have the names of their kinds."""
 
 COMMON = ("torch", "transformers", "torch._inductor.compile_fx", "titan_rl.config.run")
 MODULES = {
@@ -96,11 +96,11 @@ def fork_servers(kinds: Sequence[str]) -> Generator[None]:
             start_new_session=True,
         )
         own.close()  # launchers are refused when the server is gone
-        os.environ[FOLDER] = folder
+        _folders.append(folder)
         try:
             yield
         finally:
-            del os.environ[FOLDER]
+            _folders.remove(folder)
             server.kill()
             server.wait()
 
@@ -114,8 +114,8 @@ def bootstrap_command(kind: str | None, environment: Mapping[str, str]) -> Boots
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
     from monarch.actor import default_bootstrap_cmd
 
-    path = Path(os.environ.get(FOLDER, ""), kind or "")
-    if FOLDER not in os.environ or not path.is_socket():
+    path = Path(_folders[-1] if _folders else "", kind or "")
+    if not path.is_socket():
         return default_bootstrap_cmd().with_env(dict(environment))
     return BootstrapCommand(sys.executable, None, ["-I", "-S", __file__, "launch", str(path)], dict(environment))
 
