@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
+from background import HANG_S
 
 from titan_rl.cluster.liveness.local_processes import exit_description
 from titan_rl.cluster.processes.remote_process import RemoteProcess
@@ -46,6 +48,24 @@ def test_the_signal_is_told_also_when_the_parent_has_collected_it(process, act, 
         assert exit_description(descriptor) == says
     finally:
         os.close(descriptor)
+
+
+def test_the_signal_that_ended_a_child_of_another_process_is_told():
+    """Such as a generator, whose parent is a fork server."""
+    program = "import os, time; pid = os.fork(); pid and print(pid, flush=True); time.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        descriptor = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        assert poll.poll(HANG_S * 1000)
+        try:
+            assert exit_description(descriptor) == "was killed by SIGKILL"
+        finally:
+            os.close(descriptor)
+            parent.kill()
 
 
 def test_an_end_whose_reason_names_the_process_is_told_once():

@@ -109,7 +109,7 @@ def test_through_interruptions_deaths_and_failing_judges_no_group_is_lost_but_th
         run.wait_for_step(4)
         os.kill(run.child("rollout-worker-1"), signal.SIGSTOP)
         assert run.wait() == 0, run.output
-        assert f"generator-1 died: process {killed} " in run.output
+        assert f"generator-1 died: process {killed} was killed by SIGKILL" in run.output
         assert "generator-1 is there again after" in run.output
         assert "rollout-worker-1 died: it has been stopped" in (run.folder / "logs" / "controller.log").read_text()
         steps = [record for record in run.metrics() if "train/loss" in record]

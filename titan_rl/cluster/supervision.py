@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import monarch.actor
@@ -29,7 +30,7 @@ from titan_rl.cluster.hosts.lifecycle import HostListener, HostRecord, HostState
 from titan_rl.cluster.hosts.placement import ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.actor_calls import ActorHandle, AnsweringActor
-from titan_rl.cluster.processes.fork_server import bootstrap_command
+from titan_rl.cluster.processes.fork_server import bootstrap_command, servers_of_run
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessFiles, ProcessSpec, stderr_into
 from titan_rl.cluster.processes.remote_process import NoAnswerError, RemoteProcess, call, last_line
 from titan_rl.cluster.processes.roles import ProcessId, Role
@@ -71,9 +72,13 @@ class Supervisor(Actor):
     """Actor in the controller's process that spawns all other processes. The death of a child ends no other process:
     `next_failure` reports it, and calls in flight to it fail. Processes are named by the ids of their `RemoteProcess`;
     the processes of a group share one id.
+
+    Args:
+        servers: Folder of the fork servers for processes on this machine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, servers: Path | None = None) -> None:
+        self._servers = servers
         self._hosts: dict[str, HostMesh] = {}
         self._processes: dict[str, list[_Spawned]] = {}  # by their ids
         self._stops: dict[asyncio.Task[None], str | None] = {}  # in progress, with the host of each
@@ -124,7 +129,8 @@ class Supervisor(Actor):
         """
         name = f"{process_id}-rank{rank}" if rank else process_id
         if host is None:
-            mesh, command = this_host(), bootstrap_command(getattr(actor_class, "fork_kind", None), environment or {})
+            mesh, kind = this_host(), getattr(actor_class, "fork_kind", None)
+            command = bootstrap_command(self._servers, kind, environment or {})
         else:
             mesh, command = self._hosts[host], default_bootstrap_cmd().with_env(dict(environment or {}))
         processes = mesh.spawn_procs({"procs": 1}, name=name, bootstrap_command=command)
@@ -336,7 +342,7 @@ async def started(
         ConfigError: A host differs from this machine.
     """
     with stderr_into(files.logs / "monarch.log"):  # Monarch writes a greeting to stderr when it is first used
-        supervisor = this_proc().spawn("supervisor", Supervisor)
+        supervisor = this_proc().spawn("supervisor", Supervisor, servers_of_run())
     try:
         async with open_hosts(config, supervisor, needs, console) as hosts:
             processes = make(hosts)

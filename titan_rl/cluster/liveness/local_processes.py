@@ -107,6 +107,8 @@ def exit_description(descriptor: int) -> str:
     """
     status = _status_of_child(descriptor)
     if status is None:
+        status = _status_of_zombie(descriptor)
+    if status is None:
         status = _status_of_collected(descriptor)
     if status is None:
         return "ended"
@@ -119,6 +121,17 @@ def _status_of_child(descriptor: int) -> int | None:
         result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if result is not None:
             return result.si_status << 8 if result.si_code == os.CLD_EXITED else result.si_status
+    return None
+
+
+def _status_of_zombie(descriptor: int) -> int | None:
+    """Status of the child of another process that has not waited for it yet."""
+    with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
+        information = (_PROC / "self" / "fdinfo" / str(descriptor)).read_text()
+        pid = next(int(line.split()[1]) for line in information.splitlines() if line.startswith("Pid:"))
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        if fields[0] == "Z":
+            return int(fields[-1])
     return None
 
 

@@ -9,9 +9,9 @@ controller still sets up the run, and the forked processes share the memory of w
     launch              program that Monarch starts: asks a server for a process, and ends as that process ends
     ForkServer          in a server: forks a process for each launcher
 
-The server of each kind but the last is forked from the process of the last, once that has imported torch, so that they
-import the rest at the same time. A server runs no threads and computes nothing, so a forked process is like a new one.
-If a server dies, so do its processes, and their replacements are started without it.
+The server of the last kind imports torch and then forks the others, so that all import the rest at the same time; they
+end with it. A server runs no threads and computes nothing, so a forked process is like a new one. If a server dies, so
+do its processes, and their replacements are started without it.
 
 This file runs as a program of its own, and imports the rest of titan_rl only when it needs it.
 """
@@ -22,12 +22,14 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import select
 import signal
 import socket
 import sys
 from collections.abc import Generator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
     from titan_rl.config.run import RunConfig
     from titan_rl.config.serve import ServeConfig
 
-_folders: list[str] = []
-"""Folders with the sockets of this process's servers, which have the names of their kinds."""
+logger = logging.getLogger(__name__)
+
+_folder: ContextVar[Path | None] = ContextVar("_folder", default=None)
+"""Folder with the sockets of the servers of the current run, which have the names of their kinds."""
 
 COMMON = ("torch", "transformers", "torch._inductor.compile_fx", "titan_rl.config.run")
 MODULES = {
@@ -50,13 +54,14 @@ MODULES = {
 
 BOOTSTRAP = "monarch._src.actor.bootstrap_main"  # Monarch's main module of a process
 REQUEST_S = 10.0  # time for a launcher to send its request
+FORK_S = 120.0  # time for a server to import its modules and to fork; then a process is started without it
 FORKED = b"f"
 
 
 def forked_kinds(config: RunConfig | ServeConfig, *, trains: bool, generates: bool) -> list[str]:
     """Kinds of the processes that a command forks from servers: those on this machine with modules that take seconds to
-    import. With a GPU there are none, because a library that had used its driver while it was imported could not be
-    forked, and on several hosts there are none.
+    import. With a GPU there are none, because a process whose libraries have initialized the driver cannot be forked,
+    and on several hosts there are none.
 
     Args:
         trains, generates: Whether the command starts a trainer, and whether it starts generators.
@@ -71,8 +76,8 @@ def forked_kinds(config: RunConfig | ServeConfig, *, trains: bool, generates: bo
 
 @contextlib.contextmanager
 def fork_servers(kinds: Sequence[str]) -> Generator[None]:
-    """Context manager: start a fork server of each of these kinds. They end with the block, and so do their processes.
-    The servers, and thereby the processes, take over the environment and the file modes of this process."""
+    """Context manager: start a fork server of each of these kinds. They end with the block, and so do their processes,
+    which have the file modes of this process."""
     if not kinds:
         yield
         return
@@ -96,26 +101,33 @@ def fork_servers(kinds: Sequence[str]) -> Generator[None]:
             start_new_session=True,
         )
         own.close()  # launchers are refused when the server is gone
-        _folders.append(folder)
+        token = _folder.set(Path(folder))
         try:
             yield
         finally:
-            _folders.remove(folder)
+            _folder.reset(token)
+            if server.poll() is not None:
+                logger.warning("a fork server ended before the run, with code %d", server.returncode)
             server.kill()
             server.wait()
 
 
-def bootstrap_command(kind: str | None, environment: Mapping[str, str]) -> BootstrapCommand:
+def servers_of_run() -> Path | None:
+    """Folder of the fork servers of the run that this context belongs to; None if it has none."""
+    return _folder.get()
+
+
+def bootstrap_command(servers: Path | None, kind: str | None, environment: Mapping[str, str]) -> BootstrapCommand:
     """Command with which Monarch starts a process on this machine: forked from the server of its kind, if there is one.
 
     Args:
+        servers: Folder of the fork servers.
         environment: Variables of the process, in addition to those of this one.
     """
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
     from monarch.actor import default_bootstrap_cmd
 
-    path = Path(_folders[-1] if _folders else "", kind or "")
-    if not path.is_socket():
+    if servers is None or kind is None or not (path := servers / kind).is_socket():
         return default_bootstrap_cmd().with_env(dict(environment))
     return BootstrapCommand(sys.executable, None, ["-I", "-S", __file__, "launch", str(path)], dict(environment))
 
@@ -123,7 +135,11 @@ def bootstrap_command(kind: str | None, environment: Mapping[str, str]) -> Boots
 def launch(path: str) -> None:
     """Have a server fork a process with the environment, folder and standard streams of this one, and end as it ends.
     If there is no server, become the process."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)  # Ctrl-C is for the controller
     connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(FORK_S)
     answer = b""
     with contextlib.suppress(OSError):
         connection.connect(path)
@@ -131,11 +147,13 @@ def launch(path: str) -> None:
         socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
         connection.sendall(request)
         answer = connection.recv(1)
+    if os.getppid() != parent:
+        os._exit(1)  # the controller has ended, and the server with it
     if answer != FORKED:
+        connection.close()  # a server that was late ends what it forks
         os.execv(sys.executable, [sys.executable, "-m", BOOTSTRAP])
-    # The process handles signals for itself. The server kills it if this program is killed.
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection.settimeout(None)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the process handles it. The server kills it if this program dies.
     status = -signal.SIGKILL
     with contextlib.suppress(OSError, ValueError):
         status = int(connection.recv(16))  # empty if the server has died, and the process with it
@@ -192,28 +210,39 @@ class ForkServer:
                     self._poll.unregister(descriptor)
 
     def _fork(self) -> Request | None:
+        """Fork a process for the next launcher. Returns its request in the process, and None in the server."""
         launcher, _ = self._listener.accept()
+        streams: list[int] = []
+        is_forked = False
         try:
-            request = _receive(launcher)
-        except (OSError, ValueError, KeyError):
-            launcher.close()  # it has ended, or is no launcher
-            return None
-        if len(os.listdir("/proc/self/task")) > 1:  # a thread may hold a lock, which a forked process never gets
-            launcher.close()
-            return None
-        pid = os.fork()
-        if not pid:
-            self._leave(launcher)
-            return request
-        for stream in request.streams:
-            os.close(stream)
-        forked = _Forked(pid, os.pidfd_open(pid), launcher)
+            request = _receive(launcher, streams)
+            _require_single_thread()
+            pid = os.fork()
+            if not pid:
+                is_forked = True
+                self._leave(launcher)
+                return request
+            self._watch(pid, launcher)
+        except (OSError, ValueError, TypeError, KeyError):
+            launcher.close()  # it has ended, is no launcher, or starts its process without this server
+        finally:
+            if not is_forked:
+                for stream in streams:
+                    os.close(stream)
+        return None
+
+    def _watch(self, pid: int, launcher: socket.socket) -> None:
+        try:
+            forked = _Forked(pid, os.pidfd_open(pid), launcher)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         self._by_process[forked.descriptor] = self._by_launcher[launcher.fileno()] = forked
         self._poll.register(forked.descriptor, select.POLLIN)
-        self._poll.register(launcher, select.POLLHUP | select.POLLIN)
+        self._poll.register(launcher, select.POLLIN)
         with contextlib.suppress(OSError):  # the poll finds the end of the launcher
             launcher.sendall(FORKED)
-        return None
 
     def _leave(self, launcher: socket.socket) -> None:
         """Close the descriptors of the server in a forked process."""
@@ -235,15 +264,16 @@ class ForkServer:
         forked.launcher.close()
 
 
-def _receive(launcher: socket.socket) -> Request:
-    """Receive a launcher's request.
+def _receive(launcher: socket.socket, streams: list[int]) -> Request:
+    """Receive a launcher's request, and add the descriptors in it to `streams`.
 
     Raises:
         OSError: The launcher has ended, or sends nothing.
-        ValueError: It sends something else.
+        ValueError, TypeError, KeyError: It sends something else.
     """
     launcher.settimeout(REQUEST_S)
-    begin, streams, _, _ = socket.recv_fds(launcher, 8, 3)
+    begin, received, _, _ = socket.recv_fds(launcher, 8, 3)
+    streams += received
     content = bytearray()
     while len(content) < int.from_bytes(begin, "big"):
         if not (part := launcher.recv(1 << 16)):
@@ -252,6 +282,16 @@ def _receive(launcher: socket.socket) -> Request:
     launcher.settimeout(None)
     found = json.loads(content)
     return Request(found["environment"], found["folder"], streams)
+
+
+def _require_single_thread() -> None:
+    """Check that this process has no other thread, which might hold a lock that a forked process would never get.
+
+    Raises:
+        OSError: It has.
+    """
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise BlockingIOError("a process with threads cannot be forked")
 
 
 def _become(request: Request) -> None:
@@ -265,8 +305,10 @@ def _become(request: Request) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.path.insert(0, request.folder)  # as Python does with -m
+    sys.path[0] = request.folder
     sys.argv = [BOOTSTRAP]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # the module `random` does so itself
     runpy.run_module(BOOTSTRAP, run_name="__main__", alter_sys=True)
 
 
@@ -287,9 +329,11 @@ def main(parent: int, listeners: dict[str, int]) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all processes of a job
     _end_with(parent)
+    sys.path.insert(0, os.getcwd())  # as Python does with -m
     gc.disable()  # modules keep what they make
     for module in COMMON:
         importlib.import_module(module)
+    _require_single_thread()
     sockets = {kind: socket.socket(fileno=descriptor) for kind, descriptor in listeners.items()}
     *others, kind = sockets
     for other in others:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Coroutine, Generator, Iterator
 from concurrent.futures import Future
+from contextvars import copy_context
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
@@ -192,7 +193,7 @@ def _in_thread(program: Coroutine[Any, Any, T]) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=work, name="event loop").start()
+    threading.Thread(target=copy_context().run, args=(work,), name="event loop").start()
     interrupted = False
     while True:
         try:
