@@ -6,7 +6,7 @@
 bare `LLM(...)` of the same model, prompt and engine options in a process of its own. Rounds take turns in both
 directions. `end_s` is the time from the last checkpoint to the end of the command. Both are also given in processor
 seconds of all processes, which other programs on the machine change less. The phases of a start are from the run's
-trace: until the trainer begins its imports, until each process has its model, and until the first token.
+trace: until the trainer's process runs, until each process has its model, and until the first token.
 `command_s_help` and the others are wall times of commands that start no engine, and `command_cpu_s_help` their
 processor time.
 
@@ -140,7 +140,7 @@ def _moments(trace: Path) -> dict[str, float]:
     ]
     loaded = [_first(own, "ts", name="idle") for name, own in spans.items() if name.startswith("generator")]
     return {
-        "trainer imports": _first(spans["trainer"], "ts") / 1e6,
+        "trainer runs": _first(spans["trainer"], "ts") / 1e6,
         "trainer has its model": _first(spans["trainer"], "end", name="load") / 1e6,
         "generators have theirs": max(loaded) / 1e6,
         "first token": min(generating) / 1e6,
