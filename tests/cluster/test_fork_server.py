@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 import select
@@ -21,13 +22,14 @@ class Server:
     """Fork server of `forked_program`, which this test ends."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        self.path = folder / "socket"
+        self.path = folder / "generator"
         self.folder = folder
         command = [sys.executable, forked_program.__file__, str(self.path), *options]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "listens\n"
+        self.is_ready = asyncio.run(fork_server.wait_until_ready(folder, "generator"))
 
     def launch(self, **environment: str) -> subprocess.Popen[str]:
         """Start a launcher. Without a server it runs the module of Monarch, here one of the test that says so."""
@@ -49,6 +51,7 @@ class Server:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     server = Server(tmp_path)
+    assert server.is_ready
     yield server
     server.process.kill()
     server.process.wait(HANG_S)
@@ -109,6 +112,7 @@ def test_with_the_server_its_processes_and_launchers_end_and_later_processes_sta
     wait_for_end(pid)
     assert launcher.wait(HANG_S) == -signal.SIGKILL
     assert first_line(server.launch()) == "as Monarch does\n"
+    assert not asyncio.run(fork_server.wait_until_ready(server.folder / "elsewhere", "generator"))
 
 
 def test_a_client_that_is_no_launcher_and_one_that_has_gone_leave_the_server_at_work(server: Server):
@@ -124,6 +128,7 @@ def test_a_client_that_is_no_launcher_and_one_that_has_gone_leave_the_server_at_
 def test_a_server_with_a_thread_forks_nothing_because_the_thread_may_hold_a_lock(tmp_path: Path):
     server = Server(tmp_path, "thread")
     try:
+        assert not server.is_ready
         assert first_line(server.launch()) == "as Monarch does\n"
     finally:
         server.process.kill()

@@ -10,6 +10,3 @@ if hasattr(os, "pidfd_open"):
     os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "1h")
 else:
     os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
-# A process of a fork server is ready once that has imported its modules. The callers of spawned processes have limits.
-os.environ.setdefault("HYPERACTOR_HOST_SPAWN_READY_TIMEOUT", "1h")
-os.environ.setdefault("HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE", "1h")

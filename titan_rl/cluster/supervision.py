@@ -130,7 +130,7 @@ class Supervisor(Actor):
         name = f"{process_id}-rank{rank}" if rank else process_id
         if host is None:
             mesh, kind = this_host(), getattr(actor_class, "fork_kind", None)
-            command = bootstrap_command(self._servers, kind, environment or {})
+            command = await bootstrap_command(self._servers, kind, environment or {})
         else:
             mesh, command = self._hosts[host], default_bootstrap_cmd().with_env(dict(environment or {}))
         processes = mesh.spawn_procs({"procs": 1}, name=name, bootstrap_command=command)

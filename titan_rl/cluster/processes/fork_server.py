@@ -5,7 +5,7 @@ that import the same modules, as do their replacements. With fork servers each m
 controller still sets up the run, and the forked processes share the memory of what was imported.
 
     fork_servers        in the controller: starts the servers
-    bootstrap_command   in the controller: command with which Monarch starts a process of a server
+    bootstrap_command   in the controller: waits for a server, and makes the command with which Monarch starts a process
     launch              program that Monarch starts: asks a server for a process, and ends as that process ends
     ForkServer          in a server: forks a process for each launcher
 
@@ -28,6 +28,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -54,7 +55,10 @@ MODULES = {
 
 BOOTSTRAP = "monarch._src.actor.bootstrap_main"  # Monarch's main module of a process
 REQUEST_S = 10.0  # time for a launcher to send its request
-FORK_S = 120.0  # time for a server to import its modules and to fork; then a process is started without it
+FORK_S = 10.0  # time for a server to fork. After it, and after READY_S, a process is started without a server
+LOOK_S = 0.1
+READY_S = 120.0  # time for a server to import its modules
+STARTING = ".starting"  # ends the name of a server's socket until it has imported its modules
 FORKED = b"f"
 
 
@@ -88,11 +92,11 @@ def fork_servers(kinds: Sequence[str]) -> Generator[None]:
         listeners: dict[str, socket.socket] = {}
         for kind in kinds:
             listeners[kind] = own.enter_context(socket.socket(socket.AF_UNIX))
-            listeners[kind].bind(f"{folder}/{kind}")
-            listeners[kind].listen(128)  # launchers wait until the modules are imported
+            listeners[kind].bind(f"{folder}/{kind}{STARTING}")
+            listeners[kind].listen(128)
         # -P keeps Python from searching for modules in this file's folder. A session of its own keeps Ctrl-C away.
         server = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(os.getpid())]
+            [sys.executable, "-P", __file__, str(os.getpid()), folder]
             + [f"{kind}={listener.fileno()}" for kind, listener in listeners.items()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -117,8 +121,9 @@ def servers_of_run() -> Path | None:
     return _folder.get()
 
 
-def bootstrap_command(servers: Path | None, kind: str | None, environment: Mapping[str, str]) -> BootstrapCommand:
+async def bootstrap_command(servers: Path | None, kind: str | None, environment: Mapping[str, str]) -> BootstrapCommand:
     """Command with which Monarch starts a process on this machine: forked from the server of its kind, if there is one.
+    Waits for the server first, because Monarch loses a process that takes half a minute to begin.
 
     Args:
         servers: Folder of the fork servers.
@@ -127,9 +132,36 @@ def bootstrap_command(servers: Path | None, kind: str | None, environment: Mappi
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
     from monarch.actor import default_bootstrap_cmd
 
-    if servers is None or kind is None or not (path := servers / kind).is_socket():
+    if servers is None or kind is None or not await wait_until_ready(servers, kind):
         return default_bootstrap_cmd().with_env(dict(environment))
+    path = servers / kind
     return BootstrapCommand(sys.executable, None, ["-I", "-S", __file__, "launch", str(path)], dict(environment))
+
+
+async def wait_until_ready(servers: Path, kind: str) -> bool:
+    """Wait until a server has imported its modules. False if there is none, it has died, or `READY_S` are over."""
+    import asyncio
+
+    deadline = time.monotonic() + READY_S
+    while not (servers / kind).is_socket():
+        if not _listens(servers / f"{kind}{STARTING}") and not (servers / kind).is_socket():
+            return False
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(LOOK_S)
+    return True
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
+        try:
+            client.connect(os.fspath(path))
+        except BlockingIOError:  # others wait already
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def launch(path: str) -> None:
@@ -321,10 +353,11 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def main(parent: int, listeners: dict[str, int]) -> None:
+def main(parent: int, folder: Path, listeners: dict[str, int]) -> None:
     """Run the servers that were started by the process `parent`.
 
     Args:
+        folder: Folder of their sockets.
         listeners: Descriptors of their sockets by kind.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all processes of a job
@@ -348,6 +381,7 @@ def main(parent: int, listeners: dict[str, int]) -> None:
     for module in MODULES[kind]:
         importlib.import_module(module)
     gc.freeze()  # a collection in a forked process would copy the memory that it looks at
+    os.rename(folder / f"{kind}{STARTING}", folder / kind)
     server = os.getpid()
     request = ForkServer(sockets[kind]).serve()
     _end_with(server)
@@ -359,4 +393,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "launch":
         launch(sys.argv[2])
     else:
-        main(int(sys.argv[1]), {kind: int(given) for kind, _, given in (word.partition("=") for word in sys.argv[2:])})
+        descriptors = (word.partition("=") for word in sys.argv[3:])
+        main(int(sys.argv[1]), Path(sys.argv[2]), {kind: int(given) for kind, _, given in descriptors})
