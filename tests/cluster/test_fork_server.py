@@ -14,6 +14,7 @@ from background import HANG_S
 from cluster import forked_program
 
 from titan_rl.cluster.processes import fork_server
+from titan_rl.config.load import load_config
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="fork servers need Linux")
 
@@ -133,3 +134,24 @@ def test_a_server_with_a_thread_forks_nothing_because_the_thread_may_hold_a_lock
     finally:
         server.process.kill()
         server.process.wait(HANG_S)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trains", "generates", "kinds"),
+    [
+        ({}, True, True, ["trainer", "generator"]),
+        ({}, True, False, ["trainer"]),
+        ({}, False, True, ["generator"]),
+        ({"generation.engine": "tests.e2e.own_engine:make"}, True, True, ["trainer"]),
+        ({"hosts.addresses": ["gpu-1:22222"]}, True, True, []),
+        ({"hosts.provider": "ssh", "hosts.names": ["gpu-1"]}, True, True, []),
+    ],
+)
+def test_processes_of_this_machine_whose_modules_take_seconds_to_import_are_forked(
+    settings, trains, generates, kinds, monkeypatch: pytest.MonkeyPatch
+):
+    config = load_config("examples/alphabet_sort/cpu.toml", given=settings)
+    monkeypatch.setattr("titan_rl.generation.gpu_share.has_gpu_driver", lambda: False)
+    assert fork_server.forked_kinds(config, trains=trains, generates=generates) == kinds
+    monkeypatch.setattr("titan_rl.generation.gpu_share.has_gpu_driver", lambda: True)
+    assert fork_server.forked_kinds(config, trains=trains, generates=generates) == []

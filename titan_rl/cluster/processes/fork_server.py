@@ -58,6 +58,7 @@ REQUEST_S = 10.0  # time for a launcher to send its request
 FORK_S = 10.0  # time for a server to fork. After it, and after READY_S, a process is started without a server
 LOOK_S = 0.1
 READY_S = 120.0  # time for a server to import its modules
+ERRORS = "errors.log"  # standard error of the servers
 STARTING = ".starting"  # ends the name of a server's socket until it has imported its modules
 FORKED = b"f"
 
@@ -94,13 +95,15 @@ def fork_servers(kinds: Sequence[str]) -> Generator[None]:
             listeners[kind] = own.enter_context(socket.socket(socket.AF_UNIX))
             listeners[kind].bind(f"{folder}/{kind}{STARTING}")
             listeners[kind].listen(128)
+        errors = own.enter_context((Path(folder) / ERRORS).open("wb"))
         # -P keeps Python from searching for modules in this file's folder. A session of its own keeps Ctrl-C away.
         server = subprocess.Popen(
             [sys.executable, "-P", __file__, str(os.getpid()), folder]
             + [f"{kind}={listener.fileno()}" for kind, listener in listeners.items()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=errors,
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # numpy would start threads, and a server must have none
             pass_fds=[listener.fileno() for listener in listeners.values()],
             start_new_session=True,
         )
@@ -109,11 +112,12 @@ def fork_servers(kinds: Sequence[str]) -> Generator[None]:
         try:
             yield
         finally:
-            _folder.reset(token)
             if server.poll() is not None:
-                logger.warning("a fork server ended before the run, with code %d", server.returncode)
+                output = (Path(folder) / ERRORS).read_text(errors="replace").strip().rpartition("\n")[2]
+                logger.warning("a fork server ended before the run, with code %d: %s", server.returncode, output)
             server.kill()
             server.wait()
+            _folder.reset(token)
 
 
 def servers_of_run() -> Path | None:
