@@ -17,7 +17,7 @@ def fork_server(run: Run) -> int:
     """Process id of the server from which the other was forked."""
     children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children}
-    (server,) = [pid for pid, words in commands.items() if words[1:] and words[-1].startswith(b"generator=")]
+    (server,) = [pid for pid, words in commands.items() if any(word.startswith(b"generator=") for word in words)]
     return server
 
 
