@@ -153,7 +153,7 @@ async def test_curves_rollouts_and_timeline_share_the_chosen_step(open_page: Ope
     await until(page, "document.querySelector('section.panel')?.panel.chart?.marked === 30")
     await page.keyboard.press("3")
     await until(page, "viewer.view.detail?.record?.step === 30")
-    # A click by coordinates may meet another row, because the list still scrolls to the chosen rollout.
+    # A click by coordinates would miss a row that the list replaces at that moment.
     await page.locator(".list .row", has_text="step 32").first.evaluate("row => row.click()")
     await until(page, "viewer.cursor.chosen === 32")
     await page.keyboard.press("4")
