@@ -5,6 +5,11 @@
 There are 128 rollouts of one turn. Their replicas answer at once, and stream tokens in chunks of 32, as generators do.
 The bare loop awaits the same replicas. Figures are processor times, the minimum over the rounds, because other work on
 the machine only adds to them.
+
+The limit is a loop with the tasks, futures and timers of a rollout and nothing else: a task for the rollout, one for
+the calls of its environment, one for the call of the user's `GenerateFn`, one for the router's wait for the replica,
+and one for the judge; a time limit for each call. Only with fewer tasks could the controller get below it: each of them
+contains code that may hang, raise, or ignore its cancellation.
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from benchmarks.paired import report
 from titan_rl import (
@@ -31,6 +37,8 @@ from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.types import TokenChunk
+
+T = TypeVar("T")
 
 GROUPS, SIBLINGS, PROMPT_TOKENS, CHUNK = 16, 8, 24, 32
 TARGETS = {64: 10.4, 256: 5.2}  # by length of the completions
@@ -98,6 +106,46 @@ def _completion(request_id: str, length: int) -> Completion:
     return Completion(request_id, TOKENS[:length], LOGPROBS[:length], FinishReason.LENGTH, spans, metrics=metrics)
 
 
+class TasksOfARollout:
+    """One rollout without its work: its tasks wait for each other and for the replica, each call with a time limit."""
+
+    def __init__(self, answer: Coroutine[Any, Any, Completion]) -> None:
+        self._answer = answer
+        self._loop = asyncio.get_running_loop()
+        self._call = self._loop.create_future()  # the environment's task waits for a call
+        self._made = self._loop.create_future()
+
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        environment = self._loop.create_task(self._environment())
+        await self._call_environment()  # reset
+        async with asyncio.timeout(60.0):
+            await self._in_task(self._in_task(self._answer))  # the user's function, and the router's wait
+        await self._call_environment()  # step
+        await self._call_environment()  # close
+        await environment
+        tasks.create_task(self._judge())
+
+    async def _environment(self) -> None:
+        for _ in range(3):
+            await self._call
+            self._call = self._loop.create_future()
+            self._made.set_result(None)
+
+    async def _call_environment(self) -> None:
+        async with asyncio.timeout(60.0):
+            self._made = self._loop.create_future()
+            self._call.set_result(None)
+            await self._made
+
+    async def _in_task(self, work: Coroutine[Any, Any, T]) -> T:
+        return await self._loop.create_task(work)
+
+    async def _judge(self) -> float:
+        async with asyncio.timeout(60.0):
+            await asyncio.sleep(0)
+            return 1.0
+
+
 class OneAnswer:
     """Environment with one prompt and one answer."""
 
@@ -133,6 +181,14 @@ async def measure(rounds: int) -> None:
         ]
         await asyncio.gather(*requests)
 
+    async def tasks_alone(sampling: SamplingParams) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for group, prompt in enumerate(prompts()):
+                for sibling in range(SIBLINGS):
+                    request = EngineRequest(f"g{group}/{sibling}", prompt, sampling)
+                    answer = replicas[sibling % len(replicas)].stream(request, lambda _: None)
+                    tasks.create_task(TasksOfARollout(answer).run(tasks))
+
     async def stack(sampling: SamplingParams) -> None:
         groups = [
             rollouter.run_group(router.generate, prompt, group_id=f"g{group}", group_size=SIBLINGS, sampling=sampling)
@@ -142,7 +198,11 @@ async def measure(rounds: int) -> None:
 
     for length, target in TARGETS.items():
         sampling = SamplingParams(max_tokens=length, min_tokens=length)
-        ways: dict[str, Callable[[SamplingParams], Awaitable[None]]] = {"stack": stack, "bare": bare}
+        ways: dict[str, Callable[[SamplingParams], Awaitable[None]]] = {
+            "stack": stack,
+            "bare": bare,
+            "tasks": tasks_alone,
+        }
         least: dict[str, float] = {}
         for way in ways.values():
             await way(sampling)
@@ -153,6 +213,7 @@ async def measure(rounds: int) -> None:
                     await way(sampling)
                     least[name] = min(least.get(name, float("inf")), time.process_time() - began)
         report(f"controller_cpu_vs_bare_loop_{length}", least["stack"] / least["bare"], "x, at most", target)
+        report(f"controller_cpu_limit_vs_bare_loop_{length}", least["tasks"] / least["bare"], "x")
         report(f"controller_cpu_us_per_rollout_{length}", least["stack"] / (GROUPS * SIBLINGS) * 1e6, "us")
     await router.close()
 

@@ -397,7 +397,7 @@ def _keep_metrics(completion: Completion) -> None:
     if not isinstance(metrics, Mapping):
         raise ValueError(f"Completion.metrics is {metrics!r}; it must map names to numbers")
     values = cast("Mapping[Any, Any]", metrics)
-    if all(type(value) is float and type(name) is str for name, value in values.items()):
+    if set(map(type, values)) <= {str} and set(map(type, values.values())) <= {float}:
         return
     floats = {str(name): float_or_none(value) for name, value in values.items()}
     for name, value in floats.items():

@@ -32,19 +32,23 @@ def token_ids_of(given: Any, what: str) -> list[int]:
         TypeError: a token is not an integer.
         ValueError: an integer is not a token id.
     """
-    tokens: list[int] = []
-    for position, token in enumerate(given):
-        try:
-            if isinstance(token, bool):
-                raise TypeError
-            tokens.append(index(token))
-        except TypeError as error:
-            shown = safe_repr(token)[:100]
-            raise TypeError(f"{what} has {shown} at {position}; token ids are integers") from error
+    tokens: list[int] = list(given)
+    if set(map(type, tokens)) - {int}:
+        tokens = [_integer(token, position, what) for position, token in enumerate(tokens)]
     if tokens and not 0 <= min(tokens) <= max(tokens) <= LARGEST_TOKEN_ID:
         wrong = next(token for token in tokens if not 0 <= token <= LARGEST_TOKEN_ID)
         raise ValueError(f"{what} has token {wrong}; token ids are between 0 and {LARGEST_TOKEN_ID}")
     return tokens
+
+
+def _integer(token: Any, position: int, what: str) -> int:
+    try:
+        if isinstance(token, bool):
+            raise TypeError
+        return index(token)
+    except TypeError as error:
+        shown = safe_repr(token)[:100]
+        raise TypeError(f"{what} has {shown} at {position}; token ids are integers") from error
 
 
 def completion_of(given: Any, max_tokens: int) -> Completion:

@@ -146,7 +146,7 @@ class Stopwatch:
         self._since = now if self._starts and not self._pauses else None
         if self._waiting_since is not None:
             self.waited_s += now - self._waiting_since
-        self._waiting_since = now if any(pause.waits for pause in self._pauses) else None
+        self._waiting_since = now if self._pauses and any(pause.waits for pause in self._pauses) else None
         if self._since is not None and self._at_limit and not self.is_over:
             self._check_limit_at(now + self.limit_s - self._used_s)
         elif self._timer is not None and not (self._starts and self._at_limit):

@@ -69,8 +69,10 @@ def is_async(function: object) -> bool:
     """Whether a function, or an object that is called like one, is a coroutine function."""
     while isinstance(function, functools.partial):
         function = function.func
+    if inspect.iscoroutinefunction(function):
+        return True
     call: Any = inspect.getattr_static(function, "__call__", None)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    return inspect.iscoroutinefunction(call)
 
 
 def summary(error: BaseException) -> str:

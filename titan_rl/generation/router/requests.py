@@ -166,7 +166,8 @@ class RequestInFlight(Waiter):
             self._num_attempts += 1
             if not self._requests.pool.aborts.may_run(self.engine_id):
                 break
-        return replace(self.partial.rest, request_id=self.engine_id)
+        rest = self.partial.rest
+        return rest if rest.request_id == self.engine_id else replace(rest, request_id=self.engine_id)
 
     def unassign(self) -> None:
         """End the attempt."""

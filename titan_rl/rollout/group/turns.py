@@ -188,4 +188,5 @@ class TurnTaker:
             )
         base = self.sampling.seed
         seed = None if base is None else turn_seed(base, self.rollout.rollout_id, turn)
-        return replace(self.sampling.within(room), seed=seed)
+        sampling = self.sampling.within(room)
+        return sampling if sampling.seed == seed else replace(sampling, seed=seed)
