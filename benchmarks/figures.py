@@ -1,4 +1,8 @@
-"""Figures of `RESULTS.md`: the rows of its table, read, and written anew after a measurement."""
+"""Figures of `RESULTS.md`: reads the rows of its tables, and updates them after a measurement.
+
+Each section of the page has a table of its own. The section "Missed targets" lists the rows whose targets are in bold;
+that list is generated.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,13 @@ _MODULE = re.compile(r"python (?:-m )?benchmarks[./](\w+)")
 _COMMIT = re.compile(r"\b[0-9a-f]{7,40}\b")
 _NAME = re.compile(r"`(\w+)`")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_MISSED = "\n## Missed targets\n"
+_MISSED_HEAD = "| section | figure | value | target |\n|---|---|---|---|\n"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Row of the table of figures.
+    """Row of a table of figures.
 
     Attributes:
         names: Figures of the row; `a_8`, `_64` are `a_8` and `a_64`.
@@ -37,9 +43,12 @@ class Figure:
 
 
 def figures(text: str) -> Iterator[Figure]:
-    """Figures of the table in RESULTS.md, in their order. A command of `same` is that of the row before."""
+    """Figures of the tables in RESULTS.md, in their order. A command of `same` is that of the row before it in its
+    table."""
     before: str | None = None
     for line in text.splitlines():
+        if not line.startswith("|"):
+            before = None
         if (row := _row(line)) is None:
             continue
         names, cells = row
@@ -71,10 +80,13 @@ class Measured:
 
 def with_measured(text: str, measured: Mapping[str, Measured], *, date: str, commit: str) -> str:
     """RESULTS.md with new values, quartiles, commands, dates and commits in the rows whose figures have all been
-    measured, and with the targets in bold that they miss. What the rows say in brackets stays."""
+    measured, with the targets in bold that they miss, and with the list of missed targets. Qualifiers in brackets and
+    notes stay."""
     lines: list[str] = []
     before = replaced = ""
     for line in text.splitlines():
+        if not line.startswith("|"):
+            before = replaced = ""
         if (row := _row(line)) is None:
             lines.append(line)
             continue
@@ -93,7 +105,27 @@ def with_measured(text: str, measured: Mapping[str, Measured], *, date: str, com
             cells[3] = _marked(cells[3], values)
             cells[4:] = [replaced, date, commit]
         lines.append("|".join(["", *(f" {cell} " if cell else " " for cell in cells), ""]))
-    return "\n".join(lines) + "\n"
+    return with_missed("\n".join(lines) + "\n")
+
+
+def with_missed(text: str) -> str:
+    """RESULTS.md with a generated list of the rows whose targets are in bold; unchanged without a section for it."""
+    before, found, after = text.partition(_MISSED + "\n")
+    section, end, after = after.partition("\n## ")
+    if not found:
+        return text
+    return "".join([before, found, section.partition(_MISSED_HEAD)[0], _MISSED_HEAD, *_missed(end + after), end, after])
+
+
+def _missed(text: str) -> Iterator[str]:
+    title = ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            title = line.removeprefix("## ")
+        cells = _cells(line)
+        if len(cells) == 7 and "**" in cells[3]:
+            anchor = re.sub(r"[^\w-]", "", title.lower().replace(" ", "-"))
+            yield f"| [{title}](#{anchor}) | {cells[0].partition('(')[0].strip()} | {cells[1]} | {cells[3]} |\n"
 
 
 def _told(value: float) -> str:
@@ -101,8 +133,11 @@ def _told(value: float) -> str:
 
 
 def _marked(target: str, values: list[float]) -> str:
-    """The target in bold if one of the values misses it."""
-    plain = target.strip("*")
+    """The target in bold if one of the values misses it. Of several targets, each belongs to one value."""
+    plain = target.replace("**", "")
+    targets = plain.split(", ")
+    if len(targets) == len(values) > 1:
+        return ", ".join(_marked(each, [value]) for each, value in zip(targets, values, strict=True))
     limits = _numbers(plain)
     if not limits or plain[0] not in "≤≥":
         return target
@@ -111,11 +146,15 @@ def _marked(target: str, values: list[float]) -> str:
 
 
 def _row(line: str) -> tuple[tuple[str, ...], list[str]] | None:
-    """Names and cells of a row of the table; None for another line."""
-    cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-    if not line.startswith("|") or len(cells) != 7 or not (names := _names(cells[0])):
+    """Names and cells of a row of a table of figures; None for another line."""
+    cells = _cells(line)
+    if len(cells) != 7 or not (names := _names(cells[0])):
         return None
     return names, cells
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
 
 
 def _names(cell: str) -> tuple[str, ...]:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks.all import COMMANDS, differences
-from benchmarks.figures import Measured, with_measured
+from benchmarks.figures import Measured, figures, with_measured, with_missed
 
 ROOT = Path(__file__).parents[1]
+HEAD = "| figure | value | quartiles | target | command | date | commit |\n|---|---|---|---|---|---|---|\n"
 SCRIPT = ROOT / "scripts" / "stale_figures.py"
 
 
@@ -39,7 +40,7 @@ class Repository:
         self.commit = self.save()
         self.write(
             "benchmarks/RESULTS.md",
-            "| figure | value | quartiles | target | command | date | commit |\n|---|---|---|---|---|---|---|\n"
+            f"{HEAD}"
             f"| `choice_8`, `_64` (of two) | 2.6, 10.1 | | | `python benchmarks/router.py` | today | {self.commit} |\n"
             f"| `choice_time` | 1,300 | 1,200–1,400 | ≤ 2,000 | same | today | {self.commit} |\n"
             f"| `step` | 1.0 | | | `python -m benchmarks.trainer --rounds 3` | today | {self.commit} |\n"
@@ -136,10 +137,9 @@ def test_every_benchmark_that_the_results_name_is_there(script: dict[str, Any]):
 
 
 def test_new_figures_replace_the_rows_that_they_measure():
-    head = "| figure | value | quartiles | target | command | date | commit |\n|---|---|---|---|---|---|---|\n"
     before = (
         "# Figures\n\n"
-        + head
+        + HEAD
         + "| `a_8`, `_64` (of two) | 2.6, 10.1 | | ≥ 2 | `python -m benchmarks.a --rounds 9` | old | 1234567 |\n"
         "| `a_time` (s) | 1,300 | 1,200–1,400 | ≤ 2,000 | same | old | 1234567 |\n"
         "| `b` | 0.5 | | **≥ 1** | `python -m benchmarks.b` | old | 1234567 |\n"
@@ -154,9 +154,53 @@ def test_new_figures_replace_the_rows_that_they_measure():
     after = with_measured(before, measured, date="2030-01-02", commit="abcdef0")
     assert after == (
         "# Figures\n\n"
-        + head
+        + HEAD
         + "| `a_8`, `_64` (of two) | 1.5, 11.2 | | **≥ 2** | `python -m benchmarks.a` | 2030-01-02 | abcdef0 |\n"
         "| `a_time` (s) | 1,300 | 1,200–1,400 | ≤ 2,000 | `python -m benchmarks.a --rounds 9` | old | 1234567 |\n"
         "| `b` | 1.25 | 1.2–1.3 | ≥ 1 | `python -m benchmarks.b --rounds 2` | 2030-01-02 | abcdef0 |\n"
         "| `c` | 3 | | | `python -m benchmarks.b` | old | 1234567 |\n"
     )
+
+
+def test_a_command_of_same_is_that_of_the_row_before_in_its_table():
+    row = "| `{}` | 1 | | | {} | old | 1234567 |\n"
+    first, second = row.format("a", "`python -m benchmarks.a`"), row.format("b", "same")
+    text = f"## One\n\n{HEAD}{first}{second}\n## Two\n\n{HEAD}{second}"
+    assert [figure.module for figure in figures(text)] == ["a", "a", None]
+    after = with_measured(text, {"b": Measured(2, None, "b")}, date="2030-01-02", commit="abcdef0")
+    assert [figure.module for figure in figures(after)] == ["a", "b", "b"]
+
+
+def test_every_table_of_the_results_begins_with_a_command():
+    lines = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()
+    heads = [place for place, line in enumerate(lines) if line == HEAD.splitlines()[0]]
+    assert heads
+    assert not [lines[place + 2] for place in heads if "| same |" in lines[place + 2]]
+
+
+def test_each_of_several_targets_belongs_to_one_value():
+    row = "| `a_x`, `_y` | 3, 1.6 | | {} | `python -m benchmarks.a` | {} |\n"
+    measured = {"a_x": Measured(3.0, None, "a"), "a_y": Measured(1.6, None, "a")}
+    after = with_measured(row.format("≤ 3, ≤ 1", "old | 1234567"), measured, date="2030-01-02", commit="abcdef0")
+    assert after == row.format("≤ 3, **≤ 1**", "2030-01-02 | abcdef0")
+
+
+def test_missed_targets_are_listed_by_section():
+    list_head = "| section | figure | value | target |\n|---|---|---|---|\n"
+    text = (
+        f"# Figures\n\n## Missed targets\n\nIn bold.\n\n{list_head}| [Old](#old) | `gone` | 1 | **≥ 2** |\n"
+        f"\n## Tasks and more\n\n{HEAD}"
+        "| `a` (s) | 3 | | ≤ 5 | `python -m benchmarks.a` | old | 1234567 |\n"
+        "| `b` | 0.5 | | **≥ 1** | same | old | 1234567 |\n"
+    )
+    after = with_measured(text, {"a": Measured(6, None, "a")}, date="2030-01-02", commit="abcdef0")
+    listed = after.partition(list_head)[2].partition("\n## ")[0]
+    assert listed == (
+        "| [Tasks and more](#tasks-and-more) | `a` | 6 | **≤ 5** |\n"
+        "| [Tasks and more](#tasks-and-more) | `b` | 0.5 | **≥ 1** |\n"
+    )
+
+
+def test_the_results_list_their_missed_targets():
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    assert text == with_missed(text)
