@@ -261,7 +261,7 @@ class _Tokens:
     def __init__(self) -> None:
         self.token_ids = array(TOKENS)
         self._logprobs = array(LOGPROBS)
-        self._spans: list[VersionSpan] = []
+        self._spans: list[list[int]] = []  # version and number of tokens
         self._experts: list[Any] = []
         self._top_logprobs: list[Any] = []
         self._allowed_logprobs: array[float] | None = None
@@ -270,10 +270,10 @@ class _Tokens:
         self.token_ids.extend(token_array(part.token_ids).array())
         self._logprobs.extend(logprob_array(part.logprobs).array())
         for span in part.version_spans:
-            if self._spans and self._spans[-1].version == span.version:
-                self._spans[-1] = VersionSpan(span.version, self._spans[-1].num_tokens + span.num_tokens)
+            if self._spans and self._spans[-1][0] == span.version:
+                self._spans[-1][1] += span.num_tokens
             else:
-                self._spans.append(span)
+                self._spans.append([span.version, span.num_tokens])
         if part.routed_experts is not None:
             self._experts.append(part.routed_experts)
         if part.top_logprobs is not None:
@@ -289,7 +289,7 @@ class _Tokens:
             NumberArray(self.token_ids[:]),
             NumberArray(self._logprobs[:]),
             FinishReason.ABORT,
-            tuple(self._spans),
+            tuple(VersionSpan(version, num_tokens) for version, num_tokens in self._spans),
             _rows(self._experts),
             top_logprobs=_rows(self._top_logprobs),
             allowed_logprobs=None if self._allowed_logprobs is None else NumberArray(self._allowed_logprobs[:]),

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import islice
 from typing import Any, TypeVar, cast
 
@@ -15,6 +16,9 @@ from titan_rl.rollout.renderer.tokenizer import Decode, Detokenizer
 
 THINK, THINK_END = "<think>", "</think>"
 """Markup around the reasoning of a reply."""
+
+_REMEMBERED_TOKENS = 1 << 16
+"""Number of tokens whose text is cached: a stream of single tokens decodes each token twice."""
 
 
 class Text:
@@ -26,6 +30,7 @@ class Text:
         added: dict[int, Any] = self._backend.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._markup = {token.content: token_id for token_id, token in sorted(added.items())}
+        self._decode_one = lru_cache(_REMEMBERED_TOKENS)(lambda token_id: self._decode([token_id]))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text.
@@ -52,7 +57,10 @@ class Text:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens without special tokens."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+        return self._decode_one(token_ids[0]) if len(token_ids) == 1 else self._decode(list(token_ids))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=True)
 
     def is_special(self, token_id: int) -> bool:
         """Return whether `decode` leaves a token out."""

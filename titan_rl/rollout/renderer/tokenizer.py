@@ -135,7 +135,7 @@ class Detokenizer:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Append tokens and return the new text."""
-        self._window += token_ids
+        self._window.extend(token_ids)  # `+=` would make it an array
         size = len(self._window)
         for end in range(size, max(self._read, size - _LONGEST_CHARACTER), -1):
             text = self._decode(self._window[:end])

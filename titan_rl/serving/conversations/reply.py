@@ -203,12 +203,13 @@ class ReplyReader:
         """
         piece, count = self._reader.add(chunk.token_ids)
         before = len(self._token_ids)
-        self._token_ids.extend(chunk.token_ids[:count])  # `+=` would make it an array
+        kept = tokens_between(chunk, 0, count)
+        self._token_ids.extend(kept.token_ids)  # `+=` would make it an array
         end = count if self._reader.stop is not None else self._end_of_call(before)
         if end is not None:
             del self._token_ids[before + end :]
-            count = end
-        if self._form.tools and any(map(self._form.text.is_special, chunk.token_ids[:count])):
+            kept = tokens_between(chunk, 0, end)
+        if self._form.tools and any(map(self._form.text.is_special, kept.token_ids)):
             self._phase = _Phase.HELD
         self._pending += piece
         reasoning = content = ""
@@ -218,7 +219,6 @@ class ReplyReader:
             reasoning = self._take_reasoning()
         if self._phase is _Phase.CONTENT:
             content = self._take_content()
-        kept = tokens_between(chunk, 0, count)
         return Delta(reasoning, content, (), kept.token_ids, kept.logprobs, kept.top_logprobs), end
 
     def end(self, completion: Completion) -> tuple[Delta, Reply]:
