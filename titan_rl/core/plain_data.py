@@ -27,6 +27,8 @@ def snapshot(value: Any) -> Any:
 
 
 def _snapshot(value: Any, inside: list[int]) -> Any:
+    if isinstance(value, str):  # most values; the check of an abstract class takes longer
+        return value
     if not isinstance(value, Mapping | list | tuple) or id(cast(Any, value)) in inside or len(inside) == MAX_DEPTH:
         return cast(Any, value)
     container = cast(Any, value)

@@ -11,6 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -82,6 +83,7 @@ def _is_deeper(value: object, levels: int) -> bool:
     return levels == 0 or any(_is_deeper(each, levels - 1) for each in inner)
 
 
+@lru_cache(64)  # every request names its host
 def names_this_machine(host: str | None) -> bool:
     """Whether a host, given without a port, is loopback.
 

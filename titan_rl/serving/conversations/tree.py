@@ -378,6 +378,8 @@ def _first_to_go_on_from(turn: TurnNode) -> tuple[int, int]:
 
 
 def _bytes_of(value: Any) -> int:
+    if isinstance(value, str):  # most values; the check of an abstract class takes longer
+        return getsizeof(value)
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
         return sum((_bytes_of(key) + _bytes_of(item) for key, item in items), _TURN_BYTES)
