@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from depth import examples
@@ -16,7 +18,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from titan_rl.core.errors import StateDictError
+from titan_rl.weights import shard_files
 from titan_rl.weights.manifest import join
+from titan_rl.weights.shards import fill, fill_and_sum, lay_out, size_of
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest, Probe, SlicePosition, TensorEntry, TensorSlice
 
@@ -96,6 +100,34 @@ def test_random_cuts_come_back_equal_and_in_order(version: Version) -> None:
         assert found[name].dtype == tensor.dtype
         assert found[name].shape == tensor.shape
         assert torch.equal(found[name], tensor)
+
+
+@given(
+    shapes=st.lists(st.tuples(st.sampled_from([0, 1, 3, 5000, 262_144, 700_001]), st.integers(0, 3)), max_size=5),
+    layout=st.data(),
+)
+@settings(max_examples=examples(25), deadline=None)
+def test_threads_copy_and_sum_the_blocks_of_any_layout(shapes: list[tuple[int, int]], layout: st.DataObject) -> None:
+    """A block may contain several tensors and a tensor several blocks, as they are, converted or transposed."""
+    named: list[tuple[str, torch.Tensor | TensorSlice]] = []
+    for index, shape in enumerate(shapes):
+        tensor = torch.randint(0, 100, shape).to(layout.draw(st.sampled_from(DTYPES)))
+        if tensor.is_floating_point():
+            tensor.requires_grad_(layout.draw(st.booleans()))
+        if layout.draw(st.booleans()):
+            tensor = tensor.t()
+        position = SlicePosition((0, 0), tuple(tensor.shape))
+        named.append((f"t{index}", TensorSlice(tensor, position, layout.draw(st.sampled_from([None, "float64"])))))
+    entries = lay_out(named)
+    expected, found = np.full((2, size_of(entries)), 170, np.uint8)
+    fill(expected, named, entries)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_files, "PART_BLOCKS", 1)  # so that there are many parts
+        patch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+        checksum = fill_and_sum(found, named, entries)
+    assert np.array_equal(found, expected)
+    blocks = [expected[at : at + (1 << 20)].view(np.uint64).sum() for at in range(0, len(expected), 1 << 20)]
+    assert checksum == shard_files.checksum(expected) == zlib.crc32(np.array(blocks, np.uint64).tobytes())
 
 
 def with_entries(manifest: Manifest, shard: int, entries: list[TensorEntry]) -> Manifest:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from titan_rl.weights.shard_files import FileShardStore, RunningChecksum, ShardReader
-from titan_rl.weights.shards import assemble, fill, lay_out, size_of
+from titan_rl.weights.shard_files import FileShardStore, ShardReader
+from titan_rl.weights.shards import assemble, fill_and_sum, lay_out, size_of
 from titan_rl.weights.types import NUM_KEPT, Manifest, Shard, TensorSlice
 
 
@@ -51,9 +51,7 @@ class SharedMemoryTransport:
         entries = lay_out(named)
         num_bytes = size_of(entries)
         with self._store.writing(version, num_bytes) as shard:
-            sums = RunningChecksum(shard.data)
-            fill(shard.data, named, entries, sums)
-            checksum = sums.value()
+            checksum = fill_and_sum(shard.data, named, entries)
         return Manifest(version, (Shard(str(shard.path), num_bytes, checksum, entries),))
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
