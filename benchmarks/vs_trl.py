@@ -1,9 +1,10 @@
 """Comparison with TRL's GRPOTrainer: the same task, base model, data, batch, reward and steps, on one machine.
 
-    python -m benchmarks.vs_trl [--seeds 5] [--steps 60] [--tasks short long_tail] [--modes default vllm]
+    python -m benchmarks.vs_trl [--seeds 5] [--steps 60] [--tasks short long_tail tools] [--modes default vllm]
 
 Tasks. `short` sorts lists of 2 to 5 names. In `long_tail` one prompt in twelve has 24 names, so its answer is about ten
-times as long as the others. Each task's base model is trained first and kept in build/vs_trl.
+times as long as the others. In `tools` the policy calls a calculator twice before it answers. Each task's base model is
+trained first and kept in build/vs_trl.
 
 Sides. TRL generates with transformers (`default`, its default), and with vLLM in the same process (`vllm`, its
 colocated mode, whose weight sync is repaired for vLLM on a CPU; see `trl_run.py`). TRL is synchronous, and its stages
@@ -33,14 +34,18 @@ import random
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
 from examples.alphabet_sort.data import Sample, draw_turns, name_pool
+from examples.alphabet_sort.env import prompt
+from examples.alphabet_sort.rubric import similarity
 from examples.alphabet_sort.task import AlphabetSort
+from examples.calculator.task import TOOLS, Calculator, Question
 
 SUBJECT = ("titan_rl",)
 """Code that the figures depend on, for `scripts/stale_figures.py`."""
@@ -89,6 +94,12 @@ class SortLists(AlphabetSort):
     long_every: int = 0
     long_names: int = 24
 
+    def question(self, sample: Sample) -> str:
+        return str(prompt(sample, 0)["content"])
+
+    def score(self, sample: Sample, answer: str) -> float:
+        return similarity(sample, 0, answer) ** self.power
+
     def _sample(self, key: str, *, held_out: bool) -> Sample:
         rng = random.Random(key)
         if not self.long_every or rng.randrange(self.long_every):
@@ -98,13 +109,61 @@ class SortLists(AlphabetSort):
         return Sample(sort_by, draw_turns(rng, name_pool(self.pool_size), sizes, held_out=held_out))
 
 
+class Calculations(Calculator):
+    """Questions that take two calls of tools."""
+
+    def question(self, sample: Question) -> str:
+        return self.prompt(sample)
+
+    def score(self, sample: Question, answer: str) -> float:
+        return self.reward(sample, answer)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Task of the comparison.
+
+    Attributes:
+        kind: Class of the task.
+        max_tokens: Largest number of tokens of an answer; with tools, of each turn.
+        target: Least ratio of seconds per step.
+        settings: Settings of the task.
+        max_turns: Largest number of turns. TRL's answers may have as many tokens as `max_turns` turns.
+        tools: Functions that the policy may call.
+        demonstrations: Number of demonstrations from which the base model learns.
+        tiny_model: Settings of the base model.
+    """
+
+    kind: type[SortLists | Calculations]
+    max_tokens: int
+    target: float
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    max_turns: int = 1
+    tools: Sequence[Callable[..., int]] = ()
+    demonstrations: int = 600 * 32
+    tiny_model: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The table `[task]` of a run."""
+        return {"type": f"benchmarks.vs_trl:{self.kind.__name__}"} | self.settings
+
+    def task(self) -> SortLists | Calculations:
+        return self.kind(**self.settings)
+
+
 TASKS = {
-    "short": {"task": {}, "max_tokens": 32, "target": 1.2},
-    "long_tail": {
-        "task": {"max_first_names": 3, "pool_size": 48, "long_every": 12},
-        "max_tokens": 140,
-        "target": 2.0,
-    },
+    "short": Comparison(SortLists, 32, 2.0),
+    "long_tail": Comparison(SortLists, 140, 5.0, {"max_first_names": 3, "pool_size": 48, "long_every": 12}),
+    "tools": Comparison(
+        Calculations,
+        48,
+        3.0,
+        max_turns=4,
+        tools=tuple(TOOLS.values()),
+        demonstrations=5760,
+        tiny_model={"parameters": 500_000},
+    ),
 }
 
 
@@ -115,8 +174,9 @@ def make_base(name: str) -> Path:
     print(f"training the base model of {name}", flush=True)
     settings = {
         "model": {"path": str(folder), "max_context": CONTEXT},
-        "task": {"type": "benchmarks.vs_trl:SortLists"} | TASKS[name]["task"],
-        "sft": {"demonstrations": 600 * 32, "shuffle": False},
+        "task": TASKS[name].table,
+        "sft": {"demonstrations": TASKS[name].demonstrations, "shuffle": False},
+        "sft.tiny_model": TASKS[name].tiny_model,
         "training": {"row_tokens": 4096, "rows_per_micro_batch": 1},
     }
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +206,7 @@ def run_trl(base: Path, name: str, mode: str, seed: int, steps: int, folder: Pat
     out = folder / f"trl-{mode}"
     settings = {"base": str(base), "out": str(out), "seed": seed, "steps": steps, "lr": LR, "mode": MODES[mode]}
     path = folder / "settings.json"
-    path.write_text(json.dumps(settings | {"task": TASKS[name]["task"], "max_tokens": TASKS[name]["max_tokens"]}))
+    path.write_text(json.dumps(settings | {"task": name}))
     output = run_part("train", path, folder / f"trl-{mode}.log", threads=os.cpu_count() or 1)  # nothing else runs
     seconds = json.loads(output.splitlines()[-1])
     return curve_of(base, name, seconds, {step: out / f"checkpoint-{step}" for step in saved_steps(steps)}, folder)
@@ -189,7 +249,7 @@ def curve_of(base: Path, name: str, seconds: list[float], policies: dict[int, Pa
     """
     path = folder / "evaluate.json"
     folders = [str(base), *(str(policy) for policy in policies.values())]
-    path.write_text(json.dumps({"policies": folders, **{key: TASKS[name][key] for key in ("task", "max_tokens")}}))
+    path.write_text(json.dumps({"policies": folders, "task": name}))
     rewards = json.loads(
         run_part("evaluate", path, folder / "evaluate.log", threads=os.cpu_count() or 1).splitlines()[-1]
     )
@@ -201,12 +261,12 @@ def run_ours(base: Path, name: str, seed: int, steps: int, staleness: int, folde
     from titan_rl.training.export import export_checkpoint  # TRL's process imports this module, too
 
     config = folder / "config.toml"
-    task = {"type": "benchmarks.vs_trl:SortLists"} | TASKS[name]["task"]
+    task = TASKS[name]
     settings: dict[str, Any] = {
         "model": {"path": str(base), "max_context": CONTEXT},
-        "task": task,
-        "sampling": {"max_tokens": TASKS[name]["max_tokens"]},
-        "rollout": {"group_size": SIBLINGS, "max_turns": 1},
+        "task": task.table,
+        "sampling": {"max_tokens": task.max_tokens},
+        "rollout": {"group_size": SIBLINGS, "max_turns": task.max_turns},
         "scheduling": {"groups_per_step": GROUPS, "max_staleness": staleness},
         "training": {"steps": steps, "lr": LR, "row_tokens": 4096, "rows_per_micro_batch": 1},
         "generation": {"num_generators": 1, "max_running": 2 * GROUPS * SIBLINGS, "kv_cache_gib": 0.5},
@@ -241,7 +301,7 @@ def measure(name: str, modes: list[str], seeds: int, steps: int, staleness: int)
         compare(f"{name}_vs_{mode}", ours, theirs[mode])
     fastest = [min((theirs[mode][seed] for mode in modes), key=lambda c: c.seconds_a_step) for seed in range(seeds)]
     ratios = [trl.seconds_a_step / mine.seconds_a_step for trl, mine in zip(fastest, ours, strict=True)]
-    tell(f"speedup_{name}", median(ratios), TASKS[name]["target"], f"ratio, {min(ratios):.2f} to {max(ratios):.2f}")
+    tell(f"speedup_{name}", median(ratios), TASKS[name].target, f"ratio, {min(ratios):.2f} to {max(ratios):.2f}")
 
 
 def compare(name: str, ours: list[Curve], theirs: list[Curve]) -> None:
