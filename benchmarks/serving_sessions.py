@@ -4,7 +4,9 @@
 
 The server is a process with two scripted engines. Their tokens are a function of the tokens before, so that the content
 of each stream is known in advance. In each round every session is a new conversation of two turns. Meanwhile, ten times
-a second, the server is paused in one of the modes and pulls a version. Prints one JSON line per figure.
+a second, the server is paused in one of the modes and pulls a version. Afterwards the same number of sessions queues at
+the same engines without a server, for the part of the time to the first token that is the engines' own. Prints one JSON
+line per figure.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
@@ -38,6 +41,18 @@ MODES = ("keep", "abort", "wait")
 make_engine = partial(ScriptedEngine, vocab_size=390, max_context=CONTEXT, max_running=512)
 
 
+@asynccontextmanager
+async def scripted_router() -> AsyncGenerator[GeneratorRouter]:
+    loops = [EngineLoop(make_engine, stream_interval=4) for _ in range(2)]
+    for loop in loops:
+        await loop.start()
+    router = GeneratorRouter([LocalReplica(str(index), loop, lambda _: []) for index, loop in enumerate(loops)])
+    try:
+        yield router
+    finally:
+        await router.close()
+
+
 async def serve_scripted(port: int) -> None:
     import transformers
 
@@ -48,25 +63,72 @@ async def serve_scripted(port: int) -> None:
     from titan_rl.serving.http.exchange import ServerLimits
     from titan_rl.serving.server import serve
 
-    loops = [EngineLoop(make_engine, stream_interval=4) for _ in range(2)]
-    for loop in loops:
-        await loop.start()
-    router = GeneratorRouter([LocalReplica(str(index), loop, lambda _: []) for index, loop in enumerate(loops)])
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(MODEL)
-    app = make_app(
-        router.stream,
-        model="policy",
-        max_context=CONTEXT,
-        tokenizer=tokenizer,
-        renderer=ChatTemplateRenderer(tokenizer),
-        keys=Keys(admin=ADMIN_KEY),
-        limits=ServerLimits(num_conversations=1024),  # those of one round, so that memory is full in the second
-        wait_until_resumed=router.wait_resumed,
-        control=router,
-    )
-    settle_heap()
-    async with serve(app, port=port):
-        await asyncio.Event().wait()
+    async with scripted_router() as router:
+        app = make_app(
+            router.stream,
+            model="policy",
+            max_context=CONTEXT,
+            tokenizer=tokenizer,
+            renderer=ChatTemplateRenderer(tokenizer),
+            keys=Keys(admin=ADMIN_KEY),
+            limits=ServerLimits(num_conversations=1024),  # those of one round, so that memory is full in the second
+            wait_until_resumed=router.wait_resumed,
+            control=router,
+        )
+        settle_heap()
+        async with serve(app, port=port):
+            await asyncio.Event().wait()
+
+
+async def disturbed(running: asyncio.Future[Any], disturbing: asyncio.Task[None]) -> None:
+    """Wait for sessions. Raises the error of what disturbs them, which may have left the engines paused."""
+    await asyncio.wait((running, disturbing), return_when=asyncio.FIRST_COMPLETED)
+    if disturbing.done():
+        disturbing.result()
+    await running
+
+
+async def queue_at_engines(num_sessions: int, rounds: int) -> list[float]:
+    """Times to the first token of sessions that ask the engines without a server, with the same pauses and pulls."""
+    from titan_rl.rollout.renderer import ChatTemplateRenderer
+    from titan_rl.serving.policy import uninterrupted
+
+    renderer = ChatTemplateRenderer.from_pretrained(MODEL)
+    sampling = SamplingParams(TOKENS, stop_token_ids=tuple(renderer.get_stop_token_ids()))
+    first_token_s: list[float] = []
+
+    def render(content: str) -> list[int]:
+        return renderer.render_ids([{"role": "user", "content": content}], add_generation_prompt=True)
+
+    async with scripted_router() as router:
+        stream = uninterrupted(router.stream, wait_until_resumed=router.wait_resumed)
+
+        async def session(name: str, prompt: list[int]) -> None:
+            for turn in range(TURNS):
+                began, first = time.perf_counter(), list[float]()
+                request = EngineRequest(f"{name}/{turn}", prompt, sampling, session_id=name)
+                completion = await stream(request, lambda _, first=first: first.append(time.perf_counter()))
+                first_token_s.append(first[0] - began)
+                prompt = [*prompt, *completion.token_ids, *again]
+
+        async def disturb_router() -> None:
+            for version in itertools.count(1):
+                await router.pull_state_dict(version)
+                await router.pause(MODES[version % len(MODES)])
+                await asyncio.sleep(0.02)
+                await router.resume()
+                await asyncio.sleep(0.08)
+
+        again = render("Again")
+        prompts = {name: render(f"Sort {name}") for name in map(str, range(num_sessions))}
+        disturbing = asyncio.create_task(disturb_router())
+        for number in range(rounds):
+            running = asyncio.gather(*(session(f"{number} {name}", prompt) for name, prompt in prompts.items()))
+            await disturbed(running, disturbing)
+        disturbing.cancel()
+        await asyncio.wait((disturbing,))
+    return first_token_s
 
 
 class Session:
@@ -170,10 +232,7 @@ async def measure(num_sessions: int, rounds: int, folder: Path) -> float:
         for number in range(rounds):
             sessions = [Session(client, url, f"{number} {name}") for name in range(num_sessions)]
             running = asyncio.gather(*(session.run() for session in sessions))
-            await asyncio.wait((running, disturbing), return_when=asyncio.FIRST_COMPLETED)
-            if disturbing.done():
-                disturbing.result()
-            await running
+            await disturbed(running, disturbing)
             memory.append(resident_mib(process_id))
             check(sessions, stop_token_ids)
             first_token_s += [seconds for session in sessions for seconds in session.first_token_s]
@@ -182,7 +241,10 @@ async def measure(num_sessions: int, rounds: int, folder: Path) -> float:
         disturbing.cancel()
     report("sessions_streams_right", float(num_streams), "streams, all complete and right")
     report("sessions_streams_per_second", num_streams / seconds, "1/s")
-    report("sessions_p99_time_to_first_token", quantiles(first_token_s, n=100)[98], "s")
+    p99_s = quantiles(first_token_s, n=100)[98]
+    own_p99_s = quantiles(await queue_at_engines(num_sessions, rounds), n=100)[98]
+    report("sessions_p99_time_to_first_token", p99_s, "s")
+    report("sessions_p99_time_to_first_token_vs_engines", p99_s / own_p99_s, "ratio, at most", 1.5)
     report("sessions_memory", memory[-1], "MiB")
     growth = memory[-1] / memory[min(1, rounds - 1)]
     report("sessions_memory_growth", growth, "ratio, last to second round, at most", 1.05)
