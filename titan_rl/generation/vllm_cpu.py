@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch._dynamo.config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
@@ -17,6 +18,7 @@ from titan_rl.generation.engine import EngineSpec
 from titan_rl.generation.vllm_held_weights import note_packing
 
 _rotate: Any = RotaryEmbedding.forward_cpu
+_normalize: Any = RMSNorm.forward_cpu
 
 
 def prepare_cpu(spec: EngineSpec) -> None:
@@ -41,6 +43,7 @@ def prepare_cpu(spec: EngineSpec) -> None:
         platform: Any = type(current_platform)
         platform.register_triton_kernel_overrides = classmethod(lambda _: None)
     RotaryEmbedding.forward_cpu = rotate_heads  # pyright: ignore[reportAttributeAccessIssue]
+    RMSNorm.forward_cpu = normalize  # pyright: ignore[reportAttributeAccessIssue]
     note_packing()
     if spec.speculative is not None:
         rejection_sampler.expand_batch_to_tokens = spread
@@ -61,6 +64,39 @@ def rotate_heads(
     flat = [None if each is None else each.flatten(1) for each in (query, key)]
     turned_query, turned_key = _rotate(rotary, positions, *flat)
     return turned_query.view_as(query), None if key is None else turned_key.view_as(key)
+
+
+_ROW_MULTIPLE = 16
+"""Length of which the rows of vLLM's CPU kernels for RMSNorm must be a multiple."""
+
+
+def normalize(
+    norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Apply RMSNorm of 32-bit floats with vLLM's CPU kernels, which change `x` and `residual` if both are given.
+
+    vLLM itself uses its kernels only on GPUs. On CPUs it runs six PyTorch operations, which take seven times as long,
+    and a seventh of a decoding step of a small model (vLLM 0.32).
+
+    Args:
+        x: Values to normalize.  # [..., D]
+        residual: Added to `x` first.  # [..., D]
+
+    Returns:
+        Normalized values, and the sum of `x` and `residual` if there is a residual.
+    """
+    is_supported = norm.has_weight and norm.variance_size_override is None and x.shape[-1] % _ROW_MULTIPLE == 0
+    if not (is_supported and x.dtype == norm.weight.dtype == torch.float32):
+        return _normalize(norm, x, residual)
+    kernels: Any = torch.ops._C
+    x = x.contiguous()  # the kernels ignore strides
+    if residual is None:
+        normalized = torch.empty_like(x)
+        kernels.rms_norm(normalized, x, norm.weight, norm.variance_epsilon)
+        return normalized
+    residual = residual.contiguous()
+    kernels.fused_add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+    return x, residual
 
 
 def spread(
