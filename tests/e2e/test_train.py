@@ -16,7 +16,13 @@ from e2e.runs import Run, run_training
 from e2e.troubled_task import assert_troubles_are_named
 from safetensors.torch import load_file
 
-ON_POLICY = {"generation__num_generators": 2, "scheduling__max_staleness": 0, "checkpoint__interval": 2}
+ON_POLICY = {
+    "generation__num_generators": 2,
+    "scheduling__max_staleness": 0,
+    "checkpoint__interval": 2,
+    "validation__interval": 2,
+    "logging__transcripts_per_step": 8,  # all of a validation
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,7 @@ def test_a_run_trains_verifies_and_leaves_its_files_and_nothing_else(finished: R
         assert record["engine/prefix_cache_queries"] > record["engine/prefix_cache_hits"] > 0  # of later turns
         assert record["engine/preemptions"] == 0
     validations = [record for record in run.metrics() if "validation/reward_mean" in record]
-    assert [record["step"] for record in validations] == [0, 3]
+    assert [record["step"] for record in validations] == [0, 2, 3]
     transcripts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
     assert any("alphabetical_sorted" in m["content"] for t in transcripts for m in t["messages"])
     for name in ("config.toml", "report.html", "logs/trainer.log", "logs/generator-0.log", "export/config.json"):
@@ -54,29 +60,33 @@ def test_a_run_trains_verifies_and_leaves_its_files_and_nothing_else(finished: R
 
 def is_of_the_run(metric: str) -> bool:
     """It says what was computed, and not how long that took."""
-    computed = metric == "step" or metric.startswith("train/") or metric.endswith(("reward_mean", "tokens_mean"))
-    return computed and not metric.endswith("_s")
+    if metric.endswith(("_s", "seconds", "in_flight")):
+        return False
+    return metric == "step" or metric.startswith(("train/", "validation/")) or metric.endswith("tokens_mean")
 
 
 def what_was_computed(run: Run) -> tuple[list[dict[str, float]], list[tuple[str, int, str]], dict[str, torch.Tensor]]:
     """Metrics, answers and weights."""
-    numbers = [{k: v for k, v in record.items() if is_of_the_run(k)} for record in run.metrics()]
+    records = sorted(run.metrics(), key=lambda record: (record["step"], "train/loss" in record))
+    numbers = [{k: v for k, v in record.items() if is_of_the_run(k)} for record in records]
     transcripts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
     answers = sorted((t["rollout_id"], t["step"], json.dumps(t["messages"])) for t in transcripts)
     return numbers, answers, load_file(run.folder / "export" / "model.safetensors")
 
 
-def test_another_run_with_the_same_seed_has_the_same_bits_also_by_a_users_own_engine_and_with_a_trainer_that_hangs(
+def test_the_same_seed_gives_the_same_bits_with_a_users_engine_a_validation_beside_training_and_a_trainer_that_hangs(
     finished: Run, tmp_path: Path
 ):
     numbers, answers, weights = what_was_computed(finished)
     assert sum("train/loss" in record for record in numbers) == 3
-    with run_training(tmp_path, **ON_POLICY, generation__engine="tests.e2e.own_engine:make") as run:
+    others = {"generation__engine": "tests.e2e.own_engine:make", "validation__beside_training": "true"}
+    with run_training(tmp_path, **ON_POLICY, **others, rollout__num_workers=1) as run:
         run.wait_for_step(1)
         os.kill(run.child("trainer"), signal.SIGSTOP)
         assert run.wait() == 0, run.output
         assert "trainer died: it has been stopped by a signal for 3 s" in run.output
         assert "trainer is there again after" in run.output
+        assert "training waits for the validation" not in run.output
         assert run.leftovers() == []
         again = what_was_computed(run)
         for record in again[0]:
@@ -93,7 +103,7 @@ def test_through_interruptions_deaths_and_failing_judges_no_group_is_lost_but_th
     with run_training(
         tmp_path,
         task__type="tests.e2e.troubled_task:TroubledSort",
-        training__steps=40,
+        training__steps=1000,
         generation__num_generators=2,
         rollout__num_workers=2,
         scheduling__oversample=1.0,
@@ -106,14 +116,18 @@ def test_through_interruptions_deaths_and_failing_judges_no_group_is_lost_but_th
         killed = run.child("generator-1")
         assert b"fork_server.py" in Path(f"/proc/{killed}/cmdline").read_bytes(), "its start takes much longer"
         os.kill(killed, signal.SIGKILL)
-        run.wait_for_step(4)
+        run.wait_for_step(3)
         os.kill(run.child("rollout-worker-1"), signal.SIGSTOP)
-        assert run.wait() == 0, run.output
+        log = run.folder / "logs" / "controller.log"
+        run.wait_for(lambda: "generator-1 is there again after" in run.output)
+        run.wait_for(lambda: "rollout-worker-1 is there again after" in log.read_text())
+        run.wait_for_step(int(run.metrics()[-1]["step"]) + 2)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 143, run.output
         assert f"generator-1 died: process {killed} was killed by SIGKILL" in run.output
-        assert "generator-1 is there again after" in run.output
-        assert "rollout-worker-1 died: it has been stopped" in (run.folder / "logs" / "controller.log").read_text()
+        assert "rollout-worker-1 died: it has been stopped" in log.read_text()
         steps = [record for record in run.metrics() if "train/loss" in record]
-        assert [record["step"] for record in steps] == list(range(1, 41))
+        assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
         assert all(record["rollout/num_rollouts"] == 16 for record in steps)
         assert all(record["rollout/status/completed"] > 0 for record in steps)
         assert all(record["rollout/status/aborted"] == 0 for record in steps)

@@ -1,4 +1,5 @@
-"""A validation beside training gives the bits of one that training waits for, with real engines."""
+"""A validation of an adapter beside training gives the bits of one that training waits for, with real engines.
+`test_train.py` has one of the whole model."""
 
 import json
 from pathlib import Path
@@ -9,10 +10,10 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
-from depth import DEEP
+from depth import in_depth
 from e2e.runs import run_training
 
-STEPS = 3 if DEEP else 2
+STEPS = 3
 
 
 def results(folder: Path, **settings: Any) -> tuple[list[dict[str, float]], Any]:
@@ -43,11 +44,11 @@ def results(folder: Path, **settings: Any) -> tuple[list[dict[str, float]], Any]
     return metrics, texts
 
 
+@in_depth
 def test_a_validation_beside_training_has_the_results_of_one_that_training_waits_for(tmp_path: Path):
     waits = results(tmp_path / "waits")
     assert [record["step"] for record in waits[0]] == list(range(STEPS + 1))
     held: dict[str, Any] = {"validation__beside_training": "true"}
     assert results(tmp_path / "shards", **held, rollout__num_workers=1) == waits
-    if DEEP:
-        assert results(tmp_path / "held", **held) == waits
-        assert results(tmp_path / "pinned", generation__adapter_swap="pinned") == waits
+    assert results(tmp_path / "held", **held) == waits
+    assert results(tmp_path / "pinned", generation__adapter_swap="pinned") == waits
