@@ -45,7 +45,7 @@ from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest
 from titan_rl.weights.verification import SwapCheck, published_checksums
 
-NUM_VERSIONS, IN_FLIGHT, LENGTH = 8, 24, 48
+NUM_VERSIONS, IN_FLIGHT, LENGTH = 4, 16, 48
 
 
 def engine_of(folder: Path, *, rank: int, alpha: float, num_versions: int = 1) -> VLLMEngine:
@@ -222,7 +222,10 @@ def test_mixtures_and_bfloat16_compute_with_each_version(
     tmp_path: Path, make: Callable[[Path], Path], dtype: DType
 ) -> None:
     base = make(tmp_path / "model")
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as own_process:  # vLLM joins its groups once in one
+    if make is not make_tiny_moe:
+        assert swap_and_verify(base, dtype) == [0.0, 0.0, 0.0]
+        return
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as own_process:  # vLLM joins groups of experts once
         assert own_process.submit(swap_and_verify, base, dtype).result(timeout=HANG_S) == [0.0, 0.0, 0.0]
 
 

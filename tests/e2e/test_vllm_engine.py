@@ -63,12 +63,11 @@ def swapped_logprobs(
 ) -> list[float]:
     """Of a completion whose first `num_old` tokens came from `old` and whose KV cache `new` went on with."""
     cache = DynamicCache()
-    logprobs, step = list[float](), prompt
-    for index, token in enumerate(completion):
-        model = old if index < num_old else new
-        logits = model(torch.tensor([step]), past_key_values=cache, use_cache=True).logits[0, -1]
-        logprobs.append(logits.log_softmax(-1)[token].item())
-        step = [token]
+    logprobs, fed = list[float](), prompt
+    for model, tokens in ((old, completion[:num_old]), (new, completion[num_old:])):
+        logits = model(torch.tensor([[*fed, *tokens[:-1]]]), past_key_values=cache, use_cache=True).logits[0]
+        logprobs += logits[-len(tokens) :].log_softmax(-1)[range(len(tokens)), tokens].tolist()
+        fed = tokens[-1:]
     return logprobs
 
 
