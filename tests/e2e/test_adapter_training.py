@@ -14,6 +14,7 @@ pytest.importorskip("peft", reason="needs the dev extra")
 
 import peft
 import torch
+from background import HANG_S
 from e2e.tiny_policy import (
     make_tiny_llama3,
     make_tiny_moe,
@@ -36,6 +37,7 @@ from titan_rl.training.trainer import TrainerCore
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
+FILES = {"adapter": "adapter_model.safetensors", "model": "model.safetensors"}
 FAMILIES = {"qwen3": make_tiny_qwen3, "llama3": make_tiny_llama3}
 
 
@@ -57,10 +59,8 @@ def test_an_exported_adapter_and_a_merged_model_score_as_the_trainer_does(
     base = make(tmp_path / "model")
     trainer = trained(base)
     trainer.save(tmp_path / "checkpoint")
-    for name, form in (("adapter", "adapter"), ("merged", "model")):  # as `titan-rl export` runs it
-        paths = map(str, (base, tmp_path / "checkpoint", tmp_path / name))
-        program = [sys.executable, "-m", "titan_rl.training.export", *paths, "float32", "chat_template", form]
-        subprocess.run(program, check=True)
+    export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "adapter", as_adapter=True)
+    export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "merged")
 
     (sequence,) = sequences(24)
     expected = torch.tensor(trainer.score([sequence])[0])
@@ -69,6 +69,21 @@ def test_an_exported_adapter_and_a_merged_model_score_as_the_trainer_does(
         torch.testing.assert_close(transformers_logprobs(model, sequence), expected, rtol=0, atol=1e-5)
     untrained = make_trainer(base).score([sequence])[0]
     assert (expected - torch.tensor(untrained)).abs().max() > 1e-2
+
+
+def test_the_program_that_exports_writes_what_the_function_does(tmp_path: Path) -> None:
+    base = make_tiny_qwen3(tmp_path / "model")
+    trained(base, steps=1).save(tmp_path / "checkpoint")
+    programs = []
+    for form in FILES:
+        export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "expected" / form, as_adapter=form == "adapter")
+        paths = map(str, (base, tmp_path / "checkpoint", tmp_path / form))
+        program = [sys.executable, "-m", "titan_rl.training.export", *paths, "float32", "chat_template", form]
+        programs.append(subprocess.Popen(program))
+    for form, program in zip(FILES, programs, strict=True):
+        assert program.wait(HANG_S) == 0
+        file = FILES[form]
+        assert (tmp_path / form / file).read_bytes() == (tmp_path / "expected" / form / file).read_bytes()
 
 
 def test_the_merged_model_is_the_base_plus_the_scaled_product_bit_by_bit(tmp_path: Path) -> None:
