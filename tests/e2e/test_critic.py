@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
 import torch
+from depth import in_depth
 from e2e.sharded_steps import steps_with_a_critic, with_rewards
 from e2e.tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, weights
 from e2e.warm import run_world
@@ -119,11 +120,23 @@ def test_samples_without_rewards_are_refused(folder: Path):
         trainer.step(on_policy_samples(trainer, *LENGTHS))
 
 
+ON_RANKS = [
+    ("untied", {"data_parallel": 2}, "model", True),
+    ("untied", {"data_parallel": 2}, "head", True),
+    ("untied", {"context_parallel": 2}, "model", True),
+    ("untied", {"tensor_parallel": 2}, "model", False),
+    ("tied", {"data_parallel": 2}, "model", False),
+    ("tied", {"data_parallel": 2}, "head", False),
+    ("tied", {"context_parallel": 2}, "model", False),
+    ("tied", {"tensor_parallel": 2}, "model", True),
+]
+
+
 @pytest.mark.parametrize(
-    ("layout", "kind"),
-    [({"data_parallel": 2}, "model"), ({"data_parallel": 2}, "head"), ({"context_parallel": 2}, "model"),
-     ({"tensor_parallel": 2}, "model")],
-)  # fmt: skip
+    ("folder", "layout", "kind"),
+    [pytest.param(*variant, marks=() if always else in_depth) for *variant, always in ON_RANKS],
+    indirect=["folder"],
+)
 def test_two_ranks_make_the_steps_that_one_rank_makes(folder: Path, tmp_path: Path, layout: dict[str, Any], kind: str):
     settings = {"algorithm": "ppo", "critic": kind, "critic_epochs": 2}
     alone = steps_with_a_critic(folder, tmp_path / "one", **settings)
