@@ -15,7 +15,7 @@ from titan_rl.cli.main import main
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = str(ROOT / "examples" / "gsm8k" / "qwen3_0_6b.toml")
 SMALL = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4,
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 256, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512, "vocab_size": 32000,
     "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
@@ -192,7 +192,7 @@ def test_the_slots_that_an_engine_reserves_for_adapters_are_counted(
 ) -> None:
     (several := folder / "several.toml").write_text(ADAPTERS)
     sizes = ("--gpus", "1", "--memory", "80", "--generation.num_generators", "1", "--scheduling.max_staleness", "2")
-    of_rank_1 = 4 * sum((256 + 512, 256 + 256, 256 + 256, 512 + 256, 256 + 512, 256 + 512, 512 + 256))  # 4 layers
+    of_rank_1 = 2 * sum((256 + 512, 256 + 256, 256 + 256, 512 + 256, 256 + 512, 256 + 512, 512 + 256))  # 2 layers
     one = fit_as_json(folder, capsys, *sizes, "--training.adapter.rank", "12")["gpus"][0]["engines"]
     assert one["engine adapters"] == 16 * of_rank_1 * 2, "vLLM's slots have a rank of 1, 8, 16, ..."
     pinned = ("--generation.adapter_swap", "pinned")
