@@ -12,12 +12,13 @@ from e2e.runs import run_training
 
 
 def test_two_ranks_train_publish_save_and_go_on_split_otherwise_until_one_dies(tmp_path):
-    with run_training(tmp_path, scheduling__max_staleness=0, training__data_parallel=2) as run:
+    short = {"training__steps": 2, "validation__num_prompts": 1, "validation__samples_per_prompt": 1}
+    with run_training(tmp_path, scheduling__max_staleness=0, training__data_parallel=2, **short) as run:
         assert run.wait() == 0, run.output
         assert run.leftovers() == []
         split = ("--training.data_parallel", "1", "--training.tensor_parallel", "2")
         run.resume("--training.steps", "1000", "--hosts.max_respawns", "1", *split)
-        run.wait_for_step(5)
+        run.wait_for_step(3)
         os.kill(run.child("trainer-rank1"), signal.SIGKILL)
         run.wait_for(lambda: "trainer is there again after" in run.output)
         run.wait_for_step(1 + run.metrics()[-1]["step"])

@@ -135,7 +135,7 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing_but_what_was_save
 
 def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says_it_is(tmp_path: Path, gate: Path):
     with two_tasks(tmp_path, steps=1000) as run:
-        run.wait_for_step(2)
+        run.wait_for_step(1)
         (gate / "hold").touch()
         assert others_may_reach(run) == []
         before = stop_within_a_step(run, gate, run.folder / "logs" / "controller.log", signal.SIGTERM)
@@ -159,13 +159,13 @@ def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says
         with (run.folder / "journal" / f"step-{state.step:06d}.journal").open("ab") as segment:
             segment.write(bytes(12))  # as a loss of power may leave
         run.resume()
-        run.wait_for_step(state.step + 3)
+        run.wait_for_step(state.step + 2)
         run.process.send_signal(signal.SIGKILL)
         run.wait()
         wait_until_nothing_is_left(run)
         assert "12 bytes are no record and are passed over" in run.output
 
-        last = int(run.metrics()[-1]["step"]) + 2
+        last = int(run.metrics()[-1]["step"]) + 1
         run.resume("--training.steps", str(last))
         assert run.wait() == 0, run.output
         assert "continuing from" in run.output
