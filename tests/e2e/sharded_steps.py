@@ -35,7 +35,7 @@ def three_steps(folder: Path, out: Path, *, resume: Path | None = None, **traini
     )
     correction = CorrectionConfig(proximal="recomputed", weight="token", cap=2.0)
     trainer = TrainerCore(ModelConfig(path=str(folder)), settings, correction, seed=0)
-    samples = on_policy_samples(trainer, *LENGTHS)
+    samples = on_policy_samples(trainer, *LENGTHS, at_once=True)
     metrics = [trainer.step(samples).metrics for _ in range(3)]
     trainer.save(out / "checkpoint")
     trainer.export_hf(out / "export")
@@ -91,7 +91,7 @@ def gradients_of_given_experts(folder: Path, **layout: int) -> tuple[list[float]
 def step_without_one_rank(folder: Path, **training: Any) -> None:
     """A step in which the last rank fails instead of sending its tokens."""
     trainer = TrainerCore(ModelConfig(path=str(folder)), TrainingConfig(**training), CorrectionConfig(), seed=0)
-    samples = on_policy_samples(trainer, *LENGTHS)
+    samples = on_policy_samples(trainer, *LENGTHS, at_once=True)
     if trainer.world.rank == trainer.world.size - 1:
         with patch.object(AllToAllTokenDispatcher, "dispatch", side_effect=RuntimeError("this rank ends")):
             trainer.step(samples)
@@ -103,7 +103,7 @@ def step_skipped_and_step_made(folder: Path, **training: Any) -> tuple[list[Step
     that made the second step alone."""
     settings = TrainingConfig(**{"steps": 10, "row_tokens": 64, "rows_per_micro_batch": 2, **training})
     trainers = [TrainerCore(ModelConfig(path=str(folder)), settings, CorrectionConfig(), seed=0) for _ in range(2)]
-    samples = on_policy_samples(trainers[0], *LENGTHS)
+    samples = on_policy_samples(trainers[0], *LENGTHS, at_once=True)
     poisoned = [replace(samples[0], advantages=[math.nan] * LENGTHS[0]), *samples[1:]]
     results = [trainers[0].step(poisoned, skip=True), trainers[0].step(samples, skip=True)]
     trainers[1].step(samples)
@@ -130,7 +130,7 @@ def steps_and_resumed_steps(
     settings = TrainingConfig(**{"steps": 10, "lr": 1e-3, "row_tokens": 64, "rows_per_micro_batch": 2, **training})
     config = ModelConfig(path=str(folder), dtype="bfloat16")
     whole, resumed = (TrainerCore(config, settings, CorrectionConfig(), seed=0) for _ in range(2))
-    samples = on_policy_samples(whole, *LENGTHS)
+    samples = on_policy_samples(whole, *LENGTHS, at_once=True)
     losses = [whole.step(samples).metrics["loss"] for _ in range(2)]
     whole.save(out / "saved")
     losses += [whole.step(samples).metrics["loss"] for _ in range(2)]
@@ -176,7 +176,7 @@ def steps_with_a_critic(folder: Path, out: Path, **training: Any) -> list[dict[s
     """Three steps with a critic, and a checkpoint and an export in `out`."""
     settings = TrainingConfig(**{"steps": 10, "lr": 1e-4, "row_tokens": 64, "rows_per_micro_batch": 2, **training})
     trainer = TrainerCore(ModelConfig(path=str(folder)), settings, CorrectionConfig(), seed=0)
-    samples = with_rewards(on_policy_samples(trainer, *LENGTHS))
+    samples = with_rewards(on_policy_samples(trainer, *LENGTHS, at_once=True))
     metrics = [trainer.step(samples).metrics for _ in range(3)]
     trainer.save(out / "checkpoint")
     trainer.export_hf(out / "export")
