@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import resource
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from background import HANG_S
+from e2e.warm import run_world
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
@@ -211,7 +210,7 @@ def test_loading_executes_nothing(saved: tuple[TrainerCore, Path], tmp_path: Pat
 
 
 def save_on_a_full_disk(folder: str, target: str, num_bytes: int) -> None:
-    """Child process: files beyond `num_bytes` cannot be written. Exits 0 where both writes fail as they should."""
+    """In a process of its own, whose files beyond `num_bytes` cannot be written. Both writes fail as they should."""
     trainer = make_trainer(Path(folder))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
@@ -223,11 +222,7 @@ def save_on_a_full_disk(folder: str, target: str, num_bytes: int) -> None:
 def test_a_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
     folder, target = make_tiny_qwen3(tmp_path_factory.mktemp("model")), tmp_path / "step-000000"
     make_trainer(folder).save(target)
-    arguments = (str(folder), str(target), 100_000)
-    child = multiprocessing.get_context("spawn").Process(target=save_on_a_full_disk, args=arguments)
-    child.start()
-    child.join(timeout=HANG_S)
-    assert child.exitcode == 0
+    run_world(save_on_a_full_disk, 1, folder=str(folder), target=str(target), num_bytes=100_000)
     assert os.listdir(tmp_path) == ["step-000000"]
     make_trainer(folder).load(target)
 
