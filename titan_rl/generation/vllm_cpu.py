@@ -75,8 +75,8 @@ def normalize(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Apply RMSNorm of 32-bit floats with vLLM's CPU kernels, which change `x` and `residual` if both are given.
 
-    vLLM itself uses its kernels only on GPUs. On CPUs it runs six PyTorch operations, which take seven times as long,
-    and a seventh of a decoding step of a small model (vLLM 0.32).
+    vLLM itself uses its kernels only on GPUs. On CPUs it runs six PyTorch operations, which take seven times as long
+    (vLLM 0.32).
 
     Args:
         x: Values to normalize.  # [..., D]
