@@ -33,7 +33,7 @@ from titan_rl import (
     TokenStep,
     VersionSpan,
 )
-from titan_rl.cluster.processes.garbage import settled_heap
+from titan_rl.cluster.processes.garbage_collection import settled_heap
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.types import TokenChunk

@@ -27,7 +27,7 @@ from benchmarks.paired import forth_and_back, ratio, report
 from titan_rl import Completion, Reward, Rollouter, RolloutStatus, Rubric, SamplingParams, TokenObservation, TokenStep
 from titan_rl.cluster.actor_replica import ActorReplica
 from titan_rl.cluster.generator_actor import GeneratorActor, GeneratorSettings
-from titan_rl.cluster.processes.garbage import settle_heap
+from titan_rl.cluster.processes.garbage_collection import settle_heap
 from titan_rl.cluster.processes.process import ProcessSpec, enter_actor_process
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
 from titan_rl.cluster.supervision import Supervisor

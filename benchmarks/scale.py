@@ -54,7 +54,7 @@ from titan_rl.cluster.generator_actor import GeneratorPlan
 from titan_rl.cluster.hosts.attached_hosts import Hosts
 from titan_rl.cluster.hosts.host import Host
 from titan_rl.cluster.hosts.preflight import HostNeeds
-from titan_rl.cluster.processes.garbage import settled_heap
+from titan_rl.cluster.processes.garbage_collection import settled_heap
 from titan_rl.cluster.processes.process import LOOPBACK
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.rollout_workers import WorkerPool
@@ -66,7 +66,7 @@ from titan_rl.generation.recording import RecordedAnswer, Recorder
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.checked_copies import completion_of
-from titan_rl.rollout.group.running import RunningGroups
+from titan_rl.rollout.group.running_groups import RunningGroups
 from titan_rl.scheduling.curriculum import InOrder
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.task_mix import TaskMix, WeightedTask

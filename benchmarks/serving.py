@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.clients import LENGTHS, QUESTION, SESSIONS, Clients, Load, Measured, free_port, server
 from benchmarks.controller import CHUNK, Replica
 from benchmarks.paired import Spread, forth_and_back, ratio, report
-from titan_rl.cluster.processes.garbage import settle_heap
+from titan_rl.cluster.processes.garbage_collection import settle_heap
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.renderer import ChatTemplateRenderer

@@ -56,9 +56,9 @@ async def scripted_router() -> AsyncGenerator[GeneratorRouter]:
 async def serve_scripted(port: int) -> None:
     import transformers
 
-    from titan_rl.cluster.processes.garbage import settle_heap
+    from titan_rl.cluster.processes.garbage_collection import settle_heap
     from titan_rl.rollout.renderer import ChatTemplateRenderer
-    from titan_rl.serving.access import Keys
+    from titan_rl.serving.api_keys import Keys
     from titan_rl.serving.app import make_app
     from titan_rl.serving.http.exchange import ServerLimits
     from titan_rl.serving.server import serve

@@ -33,7 +33,7 @@ from benchmarks.paired import report
 from titan_rl import Completion, FinishReason, SamplingParams, VersionSpan
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.router.shard import RouterShard, ShardReplica
-from titan_rl.generation.router.shards import Ended, FromShard, ToShard
+from titan_rl.generation.router.shard_control import Ended, FromShard, ToShard
 from titan_rl.generation.router.strategies import make_strategy
 
 NUM_SHARDS = 16

@@ -22,7 +22,7 @@ from titan_rl.cluster.rollout_worker import GroupOrder, ProgressSender
 from titan_rl.core.arrays import logprob_array, token_array
 from titan_rl.generation.recording import RecordedAnswer, prompt_digest
 from titan_rl.generation.router import GeneratorRouter
-from titan_rl.generation.router.shards import Ended, ShardLoad, TellLoad, ToShard, Update
+from titan_rl.generation.router.shard_control import Ended, ShardLoad, TellLoad, ToShard, Update
 
 PACKED_TOKENS, PACKED_LOGPROBS = token_array(TOKENS), logprob_array(LOGPROBS)
 

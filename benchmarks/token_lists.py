@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from titan_rl.cluster.processes.garbage import settle_heap
+from titan_rl.cluster.processes.garbage_collection import settle_heap
 from titan_rl.rollout.types import Rollout
 
 

@@ -21,7 +21,7 @@ from benchmarks.controller import OneAnswer
 from benchmarks.paired import Spread, report, report_computed
 from benchmarks.token_lists import bytes_a_token_of_lists, journal_bytes_of_contexts, tokens_per_second_of_lists
 from titan_rl import Completion, FinishReason, Reward, Rollouter, Rubric, SamplingParams, VersionSpan
-from titan_rl.cluster.processes.garbage import settle_heap
+from titan_rl.cluster.processes.garbage_collection import settle_heap
 from titan_rl.cluster.request_stream import Packed, pack, unpack
 from titan_rl.config.sections import STREAM_INTERVAL
 from titan_rl.core.clock import CLOCK

@@ -22,7 +22,7 @@ from statistics import median
 from benchmarks.controller import GROUPS, SIBLINGS, OneAnswer, Replica, prompts
 from benchmarks.paired import Spread, report
 from titan_rl import Reward, Rollouter, Rubric, SamplingParams
-from titan_rl.cluster.processes.garbage import settled_heap
+from titan_rl.cluster.processes.garbage_collection import settled_heap
 from titan_rl.config.load import load_config
 from titan_rl.core.console import LOG
 from titan_rl.core.tracing import spans

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from titan_rl.config.reference import SettingEntry, TableEntry, tables
+from titan_rl.config.settings_reference import SettingEntry, TableEntry, tables
 
 
 def markdown() -> str:

@@ -11,7 +11,7 @@ import pytest
 from titan_rl.cli import doctor
 from titan_rl.cli.main import main
 from titan_rl.core.errors import MissingExtraError, install_command
-from titan_rl.run.machine.checkup import Finding, check_up, try_out
+from titan_rl.run.machine.machine_checks import Finding, check_up, try_out
 
 
 def test_what_is_tried_out_is_found_to_work_to_fail_to_crash_or_to_hang():
@@ -31,7 +31,7 @@ def test_what_is_tried_out_is_found_to_work_to_fail_to_crash_or_to_hang():
 
 
 def test_the_machine_and_the_packages_are_looked_at(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("titan_rl.run.machine.checkup.try_out", lambda *_: iter(()))
+    monkeypatch.setattr("titan_rl.run.machine.machine_checks.try_out", lambda *_: iter(()))
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     found = {finding.subject: finding for finding in check_up()}
     assert {"python", "cores", "memory", "shared memory", "open files", "scratch", "torch", "torchmonarch"} <= set(
@@ -45,8 +45,10 @@ def test_a_source_tree_that_is_not_installed_is_looked_at_but_for_versions(monke
     def not_installed(name: str):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("titan_rl.run.machine.checkup.try_out", lambda *_: iter([Finding("torch", "ok", "2.11")]))
-    monkeypatch.setattr("titan_rl.run.machine.checkup.requires", not_installed)
+    monkeypatch.setattr(
+        "titan_rl.run.machine.machine_checks.try_out", lambda *_: iter([Finding("torch", "ok", "2.11")])
+    )
+    monkeypatch.setattr("titan_rl.run.machine.machine_checks.requires", not_installed)
     findings = {finding.subject: finding for finding in check_up()}
     assert findings["titan-rl"].state == "warning"
     assert findings["torch"].found == "2.11"
@@ -62,9 +64,9 @@ def test_extras_that_are_not_installed_keep_nothing_from_starting(monkeypatch: p
         'pytest; extra == "tables"',
         'nowhere; extra == "dev"',
     ]
-    monkeypatch.setattr("titan_rl.run.machine.checkup.try_out", lambda *_: iter(()))
-    monkeypatch.setattr("titan_rl.run.machine.checkup.metadata", lambda _: about)
-    monkeypatch.setattr("titan_rl.run.machine.checkup.requires", lambda _: needs)
+    monkeypatch.setattr("titan_rl.run.machine.machine_checks.try_out", lambda *_: iter(()))
+    monkeypatch.setattr("titan_rl.run.machine.machine_checks.metadata", lambda _: about)
+    monkeypatch.setattr("titan_rl.run.machine.machine_checks.requires", lambda _: needs)
     found = {finding.subject: finding for finding in check_up() if finding.subject.startswith("[")}
     assert found == {
         "[games]": Finding("[games]", "absent", "lacks no-such-game", install_command("games")),
@@ -121,9 +123,9 @@ def test_sockets_that_others_may_reach_are_a_warning(monkeypatch: pytest.MonkeyP
     links = {"/proc/self/ns/net": "net:[1]", "/proc/1/ns/net": f"net:[{2 if own else 1}]"}
     monkeypatch.setattr("os.readlink", lambda path, real=os.readlink: links.get(path) or real(path))
     tried = [Finding("other users", "ok" if private else "missing", "as tried out")]
-    monkeypatch.setattr("titan_rl.run.machine.checkup.version", lambda _: "1.0")
+    monkeypatch.setattr("titan_rl.run.machine.machine_checks.version", lambda _: "1.0")
     monkeypatch.setattr(
-        "titan_rl.run.machine.checkup.try_out", lambda trials, *_: iter(tried) if len(trials) == 1 else ()
+        "titan_rl.run.machine.machine_checks.try_out", lambda trials, *_: iter(tried) if len(trials) == 1 else ()
     )
     (finding,) = [finding for finding in check_up() if finding.subject == "other users"]
     assert finding.state == ("ok" if own or private else "warning")

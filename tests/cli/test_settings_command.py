@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from titan_rl.cli.main import main
-from titan_rl.config.explain import settings
-from titan_rl.config.reference import tables
 from titan_rl.config.run import RunConfig
+from titan_rl.config.settings_reference import tables
+from titan_rl.config.validation_errors import settings
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

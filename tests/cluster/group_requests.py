@@ -8,7 +8,7 @@ from titan_rl.generation.group_requests import GroupRequests
 from titan_rl.generation.recording import RecordedAnswer, Recorder
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.checked_copies import completion_of
-from titan_rl.rollout.group.running import RunningGroup
+from titan_rl.rollout.group.running_groups import RunningGroup
 from titan_rl.scheduling.lease import Suspension
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import looptime
 import pytest
 
-from titan_rl.cluster.processes.garbage import LEAST_APART_S, growing_heap, return_free_memory, settled_heap
+from titan_rl.cluster.processes.garbage_collection import LEAST_APART_S, growing_heap, return_free_memory, settled_heap
 
 
 def test_collections_rest_for_the_length_of_the_block():

@@ -9,12 +9,12 @@ import pytest
 import tomli_w
 from user_project import project
 
-from titan_rl.config.explain import settings
 from titan_rl.config.load import load_config
-from titan_rl.config.reference import tables
 from titan_rl.config.retired import RETIRED, drop_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import load_serve_config
+from titan_rl.config.settings_reference import tables
+from titan_rl.config.validation_errors import settings
 from titan_rl.core.errors import ConfigError
 
 __all__ = ["project"]

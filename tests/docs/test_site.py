@@ -16,8 +16,8 @@ from background import HANG_S
 
 import titan_rl
 from titan_rl.cli.main import command_line
-from titan_rl.config.explain import settings
 from titan_rl.config.run import RunConfig
+from titan_rl.config.validation_errors import settings
 
 pytestmark = pytest.mark.slow
 

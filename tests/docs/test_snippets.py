@@ -19,9 +19,9 @@ from docs.pages import PAGES, ROOT, blocks, files
 import titan_rl
 from titan_rl import load_config
 from titan_rl.cli.main import command_line
-from titan_rl.config.explain import settings
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig
+from titan_rl.config.validation_errors import settings
 
 NEVER_THERE = {"my_engines", "my_losses", "my_server"}  # modules that stand for the reader's
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]

@@ -15,7 +15,7 @@ from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.router.replica import Replica, StreamingReplica
 from titan_rl.generation.router.shard import ReplicaConnection, RouterShard, ShardReplica
-from titan_rl.generation.router.shards import Ended, FromShard, ToShard
+from titan_rl.generation.router.shard_control import Ended, FromShard, ToShard
 from titan_rl.types import Completion, TokenChunk
 
 LATENCY_S = 0.05  # of a message, at most

@@ -19,7 +19,7 @@ from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.generation.router.pool import Service
 from titan_rl.generation.router.shard import RouterShard
-from titan_rl.generation.router.shards import (
+from titan_rl.generation.router.shard_control import (
     EndDedication,
     Ended,
     ForDedicated,

@@ -18,7 +18,7 @@ from titan_rl.cluster.actor_replica import router_options
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.core.errors import ActorDiedError, ConfigError, EngineDeadError, GenerationError, UnavailableWeightsError
 from titan_rl.generation.router import GeneratorRouter, Limits
-from titan_rl.generation.router.shards import Ended, ShardLoad, TellLoad, ToShard
+from titan_rl.generation.router.shard_control import Ended, ShardLoad, TellLoad, ToShard
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams
 

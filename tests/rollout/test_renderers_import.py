@@ -11,7 +11,7 @@ pytest.importorskip("renderers")
 
 LAZILY = """
 import sys
-from titan_rl.rollout.renderer.package import renderers_module
+from titan_rl.rollout.renderer.renderers_package import renderers_module
 
 base = renderers_module("base")
 assert base is renderers_module("base")
@@ -34,7 +34,7 @@ except AttributeError as error:
 
 AFTER_ANOTHER = """
 import renderers
-from titan_rl.rollout.renderer.package import renderers_module
+from titan_rl.rollout.renderer.renderers_package import renderers_module
 
 assert renderers_module("base") is renderers.base
 assert renderers.Qwen3Renderer

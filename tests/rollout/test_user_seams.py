@@ -25,7 +25,7 @@ from titan_rl import (
     TokenStep,
     VersionSpan,
 )
-from titan_rl.rollout.group.running import RunningGroups
+from titan_rl.rollout.group.running_groups import RunningGroups
 from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.training.data.sample_builder import build_samples

@@ -14,7 +14,7 @@ from test_trainer_recovery import STEPS, DyingTrainer, Fate, MortalRig, trained_
 
 from titan_rl.core.errors import ActorDiedError, TrainingError
 from titan_rl.run.directory import read_jsonl
-from titan_rl.run.trainer_turns import SharedTrainers
+from titan_rl.run.shared_trainer import SharedTrainers
 from titan_rl.scheduling.fair_turns import FairTurns
 
 

@@ -16,7 +16,7 @@ from served import client_of
 from speaking import qwen3
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
-from titan_rl.serving.access import Keys
+from titan_rl.serving.api_keys import Keys
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.server import serve

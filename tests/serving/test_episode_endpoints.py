@@ -16,7 +16,7 @@ from speaking import VOCAB, byte_tokenizer, qwen3, script
 from titan_rl.core.errors import BusyError
 from titan_rl.generation.resume import request_fn
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.serving.access import Keys
+from titan_rl.serving.api_keys import Keys
 from titan_rl.serving.episode import Episode
 from titan_rl.serving.episode_store import EpisodeStore, Opened
 from titan_rl.serving.policy import uninterrupted

@@ -19,7 +19,7 @@ from titan_rl.core.errors import ConfigError
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.resume import request_fn
 from titan_rl.generation.scripted_engine import ScriptedEngine
-from titan_rl.serving.access import Keys
+from titan_rl.serving.api_keys import Keys
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.server import serve

@@ -24,7 +24,7 @@ from schemathesis import GenerationMode
 from served import Served
 from speaking import qwen3
 
-from titan_rl.serving.access import Keys
+from titan_rl.serving.api_keys import Keys
 from titan_rl.serving.app import PolicyApp, make_app
 from titan_rl.serving.episode_store import EpisodeStore, Opened
 from titan_rl.serving.http.exchange import ServerLimits

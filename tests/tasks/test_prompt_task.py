@@ -23,8 +23,8 @@ from titan_rl import (
     call_of,
     tools_of,
 )
-from titan_rl.config.explain import Origins
 from titan_rl.config.task_tables import load_task
+from titan_rl.config.validation_errors import Origins
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.task import DemonstratingTask
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from titan_rl import Rollout, RolloutGroup
-from titan_rl.config.explain import Origins
 from titan_rl.config.load import load_config
 from titan_rl.config.task_tables import check_task, load_task
+from titan_rl.config.validation_errors import Origins
 from titan_rl.core.errors import ConfigError
 from titan_rl.tasks import Rows, ToolEnv
 from titan_rl.tasks.rows import read_rows

@@ -28,7 +28,7 @@ from titan_rl.training.activation_memory import (
 from titan_rl.training.attention.attention import layout_documents
 from titan_rl.training.attention.documents import Document
 from titan_rl.training.memory import rank_memory, update_bytes
-from titan_rl.training.models.tiny import tiny_config
+from titan_rl.training.models.tiny_models import tiny_config
 from titan_rl.training.optimizer.optimizers import CompactAdam
 from titan_rl.training.options import Implementation
 from titan_rl.training.parallel import World

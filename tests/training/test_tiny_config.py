@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from titan_rl.core.errors import ModelError
 from titan_rl.training.models.choice import PROVED
-from titan_rl.training.models.tiny import HEAD_DIM, MOST_LAYERS, make_tiny, tiny_config
+from titan_rl.training.models.tiny_models import HEAD_DIM, MOST_LAYERS, make_tiny, tiny_config
 
 SIZES = {
     "hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",

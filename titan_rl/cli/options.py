@@ -17,7 +17,7 @@ from titan_rl.core.console import Verbosity
 from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 
 if TYPE_CHECKING:
-    from titan_rl.config.reference import SettingEntry
+    from titan_rl.config.settings_reference import SettingEntry
     from titan_rl.core.settings import Section
 
 _NEGATIVE = re.compile(r"-(\.?\d|inf$|nan$)")
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
     def declare_settings(self) -> None:
         """Declare the options of `add_settings`, for completion and other listings."""
-        from titan_rl.config.reference import SettingEntry, tables_of
+        from titan_rl.config.settings_reference import SettingEntry, tables_of
 
         if self._settings is None:
             return
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
     def add_options(self, section: type[Section], leave_out: Sequence[str] = ()) -> None:
         """Accept the fields of `section` as options, such as `max_tokens` as --max-tokens, and set `options` to the
         given values by field name."""
-        from titan_rl.config.reference import setting_entry
+        from titan_rl.config.settings_reference import setting_entry
 
         self.set_defaults(options={})
         group = self.add_argument_group("options of this command")
@@ -186,6 +186,6 @@ class _Option(argparse.Action):
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: object, option_string: str | None = None
     ) -> None:
-        from titan_rl.config.tables import parse_value
+        from titan_rl.config.unchecked_tables import parse_value
 
         namespace.options = {**namespace.options, self.dest: parse_value(str(values))}

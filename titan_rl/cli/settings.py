@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 
 from titan_rl.cli.options import Parser
-from titan_rl.config.reference import RUN, SettingEntry, TableEntry, tables
+from titan_rl.config.settings_reference import RUN, SettingEntry, TableEntry, tables
 from titan_rl.run.terminal.standard_streams import print_result
 
 WIDEST = 100  # columns

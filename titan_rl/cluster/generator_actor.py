@@ -12,7 +12,7 @@ from functools import cached_property, partial
 
 from monarch.actor import Port, concurrent_endpoint
 
-from titan_rl.cluster.processes.garbage import growing_heap, settle_heap
+from titan_rl.cluster.processes.garbage_collection import growing_heap, settle_heap
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, policy_run_id, transport_of
 from titan_rl.cluster.request_stream import Packed, RequestCallers
 from titan_rl.config.run import RunConfig

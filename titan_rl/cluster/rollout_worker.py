@@ -31,10 +31,10 @@ from titan_rl.core.errors import ActorDiedError
 from titan_rl.generation.group_requests import GroupRequests
 from titan_rl.generation.recording import KnownAnswers, RecordedAnswer, Recorder
 from titan_rl.generation.router.shard import ReplicaConnection, RouterShard
-from titan_rl.generation.router.shards import Ended, FromShard, ToShard
+from titan_rl.generation.router.shard_control import Ended, FromShard, ToShard
 from titan_rl.generation.router.strategies import make_strategy
 from titan_rl.rollout.checked_copies import completion_of, portable
-from titan_rl.rollout.group.running import RunningGroup, RunningGroups
+from titan_rl.rollout.group.running_groups import RunningGroup, RunningGroups
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.scheduling.lease import Suspension
 from titan_rl.types import SamplingParams

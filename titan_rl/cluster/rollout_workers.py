@@ -22,7 +22,7 @@ from titan_rl.core.errors import ActorDiedError
 from titan_rl.generation.group_requests import GroupRequests
 from titan_rl.generation.recording import RecordedAnswer
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.generation.router.shards import Ended, FromShard, ToShard
+from titan_rl.generation.router.shard_control import Ended, FromShard, ToShard
 from titan_rl.rollout.group.rollouter import Callbacks
 from titan_rl.rollout.types import Rollout, RolloutGroup, sample_alone
 from titan_rl.types import GenerateFn, SamplingParams

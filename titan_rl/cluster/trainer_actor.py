@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from monarch.actor import concurrent_endpoint
 
 from titan_rl.cluster.hosts.cores import trainer_threads, usable_cores
-from titan_rl.cluster.processes.garbage import growing_heap
+from titan_rl.cluster.processes.garbage_collection import growing_heap
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, policy_run_id, transport_of
 from titan_rl.config.model_files import changed_parts
 from titan_rl.config.sections import StateDictConfig

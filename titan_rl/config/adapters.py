@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from pydantic import Field, ValidationError
 
-from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins, nearest, problems
-from titan_rl.config.tables import fields_of, validated
 from titan_rl.config.tasks import Name
+from titan_rl.config.unchecked_tables import fields_of, validated
+from titan_rl.config.validation_errors import ARGUMENTS, COMMAND_LINE, Origins, nearest, problems
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
 from titan_rl.training.settings import AdapterConfig, TrainingConfig

@@ -12,11 +12,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
-from titan_rl.config.tables import read_tables
 from titan_rl.config.tasks import TaskSource
+from titan_rl.config.unchecked_tables import read_tables
+from titan_rl.config.validation_errors import ARGUMENTS, COMMAND_LINE, Origins
 from titan_rl.core.calls.imports import find_function, search_in
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FunctionName, Section, path_problem

@@ -14,7 +14,6 @@ import tomli_w
 
 from titan_rl.config.adapters import AdapterRun, load_adapters
 from titan_rl.config.concurrency import describe_concurrency
-from titan_rl.config.explain import COMMAND_LINE, Origins
 from titan_rl.config.functions import SearchPath, check_functions, named_modules
 from titan_rl.config.model_folder import (
     check_adapter_start,
@@ -28,7 +27,6 @@ from titan_rl.config.retired import drop_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import SFTConfig
 from titan_rl.config.serve import check_server_settings
-from titan_rl.config.tables import UNSET, give, read_tables, validated
 from titan_rl.config.task_tables import (
     check_task,
     dump_tasks,
@@ -39,6 +37,8 @@ from titan_rl.config.task_tables import (
     with_settings,
 )
 from titan_rl.config.tasks import TaskSource
+from titan_rl.config.unchecked_tables import UNSET, give, read_tables, validated
+from titan_rl.config.validation_errors import COMMAND_LINE, Origins
 from titan_rl.core.calls.imports import name_of
 from titan_rl.core.calls.parsing import is_http_url
 from titan_rl.core.errors import ConfigError

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.config.run import RunConfig
-from titan_rl.config.tables import UNSET
 from titan_rl.config.task_tables import task_table
 from titan_rl.config.tasks import is_alone
+from titan_rl.config.unchecked_tables import UNSET
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import dotted
 

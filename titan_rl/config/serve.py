@@ -10,14 +10,14 @@ from typing import Annotated
 import tomli_w
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
-from titan_rl.config.explain import COMMAND_LINE, Origins
 from titan_rl.config.functions import SearchPath, check_functions, named_modules
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.model_folder import check_model_folder, find_model_folder
 from titan_rl.config.retired import drop_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
-from titan_rl.config.tables import override, read_tables, validated
+from titan_rl.config.unchecked_tables import override, read_tables, validated
+from titan_rl.config.validation_errors import COMMAND_LINE, Origins
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FilePath, PathText, Section, refusal, with_value
 from titan_rl.training.settings import ModelConfig

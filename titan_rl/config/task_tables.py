@@ -12,9 +12,9 @@ from typing import Any, cast
 from pydantic import ValidationError
 from typing_extensions import get_protocol_members
 
-from titan_rl.config.explain import COMMAND_LINE, Origins, explain, nearest
-from titan_rl.config.tables import fields_of, give, validated, without_unset
 from titan_rl.config.tasks import SOURCE_FIELDS, SUITE_FIELDS, TaskSource, ValidationSuite, is_alone
+from titan_rl.config.unchecked_tables import fields_of, give, validated, without_unset
+from titan_rl.config.validation_errors import COMMAND_LINE, Origins, explain, nearest
 from titan_rl.core.calls.imports import find_attribute, import_module
 from titan_rl.core.calls.threads import call_within
 from titan_rl.core.calls.user_code import describe

@@ -42,7 +42,7 @@ from titan_rl.run.observability.progress import status
 from titan_rl.run.provider_workers import open_workers
 from titan_rl.run.session import SessionFiles, process_session
 from titan_rl.run.terminal.standard_streams import OutputError, StderrConsole, print_result
-from titan_rl.serving.access import Keys
+from titan_rl.serving.api_keys import Keys
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.server import listener_of, seen_from_elsewhere, serve
@@ -151,7 +151,7 @@ class PolicyService:
 
     async def _serve(self) -> None:
         from titan_rl.cluster.adapter_routers import AdapterRouters
-        from titan_rl.cluster.processes.garbage import settled_heap
+        from titan_rl.cluster.processes.garbage_collection import settled_heap
 
         server = self.config.server
         model = await self._read_policy()

@@ -6,7 +6,7 @@ controller      the training loop and its stages
 stages/         the stages: rollouts, calls of the trainer, weight sync, validation, leagues
 loop            base of the training loops, and their checkpoints
 resumption      beginning of a run, and resumption from the newest checkpoint
-trainer_recovery, trainer_turns    death of the trainer's processes; several experiments that share one trainer
+trainer_recovery, shared_trainer   death of the trainer's processes; several experiments that share one trainer
 journal/        events between two checkpoints
 observability/  metrics, progress, transcripts and the summary
 directory, json_lines, status    the run's folder and its files

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_rl.cluster.processes.garbage import settled_heap
+from titan_rl.cluster.processes.garbage_collection import settled_heap
 from titan_rl.config.build import open_rollouters
 from titan_rl.config.resume_changes import check_unchanged
 from titan_rl.config.run import RunConfig
@@ -43,9 +43,9 @@ from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import Progressing, background_tasks, warn_of_stalls
 from titan_rl.run.resumption import Resumption, begin_run, check_unfinished, is_finished, resume_from_newest
 from titan_rl.run.session import EndMessages, RunSession, open_journal
+from titan_rl.run.shared_trainer import SharedTrainers
 from titan_rl.run.stages.validation import MEAN
 from titan_rl.run.status import status_kept
-from titan_rl.run.trainer_turns import SharedTrainers
 from titan_rl.run.training_run import TrainingRun, show_notes
 from titan_rl.scheduling.fair_turns import FairTurns
 from titan_rl.training.state.checkpoint import latest, step_of

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from titan_rl.cluster.processes.fork_server import forked_kinds
-from titan_rl.cluster.processes.garbage import settled_heap
+from titan_rl.cluster.processes.garbage_collection import settled_heap
 from titan_rl.config.build import open_rollouters
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig

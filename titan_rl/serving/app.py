@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from titan_rl.generation.resume import RequestFn
 from titan_rl.rollout.renderer.types import Renderer
-from titan_rl.serving.access import Admission, Keys
+from titan_rl.serving.api_keys import Admission, Keys
 from titan_rl.serving.conversations.caller import Conversations
 from titan_rl.serving.conversations.turn import Turns
 from titan_rl.serving.episode_store import EpisodeStore, Open, Opened, episode_routes

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.errors import ConfigError
-from titan_rl.serving.access import Keys
+from titan_rl.serving.api_keys import Keys
 from titan_rl.serving.app import PolicyApp
 from titan_rl.serving.http.exchange import ServerLimits
 

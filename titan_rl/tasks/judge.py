@@ -25,7 +25,7 @@ from titan_rl.core.plain_data import plain_json
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.rewards.reward import FailurePolicy
 from titan_rl.rollout.types import Message, Rollout
-from titan_rl.tasks.judging import ModelReward, Verdict
+from titan_rl.tasks.judge_calls import ModelReward, Verdict
 from titan_rl.tasks.players import Endpoint
 from titan_rl.types import FinishReason, SamplingParams, float_or_none
 

@@ -17,7 +17,7 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.rollout.rewards.reward import FailurePolicy
 from titan_rl.rollout.types import Rollout
-from titan_rl.tasks.judging import ModelReward, Verdict
+from titan_rl.tasks.judge_calls import ModelReward, Verdict
 from titan_rl.types import float_or_none
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from monarch.config import configure
 
 from titan_rl.cluster.liveness.health_check import WorkProgress, answer_pings
 from titan_rl.cluster.processes.actor_calls import AnsweringActor
-from titan_rl.cluster.processes.garbage import begin_returning_memory
+from titan_rl.cluster.processes.garbage_collection import begin_returning_memory
 from titan_rl.config.sections import StateDictConfig
 from titan_rl.core.tracing import spans
 from titan_rl.core.tracing.recorder import Tracing

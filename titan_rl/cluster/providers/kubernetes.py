@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from functools import partial
 from pathlib import PurePath
 
+from titan_rl.cluster.providers.cluster_commands import rendered, run_tool
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, worker_command
-from titan_rl.cluster.providers.tools import rendered, run_tool
 from titan_rl.config.hosts import join_address
 from titan_rl.core.errors import ConfigError, ProviderError
 

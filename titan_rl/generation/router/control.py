@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from titan_rl.core.errors import StateDictError, UnavailableWeightsError
 from titan_rl.generation.router.pool import Pool, PooledReplica, Service
 from titan_rl.generation.router.requests import NotResumedError, RequestsInFlight
-from titan_rl.generation.router.shards import Shards
+from titan_rl.generation.router.shard_control import Shards
 from titan_rl.generation.types import PauseMode
 
 

@@ -16,7 +16,15 @@ from titan_rl.generation.router.dispatch import Dispatcher
 from titan_rl.generation.router.pool import OnReplicaFailed, Pool, PooledReplica, ReplicaStatus, Service
 from titan_rl.generation.router.replica import BackgroundTasks, Limits, OpenCalls, Replica
 from titan_rl.generation.router.requests import CutShortError, RequestsInFlight
-from titan_rl.generation.router.shards import Ended, ForDedicated, FromShard, ReplicaFailed, ShardLink, Shards, ToShard
+from titan_rl.generation.router.shard_control import (
+    Ended,
+    ForDedicated,
+    FromShard,
+    ReplicaFailed,
+    ShardLink,
+    Shards,
+    ToShard,
+)
 from titan_rl.generation.router.strategies import LeastLoaded, StickySession, Strategy
 from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, SamplingParams

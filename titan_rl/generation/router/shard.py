@@ -17,7 +17,7 @@ from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.pool import Pool, PooledReplica, Service
 from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import Dedication, GeneratorRouter
-from titan_rl.generation.router.shards import (
+from titan_rl.generation.router.shard_control import (
     AbortRequests,
     DedicatedFailed,
     Drain,

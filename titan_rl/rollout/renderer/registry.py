@@ -14,7 +14,7 @@ from typing import Any, cast
 from titan_rl.core.calls.imports import find_function
 from titan_rl.core.errors import RequestError
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer
-from titan_rl.rollout.renderer.package import (
+from titan_rl.rollout.renderer.renderers_package import (
     WithStopTokens,
     renderer_of_class,
     renderer_of_name,

@@ -180,7 +180,7 @@ def main(part: Part, folder: Path, temporary: Path, limit_s: float) -> None:
 
 def _compare(part: Part, folder: Path, tiny: Path) -> Iterator[NumericalCheck]:
     from titan_rl.training.family_check import check_family
-    from titan_rl.training.models.tiny import tiny_of_folder
+    from titan_rl.training.models.tiny_models import tiny_of_folder
 
     tiny_of_folder(folder, tiny)
     if part == "trainer":

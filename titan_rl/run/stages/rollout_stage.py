@@ -13,7 +13,7 @@ from titan_rl.generation.group_requests import GroupRequests
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode
 from titan_rl.rollout.group.rollouter import GroupRunner
-from titan_rl.rollout.group.running import RunningGroup, RunningGroups
+from titan_rl.rollout.group.running_groups import RunningGroup, RunningGroups
 from titan_rl.rollout.task import calling, held_out_samples
 from titan_rl.rollout.types import Matched, Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from titan_rl.core.errors import StateDictError, UnavailableWeightsError
-from titan_rl.serving.access import ADMIN_PREFIX, OPEN_PATHS
+from titan_rl.serving.api_keys import ADMIN_PREFIX, OPEN_PATHS
 from titan_rl.serving.episode_store import EPISODES, EndBody, OpenBody, RewardBody
 from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.request import Body, read

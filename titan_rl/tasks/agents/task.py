@@ -36,7 +36,7 @@ from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import Rollout, RolloutStatus
-from titan_rl.serving.access import Keys
+from titan_rl.serving.api_keys import Keys
 from titan_rl.serving.app import PolicyApp, make_app
 from titan_rl.serving.episode import Episode, EpisodeLimits
 from titan_rl.serving.episode_store import EpisodeStore, Opened

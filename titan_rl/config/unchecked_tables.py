@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 
 from pydantic import ValidationError
 
-from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins, explain
 from titan_rl.config.tasks import tables_by_name
+from titan_rl.config.validation_errors import ARGUMENTS, COMMAND_LINE, Origins, explain
 from titan_rl.core.calls.parsing import parse_toml
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
