@@ -93,7 +93,7 @@ def measure(command: str, limit_s: float) -> dict[str, Measured]:
     sys.stdout.write(done.stdout)
     lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {
-        line["name"]: Measured(line["value"], tuple(line["quartiles"]) if "quartiles" in line else None, command)
+        line["name"]: Measured(line["value"], tuple(line["quartiles"]) if line.get("rounds", 1) > 1 else None, command)
         for line in lines
         if "name" in line
     }

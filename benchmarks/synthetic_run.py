@@ -152,7 +152,7 @@ def rollout_record(place: int, rollouts: int, steps: int, turns: int, tokens: in
         )
         played.append(
             {
-                "request_id": f"g{group}/{sibling}/{turn}",
+                "request_id": f"train-{group}/{sibling}/{turn}",
                 "num_prompt_tokens": context + len(prompt),
                 "num_completion_tokens": len(answer),
                 "finish_reason": "length" if status == "truncated_length" else "stop",
@@ -174,8 +174,8 @@ def rollout_record(place: int, rollouts: int, steps: int, turns: int, tokens: in
         "phase": "validation" if step % 10 == 0 and not dropped and group % 2 else "train",
         "task": TASKS[group % len(TASKS)],
         **({"dropped": "zero_variance"} if dropped else {}),
-        "rollout_id": f"g{group}/{sibling}",
-        "group_id": f"g{group}",
+        "rollout_id": f"train-{group}/{sibling}",
+        "group_id": f"train-{group}",
         "sibling": sibling,
         "status": status,
         "error": "ValueError: the environment's dictionary has no such name" if is_fault else None,
