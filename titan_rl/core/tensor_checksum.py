@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+import timeit
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -161,17 +162,8 @@ def _multiplies_bytes() -> bool:
 
     words = torch.ones((64, 1024), dtype=torch.int32)
     numbers, digits = factors(1, 0, 1024, words.device), _byte_factors(1, 0, 1024)
-    as_numbers, as_bytes = [], []
-    for _ in range(3):
-        as_numbers.append(_seconds(lambda: word_dot(words, numbers)))
-        as_bytes.append(_seconds(lambda: _byte_dot(words, digits)))
-    return min(as_bytes) < min(as_numbers)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.thread_time()
-    work()
-    return time.thread_time() - began
+    timed = partial(timeit.repeat, timer=time.thread_time, repeat=3, number=1)
+    return min(timed(lambda: _byte_dot(words, digits))) < min(timed(lambda: word_dot(words, numbers)))
 
 
 @lru_cache(1)
