@@ -17,7 +17,7 @@ from benchmarks.synthetic_run import write_run
 from benchmarks.token_path import long_rollout
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.journal.log import read_log
+from titan_rl.run.journal.log_file import read_log
 from titan_rl.run.journal.records import decode
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import DataPosition, list_segments, read_segments

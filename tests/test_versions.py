@@ -13,7 +13,7 @@ from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.resumption import Resumption
 from titan_rl.scheduling.batches import GroupBatch
-from titan_rl.training.protocol import agreed_version
+from titan_rl.training.trainer_protocol import agreed_version
 from titan_rl.weights.manifest import join
 from titan_rl.weights.types import Manifest, PublishedWeights
 

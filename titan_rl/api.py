@@ -38,7 +38,7 @@ from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.run.session import SessionFiles
 from titan_rl.run.terminal.standard_streams import StderrConsole
 from titan_rl.scheduling.filters import GroupFilter
-from titan_rl.training.protocol import Trainer
+from titan_rl.training.trainer_protocol import Trainer
 from titan_rl.types import GenerateFn
 from titan_rl.weights.types import PublishedWeights
 

@@ -16,9 +16,9 @@ from titan_rl.cluster.trainer_processes import ActorTrainer
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.rollout.renderer.registry import TemplateFit
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import atomic_directory, being_written
+from titan_rl.training.trainer_protocol import StepResult
 
 MODEL = ModelConfig(path="policy", max_context=16)
 

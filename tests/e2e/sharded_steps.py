@@ -20,10 +20,10 @@ from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import SampleRewards, TrainingSample
 from titan_rl.training.parallel import World, full_tensor
 from titan_rl.training.policy import Policy
-from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.tensor_batch import make_tensor_batch
 from titan_rl.training.trainer import TrainerCore
+from titan_rl.training.trainer_protocol import StepResult
 
 LENGTHS = (50, 20, 33, 41, 64, 12, 27)
 

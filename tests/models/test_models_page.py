@@ -11,7 +11,7 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 from models.families import ENGINE_PROBLEMS, FAMILIES, REPLAY_PROBLEMS, RESULTS, model_type
 
 from scripts.write_model_docs import PAGE, page
-from titan_rl.training.models.choice import RECURRENT
+from titan_rl.training.models.model_implementation import RECURRENT
 
 
 def test_the_page_of_model_families_is_current() -> None:

@@ -17,7 +17,7 @@ from models.steps import make
 from titan_rl.core.errors import ModelError
 from titan_rl.training import family_check
 from titan_rl.training.family_check import check_family, draw_sequences, leakage, packing_error
-from titan_rl.training.models import choice, recurrent, transformers_decoder
+from titan_rl.training.models import model_implementation, recurrent, transformers_decoder
 from titan_rl.training.options import Attention, DType
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
@@ -83,15 +83,14 @@ def test_a_module_with_a_state_that_is_not_known_is_refused_by_its_name(
     monkeypatch.setattr(recurrent, "RECURRENT", {"lfm2": "AnotherName"})
     with pytest.raises(ModelError, match=r"model\.layers\.0\.conv\.conv of model_type 'lfm2', a Conv1d"):
         policy_of(lfm2)
-    monkeypatch.setattr(choice, "RECURRENT", dict[str, str]())
+    monkeypatch.setattr(model_implementation, "RECURRENT", dict[str, str]())
     with pytest.raises(ModelError, match=r"layers of type 'conv' have a recurrent state, and titan_rl does not know"):
         policy_of(lfm2)
 
 
 def test_values_of_tokens_that_would_not_be_divided_are_refused(lfm2: Path) -> None:
-    mixer: Any = next(
-        module for module in policy_of(lfm2).model.modules() if type(module).__name__ == choice.RECURRENT["lfm2"]
-    )
+    name = model_implementation.RECURRENT["lfm2"]
+    mixer: Any = next(module for module in policy_of(lfm2).model.modules() if type(module).__name__ == name)
     with pytest.raises(ModelError, match="passes attention_mask to Lfm2ShortConv, which the library does not divide"):
         mixer(torch.zeros(1, 4, 256), attention_mask=torch.ones(1, 4))
 

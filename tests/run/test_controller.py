@@ -50,8 +50,8 @@ from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.training.trainer_protocol import SkippedMinibatch, StepResult
 from titan_rl.weights.types import Manifest, PublishedWeights
 
 

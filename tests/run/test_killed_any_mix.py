@@ -21,7 +21,7 @@ from titan_rl.config.tasks import TaskSource
 from titan_rl.core.console import ConsoleLines
 from titan_rl.core.settings import Section
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.journal.log import frame, read_log
+from titan_rl.run.journal.log_file import frame, read_log
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
 from titan_rl.scheduling.curriculum import ByDifficulty, InOrder, Stages

@@ -28,9 +28,9 @@ from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import JSONLSink
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.training.protocol import StepResult, Trainer
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import atomic_directory, latest, step_directory, write_checksums, write_summed
+from titan_rl.training.trainer_protocol import StepResult, Trainer
 from titan_rl.weights.types import Manifest, PublishedWeights
 
 STEPS, GROUPS = 7, 3

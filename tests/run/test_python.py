@@ -39,8 +39,8 @@ from titan_rl.core.run_files import read_status
 from titan_rl.rollout.chat_env import ChatReply
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.training.trainer_protocol import StepResult
 
 
 def config(folder: Path, **tables: Any) -> RunConfig:

@@ -22,7 +22,7 @@ from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import CheckpointError, NoSpaceError, RequestError
 from titan_rl.generation.resume import listener, listening, resume_on_abort
 from titan_rl.run.journal import run_journal
-from titan_rl.run.journal.log import LogWriter, frame
+from titan_rl.run.journal.log_file import LogWriter, frame
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import DataPosition
 from titan_rl.scheduling.task_mix import Assigned

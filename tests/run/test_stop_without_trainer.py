@@ -9,7 +9,7 @@ from typing import Any
 
 from test_trainer_recovery import DyingTrainer, Fate, MortalRig, checkpoints
 
-from titan_rl.training.protocol import StepResult
+from titan_rl.training.trainer_protocol import StepResult
 
 
 async def stopped(running: asyncio.Future[None]) -> bool:

@@ -24,8 +24,8 @@ from titan_rl.core.errors import ActorDiedError, CheckpointError, DamagedCheckpo
 from titan_rl.run.directory import read_jsonl
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.trainer_recovery import JournaledSteps, RecoveringTrainer, TrainerGroup, recovering
-from titan_rl.training.protocol import StepResult
 from titan_rl.training.state.checkpoint import list_checkpoints
+from titan_rl.training.trainer_protocol import StepResult
 from titan_rl.weights.types import Manifest, PublishedWeights, Shard
 
 STEPS = 5

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from titan_rl.training.attention import attention as attention_module
 from titan_rl.training.attention.attention import Kernel, choose_kernel, layout_documents
 from titan_rl.training.attention.documents import Document
-from titan_rl.training.models.families import DocumentAttention
+from titan_rl.training.models.torchtitan_families import DocumentAttention
 from titan_rl.training.policy import choose_attention
 from titan_rl.training.settings import TrainingConfig
 

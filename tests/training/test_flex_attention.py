@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from titan_rl.training.attention.attention import layout_documents
 from titan_rl.training.attention.documents import Document
 from titan_rl.training.attention.flex_attention import BLOCK, layout_blocks
-from titan_rl.training.models.families import DocumentAttention
+from titan_rl.training.models.torchtitan_families import DocumentAttention
 
 Families = list[tuple[int, list[int]]]
 """The lengths of a prefix, 0 for none, and of the documents that continue it."""

@@ -11,7 +11,7 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 from transformers import AutoConfig
 
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.choice import PROVED
+from titan_rl.training.models.model_implementation import PROVED
 from titan_rl.training.models.tiny_models import HEAD_DIM, MOST_LAYERS, make_tiny, tiny_config
 
 SIZES = {

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_rl.config.functions import recorded_modules
+from titan_rl.config.function_names import recorded_modules
 from titan_rl.config.load import load_config, load_sft_config
 from titan_rl.config.resume_changes import check_options, is_resumable
 from titan_rl.config.run import RunConfig

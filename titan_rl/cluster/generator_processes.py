@@ -19,7 +19,7 @@ from titan_rl.cluster.processes.process import LOOPBACK, ProcessFiles, ProcessSp
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
 from titan_rl.cluster.processes.roles import ProcessId, Respawns, Role
 from titan_rl.cluster.supervision import ProcessFailure, SupervisedProcesses, started
-from titan_rl.config.functions import named_modules
+from titan_rl.config.function_names import named_modules
 from titan_rl.config.hosts import HostsConfig, Roles, own_address
 from titan_rl.config.model_folder import start_limit_s
 from titan_rl.config.sections import RoutingConfig, StateDictConfig

@@ -26,8 +26,8 @@ from titan_rl.core.errors import CheckpointError, ModelError
 from titan_rl.core.tracing.spans import Track, flush, span
 from titan_rl.rollout.renderer.registry import TemplateFit
 from titan_rl.training.data.step_plan import StepPlan
-from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import ModelConfig, PolicySettings
+from titan_rl.training.trainer_protocol import StepResult
 from titan_rl.weights.manifest import PackedManifest, pack
 
 logger = logging.getLogger(__name__)

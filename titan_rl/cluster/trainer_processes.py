@@ -20,7 +20,7 @@ from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.processes.roles import ProcessId, Role
 from titan_rl.cluster.supervision import SupervisedProcesses, started
 from titan_rl.cluster.trainer_actor import TrainerActor, TrainerSettings
-from titan_rl.config.functions import named_modules
+from titan_rl.config.function_names import named_modules
 from titan_rl.config.hosts import Roles
 from titan_rl.config.model_folder import start_limit_s
 from titan_rl.config.run import RunConfig
@@ -34,9 +34,9 @@ from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.renderer.registry import fit_template
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import Costs, StepPlan, plan_step
-from titan_rl.training.protocol import StepResult, agreed_version
 from titan_rl.training.settings import ModelConfig, PolicySettings, TrainingConfig
 from titan_rl.training.state.checkpoint import being_written, rename_completed, step_directory, written_by
+from titan_rl.training.trainer_protocol import StepResult, agreed_version
 from titan_rl.weights.manifest import KnownLayouts, join
 from titan_rl.weights.types import Manifest
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import tomli_w
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
-from titan_rl.config.functions import SearchPath, check_functions, named_modules
+from titan_rl.config.function_names import SearchPath, check_functions, named_modules
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.model_folder import check_model_folder, find_model_folder
 from titan_rl.config.retired import drop_unchanged

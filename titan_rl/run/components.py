@@ -31,7 +31,7 @@ from titan_rl.run.directory import RunDirectory
 from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.observability.watchers import background_tasks
 from titan_rl.scheduling.filters import GroupFilter
-from titan_rl.training.protocol import Trainer
+from titan_rl.training.trainer_protocol import Trainer
 from titan_rl.weights.types import PublishedWeights
 
 if TYPE_CHECKING:

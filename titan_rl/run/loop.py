@@ -26,7 +26,6 @@ from titan_rl.run.machine.requirements import checkpoint_bytes, free_bytes, giga
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.steps import LoopStages, Stage
 from titan_rl.run.stages.training import SkippedSteps, TrainerCalls
-from titan_rl.training.protocol import Trainer
 from titan_rl.training.state.checkpoint import (
     CHECKSUMS,
     being_written,
@@ -37,6 +36,7 @@ from titan_rl.training.state.checkpoint import (
     unwritten,
     write_checksums_of,
 )
+from titan_rl.training.trainer_protocol import Trainer
 
 logger = logging.getLogger(__name__)
 

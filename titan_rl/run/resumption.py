@@ -18,8 +18,8 @@ from titan_rl.run.journal.state import FILE, JournalContents, RunState, list_seg
 from titan_rl.run.machine.requirements import check_room, size_of
 from titan_rl.run.observability.progress import Progress
 from titan_rl.scheduling.task_mix import MixState
-from titan_rl.training.protocol import Trainer
 from titan_rl.training.state.checkpoint import latest, list_checkpoints, step_of, verify
+from titan_rl.training.trainer_protocol import Trainer
 
 
 def open_run_dir(

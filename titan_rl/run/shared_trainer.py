@@ -13,7 +13,7 @@ from titan_rl.cluster.processes.roles import Respawns, Role
 from titan_rl.core.errors import ActorDiedError, TrainingError
 from titan_rl.scheduling.fair_turns import FairTurns
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.protocol import StepResult
+from titan_rl.training.trainer_protocol import StepResult
 from titan_rl.weights.types import Manifest
 
 if TYPE_CHECKING:

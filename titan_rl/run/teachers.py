@@ -25,7 +25,7 @@ from titan_rl.rollout.task import calling, wrong_result
 from titan_rl.rollout.types import Rollout
 from titan_rl.serving.client import HttpGenerateFn
 from titan_rl.tasks.policy_servers import Served, new_log, serving
-from titan_rl.training.teaching import OUTAGE_S, Teacher
+from titan_rl.training.teacher_logprobs import OUTAGE_S, Teacher
 
 SELF = "self"
 """Value of `training.teacher` for the policy itself."""

@@ -33,8 +33,8 @@ from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.scheduling.batches import step_from
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.protocol import StepResult, Trainer
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of
+from titan_rl.training.trainer_protocol import StepResult, Trainer
 from titan_rl.weights.types import Manifest, PublishedWeights
 
 

@@ -29,7 +29,7 @@ from titan_rl.core.errors import ModelError
 from titan_rl.training.attention.documents import Document, DocumentSequences
 from titan_rl.training.attention.variants import PLAIN, Variant, attend_by_scores
 from titan_rl.training.decoder import DecoderModel
-from titan_rl.training.models.choice import is_longrope
+from titan_rl.training.models.model_implementation import is_longrope
 from titan_rl.training.options import ActivationCheckpointing, DType
 from titan_rl.training.parallel import checkpoint_activations
 from titan_rl.training.selected_logprobs import CHUNK_LOGITS

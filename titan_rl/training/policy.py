@@ -25,9 +25,9 @@ from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.decoder import READS_PARTS, DecoderModel, replay
 from titan_rl.training.device import local_device
-from titan_rl.training.models.choice import longest_context
 from titan_rl.training.models.hf_model import HFModel, read_hf_config
 from titan_rl.training.models.lora import Adapter
+from titan_rl.training.models.model_implementation import longest_context
 from titan_rl.training.options import Attention, DType
 from titan_rl.training.parallel import World, local, parallelize
 from titan_rl.training.settings import ModelConfig, TrainingConfig

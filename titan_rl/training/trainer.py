@@ -28,10 +28,10 @@ from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
 from titan_rl.training.parallel import World, local
 from titan_rl.training.policy import BaseOfAdapter, Policy, Reference
-from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.state.train_state import TrainState, TrainStateWriter, load_train_state
 from titan_rl.training.tensor_batch import Minibatch, packing_metrics
+from titan_rl.training.trainer_protocol import SkippedMinibatch, StepResult
 from titan_rl.weights.types import TensorSlice
 
 READ_LIMIT_S = 300.0

@@ -27,9 +27,9 @@ from titan_rl.run.resumption import open_run_dir, resume_from_newest
 from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop
 from titan_rl.run.sft.train import check, find_demonstrations, plan_run
 from titan_rl.run.trainer_recovery import RecoveringTrainer, recovering
-from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.state.checkpoint import step_directory, step_of, write_checksums, write_summed
 from titan_rl.training.tiny_model import make_tiny_model
+from titan_rl.training.trainer_protocol import SkippedMinibatch, StepResult
 from titan_rl.viewer.trace import Traces
 from titan_rl.weights.types import PublishedWeights
 

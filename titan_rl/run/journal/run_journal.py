@@ -15,7 +15,7 @@ from titan_rl.generation.recording import KnownAnswers, PendingRequests, Recorde
 from titan_rl.generation.resume import Generation, request_fn
 from titan_rl.rollout.checked_copies import completion_of
 from titan_rl.rollout.types import RolloutGroup
-from titan_rl.run.journal.log import LogWriter, flush_entry
+from titan_rl.run.journal.log_file import LogWriter, flush_entry
 from titan_rl.run.journal.records import (
     AssignRecord,
     BatchRecord,

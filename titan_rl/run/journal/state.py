@@ -19,7 +19,7 @@ import msgspec
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError
-from titan_rl.run.journal.log import Damage, read_log
+from titan_rl.run.journal.log_file import Damage, read_log
 from titan_rl.run.journal.records import (
     AssignRecord,
     BatchRecord,

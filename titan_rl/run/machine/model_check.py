@@ -23,7 +23,7 @@ from typing import Literal
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.choice import choose_implementation
+from titan_rl.training.models.model_implementation import choose_implementation
 from titan_rl.training.numerical_check import NumericalCheck
 
 LIMIT_S = 300.0

@@ -25,9 +25,9 @@ from titan_rl.run.observability.steps import Stage
 from titan_rl.run.sft.demonstration_sources import TokenSource
 from titan_rl.run.terminal.live_display import format_seconds
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.protocol import Trainer
 from titan_rl.training.settings import MADE_BY_SFT
 from titan_rl.training.state.checkpoint import atomic_directory, step_of
+from titan_rl.training.trainer_protocol import Trainer
 
 
 class LearnedSteps:

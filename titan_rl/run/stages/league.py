@@ -16,8 +16,8 @@ from titan_rl.scheduling.curriculum import Curriculum
 from titan_rl.scheduling.task_mix import TaskMix
 from titan_rl.tasks.league import LeagueCurriculum, split_number, version_name, win_rates
 from titan_rl.tasks.players import SeatedTask
-from titan_rl.training.protocol import Trainer
 from titan_rl.training.state.checkpoint import list_checkpoints
+from titan_rl.training.trainer_protocol import Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from titan_rl.core.tracing.spans import span
 from titan_rl.generation.router.control import PullMode
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.run.trainer_recovery import RecoveringTrainer
-from titan_rl.training.protocol import StepResult, Trainer
+from titan_rl.training.trainer_protocol import StepResult, Trainer
 from titan_rl.weights.types import PublishedWeights
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from safetensors import SafetensorError, safe_open
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import ModelError
 from titan_rl.training.decoder import DecoderModel
-from titan_rl.training.models.choice import choose_implementation
 from titan_rl.training.models.lora import Adapter
+from titan_rl.training.models.model_implementation import choose_implementation
 from titan_rl.training.options import Implementation
 from titan_rl.training.parallel import HeldSlices, World, fill, full_tensor, local_slice, owned_slice
 from titan_rl.training.settings import AdapterConfig

@@ -18,7 +18,7 @@ from torch import nn
 from titan_rl.core.errors import ModelError
 from titan_rl.training.attention.attention import CurrentLayout
 from titan_rl.training.decoder import READS_PARTS
-from titan_rl.training.models.choice import RECURRENT
+from titan_rl.training.models.model_implementation import RECURRENT
 
 _POSITIONS = frozenset({"position_ids", "position_embeddings", "cache_position"})
 """Arguments that restate the positions of tokens, which mixers do not use: each sequence begins at position 0."""

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titan_rl.core.errors import ModelError, in_one_line
-from titan_rl.training.models.choice import EXPERT_COUNTS
+from titan_rl.training.models.model_implementation import EXPERT_COUNTS
 
 VOCABULARY = 128
 WINDOW = 8

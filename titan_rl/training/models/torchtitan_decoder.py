@@ -13,8 +13,8 @@ import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.training.attention.attention import Layout
 from titan_rl.training.models.expert_parallel import divide_experts, fsdp_options, shard_experts
 from titan_rl.training.models.experts import Router
-from titan_rl.training.models.families import ARCHITECTURES, Architecture, DocumentAttention
 from titan_rl.training.models.lora import with_adapter
+from titan_rl.training.models.torchtitan_families import ARCHITECTURES, Architecture, DocumentAttention
 from titan_rl.training.settings import AdapterConfig
 
 # isort: split

@@ -2,7 +2,7 @@
 import { CurveStore } from "viewer/curves/store";
 import { CurveView } from "viewer/curves/view";
 import { Panel, kindOf } from "viewer/curves/panel";
-import { grouped, matching } from "viewer/curves/panels";
+import { grouped, matching } from "viewer/curves/panel_list";
 import { h } from "viewer/dom";
 import { toolbar } from "viewer/curves/toolbar";
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.core.errors import CheckpointError, NoSpaceError
-from titan_rl.run.journal import log
-from titan_rl.run.journal.log import Damage, LogWriter, frame, read_log
+from titan_rl.run.journal import log_file
+from titan_rl.run.journal.log_file import Damage, LogWriter, frame, read_log
 
 RECORDS = st.lists(st.binary(max_size=12), min_size=1, max_size=5)
 
@@ -135,8 +135,8 @@ def test_a_full_disk_holds_records_up_until_there_is_room_and_loses_none(tmp_pat
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return super().write(data[:7])  # a part, as the last room of a disk
 
-    monkeypatch.setattr(log, "FileIO", Disk)
-    monkeypatch.setattr(log, "RETRY_S", 0.01)
+    monkeypatch.setattr(log_file, "FileIO", Disk)
+    monkeypatch.setattr(log_file, "RETRY_S", 0.01)
     path = tmp_path / "1.journal"
     writer = LogWriter(path)
     writer.append(b"before")
@@ -160,8 +160,8 @@ def test_a_disk_that_stays_full_does_not_hold_up_the_end(tmp_path, monkeypatch):
         def write(self, data) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(log, "FileIO", Full)
-    monkeypatch.setattr(log, "RETRY_S", 0.01)
+    monkeypatch.setattr(log_file, "FileIO", Full)
+    monkeypatch.setattr(log_file, "RETRY_S", 0.01)
     writer = LogWriter(tmp_path / "1.journal")
     writer.append(b"lost")
     with pytest.raises(NoSpaceError):
@@ -179,7 +179,7 @@ def test_a_disk_that_says_only_at_a_flush_that_it_is_full_is_waited_for(tmp_path
         flush(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(log, "RETRY_S", 0.01)
+    monkeypatch.setattr(log_file, "RETRY_S", 0.01)
     writer = LogWriter(tmp_path / "1.journal")
     writer.drain()
     full.set()
@@ -206,7 +206,7 @@ def test_a_file_that_is_flushed_may_complain_when_it_is_closed(tmp_path, monkeyp
             if was_open:
                 raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(log, "FileIO", Disk)
+    monkeypatch.setattr(log_file, "FileIO", Disk)
     writer = LogWriter(tmp_path / "1.journal")
     writer.append(b"one")
     writer.switch(tmp_path / "2.journal")
@@ -240,7 +240,8 @@ def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path):
 ABANDONED = """
 import sys
 from pathlib import Path
-from titan_rl.run.journal.log import LogWriter
+from titan_rl.run.journal import log_file
+from titan_rl.run.journal.log_file import LogWriter
 
 async def program():
     writer = LogWriter(Path(sys.argv[1]))
@@ -276,7 +277,7 @@ def test_what_ends_the_thread_is_told_of_whatever_it_is(tmp_path, monkeypatch):
         def write(self, data):
             raise MemoryError("no more")
 
-    monkeypatch.setattr(log, "FileIO", Broken)
+    monkeypatch.setattr(log_file, "FileIO", Broken)
     writer = LogWriter(tmp_path / "log", stall_s=30.0)
     writer.append(b"record")
     with pytest.raises(CheckpointError, match="no more"):
