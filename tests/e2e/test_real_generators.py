@@ -237,7 +237,6 @@ async def test_agents_notice_no_swap_no_pause_and_no_death(stage: Stage) -> None
 
     assert [agent.said for agent in disturbed] == [agent.said for agent in alone]
     assert [agent.token_ids for agent in disturbed] == [agent.token_ids for agent in alone]
-    assert any(completion.metrics.get("num_resumes") for completion in generated)
     assert len(set[str]().union(*(agent.versions for agent in disturbed))) > 2
     for agent in disturbed:
         for before, after in pairwise(agent.token_ids):
