@@ -100,7 +100,7 @@ FILTERS: list[tuple[str, Callable[[Record], bool]]] = [
     ("task=countdown&phase=validation", lambda r: r["task"] == "countdown" and r["phase"] == "validation"),
     ("reward_min=0.4&reward_max=0.6", lambda r: r["reward"] is not None and 0.4 <= r["reward"] <= 0.6),
     ("step_min=10&step_max=12", lambda r: 10 <= r["step"] <= 12),
-    ("group=g7", lambda r: r["group_id"] == "g7"),
+    ("group=train-7", lambda r: r["group_id"] == "train-7"),
     ("dropped=true", lambda r: "dropped" in r),
     ("dropped=false&text=DORA", lambda r: "dropped" not in r and "dora" in json.dumps(r["messages"]).lower()),
 ]
