@@ -41,8 +41,8 @@ def make_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=64,
+        hidden_size=128,
+        intermediate_size=96,  # a layer of 192 x 128, which oneDNN packs differently for one thread and for two
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -69,13 +69,21 @@ def policy(models: dict[str, tuple[Path, Qwen3ForCausalLM]]) -> Qwen3ForCausalLM
     return models["policy"][1]
 
 
+@pytest.fixture(scope="module")
+def num_threads() -> int:
+    """Number of threads of a torch operation before any engine of this module exists."""
+    return torch.get_num_threads()
+
+
 NGRAM = pytest.mark.parametrize("engine", ["ngram"], indirect=True)
 MODEL = pytest.param("draft_model", marks=in_depth)
 BOTH = pytest.mark.parametrize("engine", ["ngram", MODEL], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest, models: dict[str, tuple[Path, Qwen3ForCausalLM]]) -> Iterator[VLLMEngine]:
+def engine(
+    request: pytest.FixtureRequest, models: dict[str, tuple[Path, Qwen3ForCausalLM]], num_threads: int
+) -> Iterator[VLLMEngine]:
     small = str(models["small"][0]) if request.param == "draft_model" else None
     guesses = SpeculativeConfig(method=request.param, num_speculative_tokens=2, model=small, prompt_lookup=(1, 4))
     engine = VLLMEngine(
@@ -172,6 +180,14 @@ def test_requests_stand_still_while_sequences_are_scored(engine: VLLMEngine) -> 
         disturbed.step()
         engine.score([PROMPT, PROMPT[1:]])
     assert disturbed.tokens == undisturbed.tokens
+
+
+@NGRAM
+def test_guessing_leaves_the_number_of_threads_for_which_weights_are_packed(
+    engine: VLLMEngine, num_threads: int
+) -> None:
+    draw(engine, PLAIN, 1)
+    assert torch.get_num_threads() == num_threads
 
 
 @NGRAM
