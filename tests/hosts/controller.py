@@ -17,8 +17,6 @@ from background import HANG_S
 from hosts.namespaces import PROJECT, Namespaces
 from hosts.scripted import TESTS
 
-END_S = 15.0  # less than is waited for a process to stop: nobody waits for those of hosts that are gone
-
 PROGRAM = """
 import asyncio, fcntl, json, sys
 from pathlib import Path

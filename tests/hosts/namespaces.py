@@ -19,7 +19,7 @@ from .network import PREFIX, clean_up_after_the_dead, free_network, hardware_add
 PROJECT = Path(__file__).parents[2]
 TOOLS = ("ip", "unshare", "nsenter", "setpriv")
 PORT = 22222
-START_S = 20.0
+START_S = 120.0  # on a busy machine
 _SPACES = ("net", "mount", "uts", "ipc", "pid")
 # The first process of a host collects what ends there, and runs until it is killed, which ends all of them.
 _INIT = (

@@ -6,13 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from background import HANG_S
 from depth import on_more_hosts
-from hosts.controller import END_S, Run
+from hosts.controller import Run
 from hosts.namespaces import HostProcess, NamespaceHost, Namespaces
 from hosts.scripted import GATE
 from hosts.waiting import until
 
 ENGINES: dict[str, Any] = {"engine": "hosts.scripted:make_at_gate", "num_generators": 3}
+SOON_S = 60.0  # on a busy machine; the calls' own limit is more than a minute
 
 
 def start_worker(host: NamespaceHost, gate: Path):
@@ -41,7 +43,7 @@ def test_those_that_die_are_left_out_where_the_others_are_enough_and_taken_in_wh
     first.start()
     start_worker(first, gate)
     run.hears(f"host {first.name} at {first.worker_address} has joined with generator-")
-    assert run.end(END_S) == 0
+    assert run.end(HANG_S) == 0
     until(lambda: not spawned(first) and not spawned(third), "what the run had on the others ends")
     second.start()
     start_worker(second, gate)
@@ -60,6 +62,6 @@ def test_one_that_is_needed_is_named_at_once_and_nothing_is_left_on_the_others(
     killed = time.monotonic()
     (gate / "open").touch()
     run.hears("failed: ", f"host {second.name}", "generation.num_generators_range begins with 3")
-    assert run.end(END_S) == 0
-    assert time.monotonic() - killed < 15
+    assert run.end(HANG_S) == 0
+    assert time.monotonic() - killed < SOON_S
     until(lambda: not spawned(first) and not spawned(third), "what the run had on the others ends")
