@@ -244,12 +244,14 @@ def cost(engine: Any, plan: Plan, transport: Any, readbacks: list[float]) -> flo
     """Processor time of verification divided by that of the load."""
     from vllm.model_executor.layers import utils
 
+    from titan_rl.generation.vllm_held_weights import pack
+
     noting: Any = utils.dispatch_cpu_unquantized_gemm
     engine.fault = ""
     manifest = plan.chains[0].manifests[0]
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for index in range(80):
-        utils.dispatch_cpu_unquantized_gemm = noting if index % 2 else noting.packs
+        utils.dispatch_cpu_unquantized_gemm = noting if index % 2 else pack
         items = transport.pull(manifest)
         began = time.thread_time()
         engine.load_state_dict(items, 0)

@@ -97,7 +97,7 @@ def _part_sums(layer: Any, weight: torch.Tensor) -> list[torch.Tensor]:
 
 
 _turns = count()
-_pack: Any = utils.dispatch_cpu_unquantized_gemm
+pack: Any = utils.dispatch_cpu_unquantized_gemm  # without a record
 
 
 def note_packing() -> None:
@@ -108,7 +108,7 @@ def note_packing() -> None:
 def _pack_and_note(layer: Any, remove_weight: bool) -> None:
     weight: torch.Tensor = layer.weight
     is_matrix = weight.ndim == 2  # before packing, which turns a convolution's weight into a matrix in place
-    _pack(layer, remove_weight)
+    pack(layer, remove_weight)
     if is_matrix and not weight.is_meta:
         # vLLM's parameters, and its default device, would add Python code to each operation.
         with torch._C.DisableTorchFunction():
