@@ -18,7 +18,7 @@ from hosts.controller import Run
 from hosts.namespaces import PROJECT, HostProcess, Namespaces
 
 GIVEN_UP_S = 45.0  # a silence of 3 s, and what a loaded machine takes; the calls' own limit is more than a minute
-PATIENT_S = 60.0  # silence that no pause of a loaded machine reaches
+PATIENT_S = 60.0  # a limit of silence, and of a hang, that no pause of a loaded machine reaches
 COUNT, TOKENS = 12, 1500
 
 
@@ -31,15 +31,22 @@ def run(hosts: Namespaces, workers: list[HostProcess], tmp_path_factory: pytest.
     assert run.end(HANG_S) == 0
 
 
+@pytest.fixture
+def patient_run(hosts: Namespaces, workers: list[HostProcess], tmp_path: Path) -> Generator[Run]:
+    run = Run(tmp_path / "run", hosts, hosts={"silence_s": PATIENT_S, "hang_timeout_s": PATIENT_S})
+    run.hears("ready")
+    yield run
+    assert run.end(HANG_S) == 0
+
+
 @pytest.fixture(scope="module")
 def undisturbed(run: Run) -> str:
     run.tell(f"ask {COUNT} {TOKENS}")
     return run.asked("answers")
 
 
-def test_two_seconds_without_a_link_cost_nothing(hosts: Namespaces, workers: list[HostProcess], tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", hosts, hosts={"silence_s": PATIENT_S, "hang_timeout_s": PATIENT_S})
-    run.hears("ready")
+def test_two_seconds_without_a_link_cost_nothing(patient_run: Run, hosts: Namespaces) -> None:
+    run = patient_run
     run.tell(f"ask {COUNT} {TOKENS}")
     undisturbed, before = run.asked("answers"), run.asked("pids")
     run.tell(f"ask {COUNT} {TOKENS}")
@@ -50,7 +57,6 @@ def test_two_seconds_without_a_link_cost_nothing(hosts: Namespaces, workers: lis
     assert run.asked("answers") == undisturbed
     assert run.asked("pids") == before
     assert run.asked("serving") == "generator-0 generator-1 generator-2"
-    assert run.end(HANG_S) == 0
 
 
 def test_a_host_that_is_cut_off_is_given_up_ends_its_processes_and_joins_again_empty(

@@ -48,7 +48,7 @@ def prepare_cpu(spec: EngineSpec) -> None:
     note_packing()
     if spec.speculative is not None:
         rejection_sampler.expand_batch_to_tokens = spread
-        # Its first search of ngrams makes numba set the number of OpenMP threads, by default to the number of cores.
+        # vLLM's first search of n-grams makes numba set the number of OpenMP threads, by default that of the cores.
         # The number must not change: vLLM caches oneDNN's kernels by the shape of a weight alone, but oneDNN packs a
         # weight by the number of threads too. A weight packed later is then multiplied in another's layout (vLLM 0.32).
         os.environ["NUMBA_NUM_THREADS"] = str(torch.get_num_threads())

@@ -97,7 +97,7 @@ def _part_sums(layer: Any, weight: torch.Tensor) -> list[torch.Tensor]:
 
 
 _turns = count()
-pack: Any = utils.dispatch_cpu_unquantized_gemm  # without a record
+pack: Any = utils.dispatch_cpu_unquantized_gemm  # vLLM's own function, which records nothing
 
 
 def note_packing() -> None:
