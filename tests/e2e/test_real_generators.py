@@ -217,6 +217,7 @@ async def test_agents_notice_no_swap_no_pause_and_no_death(stage: Stage) -> None
         await asyncio.gather(*(agent.run() for agent in alone))
         assert all(completion.metrics.get("num_resumes", 0) == 0 for completion in generated)
 
+        generated.clear()
         disturbed = [Agent(client, number) for number in range(6)]
         running = asyncio.gather(*(agent.run() for agent in disturbed))
         swapping = asyncio.create_task(stage.swap_the_same_until(running))
