@@ -183,3 +183,30 @@ def test_a_run_whose_adapters_are_all_finished_is_not_resumed_and_one_with_steps
     damaged = run / "adapters" / "rank_8" / "checkpoints" / "step-000040"
     assert main(["train", "--resume", str(run), "--dry-run", "--adapters.rank_8.training.steps", "41"]) == 1
     assert f"{damaged} has no checksums.json" in capsys.readouterr().err
+
+
+class BrokenPlanes:
+    """Planes whose trainer is gone, and whose routers cannot be closed."""
+
+    trainer = SimpleNamespace(remote=SimpleNamespace(reason=None))
+
+    def __init__(self) -> None:
+        self.training = self.router = self
+        self.by_adapter = self.published = {"gspo": None}
+
+    @property
+    def adapters(self) -> None:
+        raise TrainingError("the trainer is gone")
+
+    async def close_router(self, name: str) -> None:
+        raise OSError(f"the router of {name} does not close")
+
+
+async def test_adapter_error_is_not_hidden_by_an_error_while_closing(run: Path) -> None:
+    config = load_config(SEVERAL, [("model.path", str(BASE))])
+    session = SimpleNamespace(run_dir=RunDirectory(run), progress=Progress(2), config=config, sinks=Sinks({}, LOG))
+    experiment = Experiment("gspo", config.experiments["gspo"], run)
+    with pytest.raises(titan_rl.AdaptersFailedError, match="gspo: the trainer is gone"):
+        await Experiments(*cast(Any, (session, [experiment], BrokenPlanes(), None))).run()
+    assert experiment.error is not None
+    assert experiment.error.__notes__ == ["cleaning up failed, too: OSError: the router of gspo does not close"]

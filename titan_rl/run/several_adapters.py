@@ -24,7 +24,7 @@ from titan_rl.cluster.processes.garbage_collection import settled_heap
 from titan_rl.config.build import open_rollouters
 from titan_rl.config.resume_changes import check_unchanged
 from titan_rl.config.run import RunConfig
-from titan_rl.core.calls.cancellation import stray_cancellation_fails
+from titan_rl.core.calls.cancellation import FirstError, stray_cancellation_fails
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.calls.watchdog import LoopWatchdog
@@ -263,9 +263,13 @@ class Experiments:
         progress = ExperimentProgress(total, self._progress, self._metrics, experiment.name)
         try:
             with experiment.run_dir.locked(), status_kept(experiment.run_dir.path, begins=experiment.begins):
+                first = FirstError()
                 try:
-                    with stray_cancellation_fails(f"adapter {experiment.name}"):
-                        experiment.summary = await self._train(experiment, progress)
+                    with stray_cancellation_fails(f"adapter {experiment.name}"), first.wins():
+                        async with contextlib.AsyncExitStack() as resources:
+                            with first.source():
+                                summary = await self._train(experiment, progress, resources)
+                    experiment.summary = summary
                 except BaseExceptionGroup as group:
                     error = first_cause(group)
                     raise error from error.__cause__
@@ -275,32 +279,32 @@ class Experiments:
             progress.warning(experiment.failed())
             self._metrics.failed(experiment.name)
         else:
-            assert experiment.summary is not None
-            progress.message(f"finished {experiment.summary.result}")
+            progress.message(f"finished {summary.result}")
 
-    async def _train(self, experiment: Experiment, progress: Progress) -> RunSummary:
+    async def _train(
+        self, experiment: Experiment, progress: Progress, resources: contextlib.AsyncExitStack
+    ) -> RunSummary:
         name, config, run_dir = experiment.name, experiment.config, experiment.run_dir
         start = await in_thread(experiment.begin)
         show_notes(config, progress)
         routers = self._planes.router
         router, published = routers.by_adapter[name], routers.published[name]
-        async with contextlib.AsyncExitStack() as resources:
-            resources.push_async_callback(routers.close_router, name)
-            opened = open_sinks(config.logging, run_dir, progress, step=start.state.step)
-            sinks = resources.enter_context(opened)
-            journal = resources.enter_context(open_journal(start, run_dir, progress))
-            run = TrainingRun(config, run_dir, progress, sinks, start, journal, published)
-            opening = open_rollouters(config, run_dir.path, progress, self._renderer)
-            runners = await resources.enter_async_context(opening)
-            trainer = await resources.enter_async_context(run.open_trainer(self._trainers.of(name)))
-            controller = experiment.controller = await run.load_controller(trainer, router, runners, self._renderer)
-            stalls = ExperimentStalls(controller, router, self._turns, name)
-            async with background_tasks(
-                stalls=warn_of_stalls(stalls, progress),
-                following=progress.follow(controller),
-                generators=routers.stopped(name),
-            ):
-                return await controller.run()
+        resources.push_async_callback(routers.close_router, name)
+        opened = open_sinks(config.logging, run_dir, progress, step=start.state.step)
+        sinks = resources.enter_context(opened)
+        journal = resources.enter_context(open_journal(start, run_dir, progress))
+        run = TrainingRun(config, run_dir, progress, sinks, start, journal, published)
+        opening = open_rollouters(config, run_dir.path, progress, self._renderer)
+        runners = await resources.enter_async_context(opening)
+        trainer = await resources.enter_async_context(run.open_trainer(self._trainers.of(name)))
+        controller = experiment.controller = await run.load_controller(trainer, router, runners, self._renderer)
+        stalls = ExperimentStalls(controller, router, self._turns, name)
+        async with background_tasks(
+            stalls=warn_of_stalls(stalls, progress),
+            following=progress.follow(controller),
+            generators=routers.stopped(name),
+        ):
+            return await controller.run()
 
 
 class ExperimentsSession(RunSession[RunSummary]):
