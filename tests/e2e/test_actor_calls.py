@@ -86,7 +86,7 @@ async def worker() -> AsyncIterator[ActorHandle]:
     await remote.call(supervisor.terminate, timeout_s=LIMIT_S)
 
 
-async def test_values_and_errors_come_back_as_they_are(worker: ActorHandle) -> None:
+async def test_values_and_errors_are_returned_unchanged(worker: ActorHandle) -> None:
     async with asyncio.timeout(LIMIT_S):
         assert await asyncio.gather(*[worker.echo.call_one(each) for each in range(100)]) == list(range(100))
         with pytest.raises(RequestError, match=r"^too long$"):
@@ -98,7 +98,7 @@ async def test_values_and_errors_come_back_as_they_are(worker: ActorHandle) -> N
         assert await worker.echo.call_one("still there") == "still there"
 
 
-async def test_an_error_that_does_not_travel_arrives_as_its_text(worker: ActorHandle) -> None:
+async def test_unpicklable_error_arrives_as_text(worker: ActorHandle) -> None:
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(TitanRLError, match="TwoArguments: one and two"):
             await worker.fail.call_one("unreadable")
@@ -108,7 +108,7 @@ async def test_an_error_that_does_not_travel_arrives_as_its_text(worker: ActorHa
             await worker.unpicklable.call_one()
 
 
-async def test_an_answer_that_nobody_waits_for_is_dropped(worker: ActorHandle) -> None:
+async def test_answer_to_a_cancelled_call_is_dropped(worker: ActorHandle) -> None:
     async with asyncio.timeout(LIMIT_S):
         waiting = asyncio.ensure_future(worker.wait.call_one())
         await worker.echo.call_one(1)
@@ -130,7 +130,7 @@ async def test_calls_in_flight_fail_when_their_process_ends(worker: ActorHandle)
                 await call
 
 
-async def test_calls_leave_nothing_in_memory(worker: ActorHandle) -> None:
+async def test_calls_do_not_leak_memory(worker: ActorHandle) -> None:
     """Monarch itself would keep some 12 MB of these calls in this process, and 4 MB in the actor's. Allocators grow by
     a megabyte at times."""
 

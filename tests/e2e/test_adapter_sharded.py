@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
         for name in LAYOUTS
     ],
 )
-def test_three_steps_of_an_adapter_and_one_from_a_checkpoint_of_one_rank(layout: str, tmp_path: Path) -> None:
+def test_sharded_adapter_steps_and_resume_match_one_rank(layout: str, tmp_path: Path) -> None:
     make, settings = LAYOUTS[layout]
     folder = make(tmp_path / "model")
     training = {"adapter": {"rank": 4}, "lr": 1e-3}

@@ -72,7 +72,7 @@ def peft_model(base: Path, trainer: TrainerCore, folder: Path) -> Any:
     ],
     ids=["qwen3", "llama3", "pinned", "qwen2", "gemma3_text"],
 )
-async def test_each_token_is_that_of_its_adapter(
+async def test_logprobs_match_the_adapter_version_of_each_token(
     tmp_path: Path, make: Callable[[Path], Path], rank: int, alpha: float, num_versions: int, last: int
 ) -> None:
     base = make(tmp_path / "model")
@@ -192,7 +192,7 @@ def made_up(number: int) -> Completion:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-async def test_a_faulty_swap_is_caught_by_the_probes_and_by_reading_back(fault: Any, published: Any) -> None:
+async def test_probes_and_readback_detect_a_faulty_swap(fault: Any, published: Any) -> None:
     engine, ((_, old), (manifest, new)) = published
 
     def load(tensors: dict[str, Any]) -> Engine:
@@ -207,7 +207,7 @@ async def test_a_faulty_swap_is_caught_by_the_probes_and_by_reading_back(fault: 
         compare(sums, [read_back(engine, sums)], manifest.version)
 
 
-def test_an_adapter_whose_names_match_no_layer_is_refused(published: Any) -> None:
+def test_rejects_adapter_with_unknown_or_incomplete_layers(published: Any) -> None:
     engine, ((manifest, tensors), _) = published
     renamed = {name.replace("self_attn", "attn"): tensor for name, tensor in tensors.items()}
     with pytest.raises(StateDictError, match=r"has model.layers.0.attn.q_proj.lora_A.weight, and the engine's"):
@@ -218,7 +218,7 @@ def test_an_adapter_whose_names_match_no_layer_is_refused(published: Any) -> Non
 
 
 @pytest.mark.parametrize(("make", "dtype"), [(make_tiny_moe, "float32"), (make_tiny_qwen3, "bfloat16")])
-def test_mixtures_and_bfloat16_compute_with_each_version(
+def test_moe_and_bfloat16_engines_match_each_version(
     tmp_path: Path, make: Callable[[Path], Path], dtype: DType
 ) -> None:
     base = make(tmp_path / "model")
@@ -250,7 +250,7 @@ def swap_and_verify(base: Path, dtype: DType) -> list[float]:
     return unread
 
 
-def test_a_version_without_a_place_is_refused_and_a_place_is_free_once_its_requests_are(tmp_path: Path) -> None:
+def test_rejects_version_without_a_free_slot_until_requests_end(tmp_path: Path) -> None:
     base = make_tiny_qwen3(tmp_path / "model")
     trainer = make_trainer(base, adapter={"rank": 8})
     tensors = {name: piece.tensor for name, piece in trainer.held_slices()}

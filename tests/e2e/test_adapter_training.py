@@ -53,9 +53,7 @@ def peft_model(base: Path, folder: Path) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES)
-def test_an_exported_adapter_and_a_merged_model_score_as_the_trainer_does(
-    tmp_path: Path, make: Callable[[Path], Path]
-) -> None:
+def test_exported_adapter_and_merged_model_match_trainer_scores(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     base = make(tmp_path / "model")
     trainer = trained(base)
     trainer.save(tmp_path / "checkpoint")
@@ -71,7 +69,7 @@ def test_an_exported_adapter_and_a_merged_model_score_as_the_trainer_does(
     assert (expected - torch.tensor(untrained)).abs().max() > 1e-2
 
 
-def test_the_program_that_exports_writes_what_the_function_does(tmp_path: Path) -> None:
+def test_export_program_writes_the_same_bytes_as_the_function(tmp_path: Path) -> None:
     base = make_tiny_qwen3(tmp_path / "model")
     trained(base, steps=1).save(tmp_path / "checkpoint")
     programs = []
@@ -86,7 +84,7 @@ def test_the_program_that_exports_writes_what_the_function_does(tmp_path: Path) 
         assert (tmp_path / form / file).read_bytes() == (tmp_path / "expected" / form / file).read_bytes()
 
 
-def test_the_merged_model_is_the_base_plus_the_scaled_product_bit_by_bit(tmp_path: Path) -> None:
+def test_merged_weights_are_exactly_base_plus_scaled_product(tmp_path: Path) -> None:
     base = make_tiny_qwen3(tmp_path / "model")
     trainer = trained(base)
     trainer.save(tmp_path / "checkpoint")
@@ -103,7 +101,7 @@ def test_the_merged_model_is_the_base_plus_the_scaled_product_bit_by_bit(tmp_pat
     assert not matrices
 
 
-def test_a_merged_model_in_bfloat16_is_the_sum_rounded_once(tmp_path: Path) -> None:
+def test_bfloat16_merge_rounds_once(tmp_path: Path) -> None:
     base = make_tiny_qwen3(tmp_path / "model")
     trained(base).save(tmp_path / "checkpoint")
     export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "merged")
@@ -116,7 +114,7 @@ def test_a_merged_model_in_bfloat16_is_the_sum_rounded_once(tmp_path: Path) -> N
         assert all(torch.equal(rounded[name], weight.bfloat16()) for name, weight in exact.items())
 
 
-def test_the_base_is_rounded_first_where_the_run_has_trained_on_rounded_weights(tmp_path: Path) -> None:
+def test_merge_rounds_the_base_first_after_bfloat16_training(tmp_path: Path) -> None:
     base = make_tiny_qwen3(tmp_path / "model")
     settings = TrainingConfig(steps=10, adapter=ADAPTER, lr=1e-2)  # pyright: ignore[reportArgumentType]
     trainer = TrainerCore(ModelConfig(path=str(base), dtype="bfloat16"), settings, seed=0)
@@ -129,7 +127,7 @@ def test_the_base_is_rounded_first_where_the_run_has_trained_on_rounded_weights(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_only_the_adapter_is_trained_and_it_continues_bit_by_bit_from_a_checkpoint(tmp_path: Path) -> None:
+def test_adapter_checkpoint_is_small_and_resumes_bitwise_identically(tmp_path: Path) -> None:
     base = make_tiny_qwen3(tmp_path / "model")
     trainer = trained(base)
     trainer.save(tmp_path / "checkpoint")
@@ -147,7 +145,7 @@ def test_only_the_adapter_is_trained_and_it_continues_bit_by_bit_from_a_checkpoi
     assert saved < 3 * 4 * elements + 40_000  # A, B, and two moments of each, with the names
 
 
-def test_an_adapter_checkpoint_is_refused_by_a_trainer_of_another_kind(tmp_path: Path) -> None:
+def test_rejects_checkpoint_of_another_adapter_setting(tmp_path: Path) -> None:
     base = make_tiny_qwen3(tmp_path / "model")
     trained(base, steps=1).save(tmp_path / "checkpoint")
     for adapter in ({"rank": 0}, {"rank": 4, "alpha": 16.0}):
@@ -158,7 +156,7 @@ def test_an_adapter_checkpoint_is_refused_by_a_trainer_of_another_kind(tmp_path:
         export_checkpoint(base, tmp_path / "whole", tmp_path / "adapter", as_adapter=True)
 
 
-def test_a_version_has_exactly_the_bytes_of_the_adapter(tmp_path: Path) -> None:
+def test_published_version_has_exactly_the_adapter_bytes(tmp_path: Path) -> None:
     base = make_tiny_qwen3(tmp_path / "model")
     trainer = trained(base, steps=0, adapter={"rank": 1})
     with SharedMemoryTransport("test-adapter-bytes") as transport:
@@ -171,7 +169,7 @@ def test_a_version_has_exactly_the_bytes_of_the_adapter(tmp_path: Path) -> None:
     assert read["model.layers.0.mlp.down_proj.lora_A.weight"].shape == (1, 128)
 
 
-def test_the_reference_of_the_kl_term_is_the_base(tmp_path: Path) -> None:
+def test_kl_reference_is_the_base_model(tmp_path: Path) -> None:
     base = make_tiny_qwen3(tmp_path / "model")
     results = {}
     for name, kl_coef in (("policy", 0.0), ("with kl", 0.5)):
@@ -182,7 +180,7 @@ def test_the_reference_of_the_kl_term_is_the_base(tmp_path: Path) -> None:
     assert first.step(on_policy_samples(first, 20, 30)).metrics["reference_kl"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_run_can_start_from_an_exported_adapter(tmp_path: Path) -> None:
+def test_training_starts_from_an_exported_adapter(tmp_path: Path) -> None:
     base = make_tiny_llama3(tmp_path / "model")
     trainer = trained(base)
     trainer.save(tmp_path / "checkpoint")
@@ -197,7 +195,7 @@ def test_a_run_can_start_from_an_exported_adapter(tmp_path: Path) -> None:
         make_trainer(base, adapter=ADAPTER | {"targets": ["q_proj"], "start": str(tmp_path / "adapter")})
 
 
-def test_targets_choose_the_layers(tmp_path: Path) -> None:
+def test_targets_select_the_adapted_layers(tmp_path: Path) -> None:
     trainer = make_trainer(make_tiny_qwen3(tmp_path / "model"), adapter={"rank": 2, "targets": ["o_proj", "up_proj"]})
     layers = {name.split(".")[4] for name, _ in trainer.held_slices()}
     assert layers == {"o_proj", "up_proj"}
@@ -205,7 +203,7 @@ def test_targets_choose_the_layers(tmp_path: Path) -> None:
         make_trainer(tmp_path / "model", adapter={"rank": 2, "targets": ["k_proj"]})
 
 
-def test_a_mixture_of_experts_gets_adapters_in_its_attention(tmp_path: Path) -> None:
+def test_moe_gets_adapters_in_attention_only(tmp_path: Path) -> None:
     base = make_tiny_moe(tmp_path / "model")
     trainer = trained(base, steps=1)
     assert {name.split(".")[3] for name, _ in trainer.held_slices()} == {"self_attn"}

@@ -38,7 +38,7 @@ keep = "all"
 SAMPLES = [{"question": f"Sort: {name} a", "worth": worth} for name, worth in (("b", 0.25), ("c", 0.5), ("d", 1.0))]
 
 
-def test_trained_tokens_are_those_that_programs_were_answered_with(tmp_path: Path) -> None:
+def test_agent_programs_train_on_the_tokens_they_received(tmp_path: Path) -> None:
     """On policy: the trainer's logprobs of all branches are the engine's, and nothing of the agents is left. Requests
     have no seeds of their own, as by default in runs that are not on policy."""
     samples, config = tmp_path / "samples.jsonl", tmp_path / "agents.toml"

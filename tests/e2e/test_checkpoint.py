@@ -48,7 +48,7 @@ def named_nadam(parameters: NamedParameters, spec: OptimizerSpec) -> torch.optim
     "optimizer",
     ["adamw", "adam", "sgd", "muon", f"{__name__}:two_rates", f"{__name__}:named_nadam"],
 )
-def test_a_loaded_run_continues_to_the_bit(folder: Path, tmp_path: Path, optimizer: str):
+def test_resumed_trainer_continues_bitwise_identically(folder: Path, tmp_path: Path, optimizer: str):
     schedule = {"steps": 6, "lr_decay": "cosine", "warmup_steps": 2, "optimizer": optimizer}
     trainer = make_trainer(folder, **schedule)
     samples = on_policy_samples(trainer, 24, 33, 8)
@@ -68,7 +68,7 @@ def test_a_loaded_run_continues_to_the_bit(folder: Path, tmp_path: Path, optimiz
     assert os.listdir(tmp_path) == ["step-000003"]
 
 
-def test_a_checkpoint_is_of_the_moment_it_was_begun(
+def test_checkpoint_captures_state_when_saving_begins(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(folder)
@@ -100,7 +100,7 @@ def test_a_checkpoint_is_of_the_moment_it_was_begun(
     assert all(torch.equal(tensor, reference[name]) for name, tensor in resumed.named_tensors())
 
 
-def test_saving_before_the_first_step_changes_no_step(folder: Path, tmp_path: Path):
+def test_saving_before_the_first_step_does_not_change_steps(folder: Path, tmp_path: Path):
     trainer, saved, loaded = (make_trainer(folder) for _ in range(3))
     samples = on_policy_samples(trainer, 24, 33)
     saved.save(tmp_path / "step-000000")
@@ -113,7 +113,7 @@ def test_saving_before_the_first_step_changes_no_step(folder: Path, tmp_path: Pa
         assert all(torch.equal(tensor, reference[name]) for name, tensor in other.named_tensors())
 
 
-def test_a_missing_damaged_or_foreign_checkpoint_is_refused(folder: Path, tmp_path: Path):
+def test_rejects_missing_incomplete_or_foreign_checkpoints(folder: Path, tmp_path: Path):
     trainer = make_trainer(folder)
     with pytest.raises(CheckpointError, match="no checkpoint"):
         trainer.load(tmp_path / "absent")
@@ -126,7 +126,7 @@ def test_a_missing_damaged_or_foreign_checkpoint_is_refused(folder: Path, tmp_pa
         trainer.load(tmp_path / "step-000000")
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(folder: Path, tmp_path: Path):
+def test_rejects_checkpoint_of_another_optimizer(folder: Path, tmp_path: Path):
     trainer = make_trainer(folder)
     trainer.step(on_policy_samples(trainer, 24))
     trainer.save(tmp_path / "step-000001")
@@ -173,7 +173,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainerCore, Path]:
         (lose, "checksums.json", 0),
     ],
 )
-def test_a_damaged_file_is_found_before_anything_is_loaded(
+def test_damaged_file_is_detected_before_anything_is_loaded(
     saved: tuple[TrainerCore, Path], tmp_path: Path, damage: Callable[[Path, int], None], file: str, at: int
 ):
     trainer, path = saved
@@ -197,7 +197,7 @@ class Attack:
         return Path.touch, (self.marker,)
 
 
-def test_loading_executes_nothing(saved: tuple[TrainerCore, Path], tmp_path: Path):
+def test_loading_does_not_execute_pickled_code(saved: tuple[TrainerCore, Path], tmp_path: Path):
     trainer, path = saved
     copy, marker = tmp_path / path.name, tmp_path / "executed"
     shutil.copytree(path, copy)
@@ -219,7 +219,7 @@ def save_on_a_full_disk(folder: str, target: str, num_bytes: int) -> None:
             write(target)
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+def test_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
     folder, target = make_tiny_qwen3(tmp_path_factory.mktemp("model")), tmp_path / "step-000000"
     make_trainer(folder).save(target)
     run_world(save_on_a_full_disk, 1, folder=str(folder), target=str(target), num_bytes=100_000)
@@ -227,7 +227,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, tmp_pa
     make_trainer(folder).load(target)
 
 
-def test_an_exported_folder_gives_transformers_the_same_logits(folder: Path, tmp_path: Path):
+def test_exported_folder_matches_logprobs_in_transformers(folder: Path, tmp_path: Path):
     trainer = make_trainer(folder)
     trainer.step(on_policy_samples(trainer, 24, 33, 8))
     trainer.export_hf(tmp_path / "export")
@@ -244,7 +244,7 @@ def test_an_exported_folder_gives_transformers_the_same_logits(folder: Path, tmp
     assert (tmp_path / "export" / "chat_template.jinja").is_file()
 
 
-def test_a_checkpoint_is_exported_without_what_trained_it(folder: Path, tmp_path: Path):
+def test_checkpoint_export_contains_only_the_model(folder: Path, tmp_path: Path):
     trainer = make_trainer(folder, optimizer="muon")
     trainer.step(on_policy_samples(trainer, 24, 33, 8))
     trainer.save(tmp_path / "step-000001")
@@ -262,7 +262,7 @@ def test_a_checkpoint_is_exported_without_what_trained_it(folder: Path, tmp_path
     assert not (tmp_path / "damaged").exists()
 
 
-def test_an_exported_folder_gives_vllm_the_same_logprobs(folder: Path, tmp_path: Path):
+def test_exported_folder_matches_logprobs_in_vllm(folder: Path, tmp_path: Path):
     from titan_rl.generation.engine import EngineSpec
     from titan_rl.generation.vllm_engine import VLLMEngine
 

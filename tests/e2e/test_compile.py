@@ -39,7 +39,7 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory):
 @needs_compiler
 @in_depth
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_compiled_steps_equal_eager_ones_and_shapes_are_not_compiled_each(folder: Path, checkpointing: str):
+def test_compiled_steps_match_eager_without_recompiling_per_shape(folder: Path, checkpointing: str):
     torch._dynamo.reset()
     counters.clear()
     rows = {"row_tokens": 128, "rows_per_micro_batch": 8, "lr": 1e-4}
@@ -64,7 +64,7 @@ def test_compiled_steps_equal_eager_ones_and_shapes_are_not_compiled_each(folder
 
 @needs_compiler
 @in_depth
-def test_the_compiled_kernel_of_flex_attention_attends_as_buckets_do():
+def test_compiled_flex_attention_matches_bucket_attention():
     """Forward alone: the uncompiled operator reads no blocks, and on CPUs the compiled one has no gradients."""
     documents = [Document(290), Document(150, 0, 290), Document(33, 0, 290), Document(200)]
     generator = torch.Generator().manual_seed(0)
@@ -77,7 +77,7 @@ def test_the_compiled_kernel_of_flex_attention_attends_as_buckets_do():
     torch.testing.assert_close(found.transpose(1, 2), expected, rtol=0, atol=1e-5)
 
 
-def test_a_machine_without_a_compiler_is_told_so(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_compile_without_a_cpp_compiler_is_an_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ConfigError, match=r"training.compile = true needs a C\+\+ compiler .* compile = false"):

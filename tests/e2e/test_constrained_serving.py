@@ -133,14 +133,14 @@ class TestChat:
         given = {"model": "policy", "messages": ASKED, "max_tokens": 400, "extra_body": CALM, **more}
         return client.chat.completions.create(**given)
 
-    def test_a_schema_is_what_the_answer_is(self, client: openai.OpenAI) -> None:
+    def test_answer_matches_the_json_schema(self, client: openai.OpenAI) -> None:
         said = client.chat.completions.parse(
             model="policy", messages=ASKED, response_format=Trip, max_tokens=400, extra_body=CALM
         )
         assert isinstance(said.choices[0].message.parsed, Trip)
         assert said.choices[0].finish_reason == "stop"
 
-    def test_an_object_is_json(self, client: openai.OpenAI) -> None:
+    def test_json_object_mode_returns_json(self, client: openai.OpenAI) -> None:
         closing = {
             "chat_template_kwargs": {"enable_thinking": False},
             "logit_bias": {str(TOKENIZER.encode("}")[0]): 100},
@@ -148,7 +148,7 @@ class TestChat:
         said = self.ask(client, response_format={"type": "json_object"}, extra_body=closing)
         assert said.choices[0].message.content == "{}"
 
-    def test_one_of_the_tools_is_called(self, client: openai.OpenAI) -> None:
+    def test_required_tool_choice_calls_a_tool(self, client: openai.OpenAI) -> None:
         called = set()
         for seed in range(6):
             said = self.ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=seed)
@@ -159,7 +159,7 @@ class TestChat:
                 of_trip(call.function.arguments)
         assert called == {"book", "wait"}
 
-    def test_the_named_tool_is_called_and_streams(self, client: openai.OpenAI) -> None:
+    def test_named_tool_choice_calls_that_tool_when_streaming(self, client: openai.OpenAI) -> None:
         named = {"type": "function", "function": {"name": "book"}}
         with client.chat.completions.stream(
             model="policy", messages=ASKED, tools=TOOLS, tool_choice=named, max_tokens=400, extra_body=CALM
@@ -170,7 +170,7 @@ class TestChat:
         assert call.function.name == "book"
         of_trip(call.function.arguments)
 
-    def test_with_tools_offered_an_answer_of_a_schema_or_a_call_comes(self, client: openai.OpenAI) -> None:
+    def test_schema_with_tools_gives_schema_answer_or_tool_call(self, client: openai.OpenAI) -> None:
         schema = {"type": "json_schema", "json_schema": {"name": "trip", "schema": Trip.model_json_schema()}}
         kinds = set()
         for seed in range(8):
@@ -180,14 +180,14 @@ class TestChat:
                 of_trip(message.content)
         assert "answers" in kinds
 
-    def test_a_schema_that_no_grammar_holds_a_text_to_is_refused(self, client: openai.OpenAI) -> None:
+    def test_rejects_unsupported_json_schema(self, client: openai.OpenAI) -> None:
         for wrong in ({"type": "integer", "multipleOf": 3}, {"type": "nonsense"}, {"$ref": "#/$defs/none"}):
             schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": wrong}}
             with pytest.raises(openai.BadRequestError, match=r"constraint|JSON schema"):
                 self.ask(client, response_format=schema)
         assert self.ask(client, max_tokens=2).choices[0].finish_reason == "length", "others go on"
 
-    def test_the_logprobs_told_are_those_of_what_was_allowed(self, client: openai.OpenAI) -> None:
+    def test_logprobs_are_normalized_over_allowed_tokens(self, client: openai.OpenAI) -> None:
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a"]}}}
         said = self.ask(client, response_format=schema, logprobs=True, top_logprobs=5)
         for token in said.choices[0].logprobs.content:
@@ -195,7 +195,7 @@ class TestChat:
 
 
 class TestOtherProtocols:
-    def test_responses(self, client: openai.OpenAI) -> None:
+    def test_responses_api_supports_schemas_and_tool_choice(self, client: openai.OpenAI) -> None:
         said = client.responses.parse(
             model="policy", input="Where to?", text_format=Trip, max_output_tokens=400, extra_body=CALM
         )
@@ -214,7 +214,7 @@ class TestOtherProtocols:
             assert [item.type for item in called.output] == ["function_call"]
             of_trip(called.output[0].arguments)
 
-    def test_messages(self, stage: Stage) -> None:
+    def test_messages_api_supports_schemas_and_tool_choice(self, stage: Stage) -> None:
         tool: Any = {"name": "book", "input_schema": Trip.model_json_schema()}
         with anthropic.Anthropic(base_url=stage.url, api_key="none", max_retries=0) as client:
             more: Any = {"model": "policy", "max_tokens": 400, "messages": ASKED, "extra_body": CALM}
@@ -230,7 +230,7 @@ class TestOtherProtocols:
             assert block.type == "tool_use"
 
     @pytest.mark.parametrize("kind", [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel])
-    def test_openai_agents_have_their_output_type_and_their_tools(self, stage: Stage, kind: Any) -> None:
+    def test_openai_agents_get_output_type_and_forced_tools(self, stage: Stage, kind: Any) -> None:
         booked: list[Trip] = []
 
         @agents.function_tool
@@ -260,7 +260,7 @@ class TestOtherProtocols:
 
 
 class TestTraining:
-    def test_what_is_trained_is_the_policys_own_probability(self, stage: Stage) -> None:
+    def test_trainer_sees_unconstrained_policy_logprobs(self, stage: Stage) -> None:
         """The trainer's logprob of each token is what was sampled with, and what the constraint had left of it."""
         temperature = 0.7
 
@@ -308,7 +308,7 @@ class TestTraining:
         (masked,) = build_samples(group)
         assert masked.num_trained_tokens == len(free.completion.token_ids)
 
-    def test_a_constraint_goes_on_behind_an_interruption(self, stage: Stage) -> None:
+    def test_constraint_continues_after_an_interruption(self, stage: Stage) -> None:
         schema = {"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 8, "maxItems": 8}
         tag = json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}})
         sampling = SamplingParams(400, constraint=tag, stop_token_ids=(END,), seed=SEED)
@@ -351,7 +351,7 @@ class TestPenaltiesAndBiases:
             {"presence_penalty": -1.0, "frequency_penalty": 0.5, "repetition_penalty": 0.7, "logit_bias": {65: 3.0}},
         ],
     )
-    def test_logprobs_are_of_the_distribution_that_they_make(self, stage: Stage, more: dict[str, Any]) -> None:
+    def test_logprobs_include_penalties_and_biases(self, stage: Stage, more: dict[str, Any]) -> None:
         prompt, asked = TOKENIZER.encode("Say it again."), SamplingParams(24, temperature=0.8, seed=SEED, **more)
 
         async def ask() -> Any:
@@ -364,7 +364,7 @@ class TestPenaltiesAndBiases:
             expected = self.reference(logits[len(prompt) + at - 1], prompt, said[:at], asked)
             assert logprob == pytest.approx(expected[token].item(), abs=1e-4)
 
-    def test_clients_ask_for_them(self, client: openai.OpenAI) -> None:
+    def test_client_penalties_and_biases_are_applied(self, client: openai.OpenAI) -> None:
         said: Any = client.chat.completions.create(
             model="policy",
             messages=ASKED,

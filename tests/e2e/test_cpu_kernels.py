@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 @pytest.mark.parametrize("size", [24, 32, 128])  # the kernels take no rows of 24
 @pytest.mark.parametrize("is_strided", [False, True])
-def test_the_kernels_normalize_as_vllms_layer_does(size: int, is_strided: bool) -> None:
+def test_cpu_rms_norm_matches_vllm(size: int, is_strided: bool) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.layernorm import RMSNorm
 

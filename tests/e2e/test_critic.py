@@ -34,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("over", ["token", "turn"])
-def test_values_learn_to_explain_the_rewards(folder: Path, kind: str, over: str):
+def test_critic_learns_to_explain_rewards(folder: Path, kind: str, over: str):
     settings = {"algorithm": "ppo", "critic": kind, "gae_over": over, "critic_lr": 1e-2, "critic_epochs": 4}
     trainer = make_trainer(folder, **settings, gae=(1.0, 1.0), lr=1e-6)
     samples = with_rewards(on_policy_samples(trainer, *LENGTHS))
@@ -48,7 +48,7 @@ def test_values_learn_to_explain_the_rewards(folder: Path, kind: str, over: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_step_is_that_of_standardized_rewards_since_all_values_are_0(folder: Path, kind: str):
+def test_first_step_matches_standardized_rewards(folder: Path, kind: str):
     critic = make_trainer(folder, algorithm="ppo", critic=kind, gae=(1.0, 1.0))
     plain = make_trainer(folder, algorithm="ppo", critic="none")
     samples = on_policy_samples(critic, *LENGTHS)
@@ -68,7 +68,7 @@ def test_the_first_step_is_that_of_standardized_rewards_since_all_values_are_0(f
         assert torch.allclose(tensor, weights(plain)[name], atol=1e-5), name
 
 
-def test_a_truncated_rollout_takes_the_value_of_its_last_state_for_what_would_have_followed(folder: Path):
+def test_truncated_rollout_bootstraps_from_its_last_value(folder: Path):
     settings = {"algorithm": "ppo", "critic": "head", "critic_epochs": 8, "gae": (1.0, 1.0), "lr": 1e-6}
     trainer = make_trainer(folder, **settings)
     (sample,) = on_policy_samples(trainer, 24)
@@ -86,9 +86,7 @@ def test_a_truncated_rollout_takes_the_value_of_its_last_state_for_what_would_ha
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loaded_run_continues_to_the_bit_and_neither_export_nor_versions_have_the_critic(
-    folder: Path, tmp_path: Path, kind: str
-):
+def test_critic_resumes_bitwise_identically_and_is_not_exported(folder: Path, tmp_path: Path, kind: str):
     settings = {"algorithm": "ppo", "critic": kind, "minibatches": 2, "critic_epochs": 2, "kl_coef": 0.0}
     trainer = make_trainer(folder, **settings)
     samples = with_rewards(on_policy_samples(trainer, *LENGTHS))
@@ -114,7 +112,7 @@ def test_a_loaded_run_continues_to_the_bit_and_neither_export_nor_versions_have_
         make_trainer(folder).load(tmp_path / "step-000002")
 
 
-def test_samples_without_rewards_are_refused(folder: Path):
+def test_rejects_samples_without_rewards(folder: Path):
     trainer = make_trainer(folder, algorithm="ppo")
     with pytest.raises(TrainingError, match="have no rewards"):
         trainer.step(on_policy_samples(trainer, *LENGTHS))
@@ -137,7 +135,7 @@ ON_RANKS = [
     [pytest.param(*variant, marks=() if always else in_depth) for *variant, always in ON_RANKS],
     indirect=["folder"],
 )
-def test_two_ranks_make_the_steps_that_one_rank_makes(folder: Path, tmp_path: Path, layout: dict[str, Any], kind: str):
+def test_two_ranks_match_one_rank(folder: Path, tmp_path: Path, layout: dict[str, Any], kind: str):
     settings = {"algorithm": "ppo", "critic": kind, "critic_epochs": 2}
     alone = steps_with_a_critic(folder, tmp_path / "one", **settings)
     ranks = run_world(steps_with_a_critic, 2, folder=folder, out=tmp_path / "two", **settings, **layout)
@@ -156,9 +154,7 @@ def test_two_ranks_make_the_steps_that_one_rank_makes(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("extra", [{"adapter": {"rank": 4}}, {"optimizer": "muon"}], ids=["adapter", "muon"])
-def test_a_critic_is_trained_like_the_policy_and_continues_to_the_bit(
-    folder: Path, tmp_path: Path, extra: dict[str, Any]
-):
+def test_critic_supports_adapters_and_muon(folder: Path, tmp_path: Path, extra: dict[str, Any]):
     trainer = make_trainer(folder, algorithm="ppo", **extra)
     samples = with_rewards(on_policy_samples(trainer, *LENGTHS))
     losses = [trainer.step(samples).metrics["value_loss"] for _ in range(3)]
@@ -171,7 +167,7 @@ def test_a_critic_is_trained_like_the_policy_and_continues_to_the_bit(
     assert resumed.step(samples) == expected
 
 
-def test_a_step_whose_values_are_not_finite_is_skipped(folder: Path):
+def test_step_with_nonfinite_values_is_skipped(folder: Path):
     trainer = make_trainer(folder, algorithm="ppo")
     samples = with_rewards(on_policy_samples(trainer, *LENGTHS))
     before = weights(trainer)

@@ -14,7 +14,7 @@ from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.types import SamplingParams
 
 
-def test_what_shares_a_batch_does_not_change_the_bits_on_cpu(tmp_path):
+def test_cpu_tokens_are_independent_of_the_batch(tmp_path):
     """Why runs need no fixed order of admission there: on one thread each row of a batch is computed alike."""
     engine = VLLMEngine(EngineSpec(str(make_tiny_qwen3(tmp_path)), max_context=128, max_running=16, kv_cache_gib=0.1))
     rng = random.Random(0)

@@ -22,7 +22,9 @@ QWEN2_5_0_5B = {
 }  # fmt: skip
 
 
-def test_a_published_config_is_checked_in_trainer_and_engine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_checks_a_published_config_in_trainer_and_engine(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_0_5B))
     code = main(["doctor", "--model", str(tmp_path), "--json"])
     printed = capfd.readouterr()

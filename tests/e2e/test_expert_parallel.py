@@ -56,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for layout in LAYOUTS
     ],
 )
-def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
+def test_expert_parallel_steps_and_resume_match_one_rank(
     folders: dict[str, Path], name: str, layout: str, tmp_path: Path
 ) -> None:
     folder, settings = folders[name], LAYOUTS[layout]
@@ -89,7 +89,7 @@ def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
         pytest.param(TORCHTITAN, 4, marks=in_depth),
     ],
 )
-def test_gradients_are_those_of_one_rank_if_a_rank_gets_no_token(
+def test_gradients_match_one_rank_when_a_rank_gets_no_tokens(
     folders: dict[str, Path], name: str, data_parallel: int
 ) -> None:
     alone, expected = gradients_of_given_experts(folders[name])
@@ -106,15 +106,13 @@ def test_gradients_are_those_of_one_rank_if_a_rank_gets_no_token(
 
 
 @pytest.mark.parametrize("name", ["mixtral", pytest.param(TORCHTITAN, marks=in_depth)])
-def test_steps_from_a_checkpoint_are_those_without_a_break_to_the_bit(
-    folders: dict[str, Path], name: str, tmp_path: Path
-) -> None:
+def test_resumed_steps_are_bitwise_identical(folders: dict[str, Path], name: str, tmp_path: Path) -> None:
     for losses, resumed in run_world(steps_and_resumed_steps, 2, folder=folders[name], out=tmp_path, **TWO):
         assert losses[2:] == resumed
 
 
 @pytest.mark.parametrize("name", ["mixtral", pytest.param(TORCHTITAN, marks=in_depth)])
-def test_each_rank_publishes_the_experts_that_it_holds(folders: dict[str, Path], name: str) -> None:
+def test_each_rank_publishes_its_own_experts(folders: dict[str, Path], name: str) -> None:
     for by_model in run_world(publish_models, 2, models=[(str(folders[name]), "float32")], **TWO):
         for found in by_model:
             assert found["num_gathered"] == 0
@@ -124,6 +122,6 @@ def test_each_rank_publishes_the_experts_that_it_holds(folders: dict[str, Path],
 
 
 @in_depth
-def test_ranks_end_with_an_error_if_one_is_gone_that_others_send_tokens_to(folders: dict[str, Path]) -> None:
+def test_ranks_fail_if_a_peer_is_gone(folders: dict[str, Path]) -> None:
     with pytest.raises(AssertionError, match=r"rank 0:[\s\S]*dispatch[\s\S]*(Connection|peer)"):
         run_world(step_without_one_rank, 2, folder=folders[TORCHTITAN], row_tokens=64, rows_per_micro_batch=2, **TWO)

@@ -36,9 +36,7 @@ def make(spec):
 """
 
 
-async def test_it_answers_in_tokens_while_the_task_is_open_and_is_gone_after_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_frozen_player_serves_until_the_task_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_engine.py").write_text(ENGINE)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
     make_tiny_model(tmp_path / "model", texts=["pass or bet"], level="byte", parameters=150_000, max_context=64)
@@ -64,7 +62,7 @@ async def test_it_answers_in_tokens_while_the_task_is_open_and_is_gone_after_tha
             await client.get(f"{url}/models")
 
 
-async def test_one_server_plays_all_versions_of_a_league_and_is_restarted(
+async def test_one_server_plays_all_league_versions_and_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_engine.py").write_text(ENGINE)
@@ -114,7 +112,7 @@ async def answer(player: TokenPlayer, request_id: str) -> Sequence[int]:
                 await asyncio.sleep(0.2)
 
 
-async def test_one_that_cannot_be_served_says_what_its_server_said(tmp_path: Path) -> None:
+async def test_unservable_player_error_includes_server_output(tmp_path: Path) -> None:
     run = RunContext("model", None, 48, tmp_path / "run", LOG)  # pyright: ignore[reportArgumentType]
     nothing = FrozenPolicy(policy=str(tmp_path / "nothing"))
     with pytest.raises(GenerationError, match=r"nothing ended: .*nothing"):

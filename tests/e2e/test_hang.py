@@ -68,7 +68,7 @@ asyncio.run(main())
 """
 
 
-def test_a_generator_that_is_stopped_or_whose_engine_ends_is_replaced_and_so_is_one_that_dies_while_it_starts(
+def test_stopped_failed_or_dying_generators_are_replaced(
     tmp_path: Path,
 ) -> None:
     (gate := tmp_path / "gate").mkdir()

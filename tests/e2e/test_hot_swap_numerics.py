@@ -33,7 +33,7 @@ from titan_rl.weights.verification import SwapCheck
 NUM_VERSIONS, IN_FLIGHT, LENGTH = 4, 8, 60
 
 
-async def test_each_token_is_that_of_its_version(tmp_path: Path) -> None:
+async def test_logprobs_match_the_weight_version_of_each_token(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "model")
     trainer = make_trainer(folder, lr=3e-3, steps=NUM_VERSIONS)
     loop = EngineLoop(

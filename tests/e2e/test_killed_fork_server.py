@@ -22,7 +22,7 @@ def fork_server(run: Run) -> int:
 
 
 @in_depth
-def test_a_run_whose_fork_servers_are_killed_restarts_its_processes_without_them(tmp_path: Path):
+def test_run_restarts_processes_after_fork_server_is_killed(tmp_path: Path):
     with run_training(tmp_path, training__steps=12, generation__num_generators=2) as run:
         run.wait_for_step(2)
         os.kill(fork_server(run), signal.SIGKILL)

@@ -45,7 +45,7 @@ def block(language: str) -> str:
     return found[1]
 
 
-def test_generators_take_the_settings_with_the_config_that_the_page_has_and_not_without(tmp_path: Path) -> None:
+def test_long_rows_settings_require_the_documented_rope_config(tmp_path: Path) -> None:
     settings: dict[str, Any] = tomllib.loads(block("toml"))
     model = ModelConfig(**{**settings["model"], "path": str(tmp_path)})
     generation = GenerationConfig(**settings["generation"])
@@ -58,7 +58,7 @@ def test_generators_take_the_settings_with_the_config_that_the_page_has_and_not_
     check_model_folder(model, generation, [tmp_path])
 
 
-def test_ranks_score_and_train_a_long_row_of_a_scaled_model_as_transformers_scores_it(tmp_path: Path) -> None:
+def test_context_parallel_long_row_matches_transformers(tmp_path: Path) -> None:
     settings: dict[str, Any] = tomllib.loads(block("toml"))
     rope = json.loads(block("json"))["rope_parameters"]
     rope["original_max_position_embeddings"] = LENGTH // int(rope["factor"])

@@ -11,7 +11,7 @@ from e2e.runs import RUN_S
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minimal.py"
 
 
-def test_the_minimal_example_trains_for_two_steps() -> None:
+def test_minimal_example_trains_for_two_steps() -> None:
     command = [sys.executable, "-m", "examples.minimal", "--steps=2", "--groups-per-step=4", "--group-size=4"]
     run = subprocess.run(
         command,
@@ -30,5 +30,5 @@ def test_the_minimal_example_trains_for_two_steps() -> None:
         assert int(tokens) > 16
 
 
-def test_the_minimal_example_stays_minimal() -> None:
+def test_minimal_example_is_at_most_120_lines() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 120

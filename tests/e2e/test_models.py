@@ -61,9 +61,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         {"original_max_position_embeddings": None},
     ],
 )
-def test_yarn_scales_positions_and_attention_as_transformers_does(
-    tmp_path: Path, make: Callable[..., Path], more: dict[str, Any]
-) -> None:
+def test_yarn_matches_transformers(tmp_path: Path, make: Callable[..., Path], more: dict[str, Any]) -> None:
     rope = {name: value for name, value in (YARN | more).items() if value is not None}
     folder = make(tmp_path / "model", rope=rope)
     trainer = TrainerCore(ModelConfig(path=str(folder), max_context=600), TrainingConfig(row_tokens=600), seed=0)
@@ -73,7 +71,7 @@ def test_yarn_scales_positions_and_attention_as_transformers_does(
     torch.testing.assert_close(scores, transformers_logprobs(model, sequence), rtol=0, atol=2e-5)
 
 
-def test_yarn_is_also_read_where_older_folders_have_it(tmp_path: Path) -> None:
+def test_yarn_is_read_from_legacy_rope_scaling(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "model", rope=YARN)
     scores = make_trainer(folder).score(sequences(200))
     config = json.loads((folder / "config.json").read_text())
@@ -90,9 +88,7 @@ def test_yarn_is_also_read_where_older_folders_have_it(tmp_path: Path) -> None:
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
     ],
 )
-def test_rotations_that_torchtitan_does_not_know_are_refused_if_it_is_asked_for(
-    tmp_path: Path, rope: dict[str, Any], message: str
-) -> None:
+def test_torchtitan_rejects_unsupported_rope_types(tmp_path: Path, rope: dict[str, Any], message: str) -> None:
     folder = make_tiny_qwen3(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
@@ -101,7 +97,7 @@ def test_rotations_that_torchtitan_does_not_know_are_refused_if_it_is_asked_for(
         TrainerCore(asked, TrainingConfig(steps=10), seed=0)
 
 
-def test_scores_and_published_names_are_those_of_transformers(folder: Path) -> None:
+def test_scores_and_published_names_match_transformers(folder: Path) -> None:
     trainer = make_trainer(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for sequence, scores in zip(sequences(40, 17), trainer.score(sequences(40, 17)), strict=True):
@@ -111,7 +107,7 @@ def test_scores_and_published_names_are_those_of_transformers(folder: Path) -> N
     assert all(torch.equal(tensor, stored[name]) for name, tensor in published.items())
 
 
-def test_after_a_step_vllm_scores_the_published_weights_like_the_trainer(folder: Path) -> None:
+def test_vllm_matches_trainer_scores_after_a_step(folder: Path) -> None:
     trainer = make_trainer(folder, lr=1e-2)
     before = weights(trainer)
     trainer.step(on_policy_samples(trainer, 40, 33))
@@ -145,7 +141,7 @@ def own_choice(folder: Path, token_ids: list[int]) -> Any:
     return [None, *chosen[:-1].tolist()]
 
 
-def test_replaying_what_the_routers_choose_anyway_changes_nothing(moe: Path) -> None:
+def test_replaying_own_routing_does_not_change_the_step(moe: Path) -> None:
     trainer, replayed = make_trainer(moe), make_trainer(moe)
     (sample,) = on_policy_samples(trainer, 30)
     chosen = own_choice(moe, list(sample.token_ids))
@@ -157,7 +153,7 @@ def test_replaying_what_the_routers_choose_anyway_changes_nothing(moe: Path) -> 
 
 
 @pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
-def test_given_experts_are_used_and_trained_forward_and_backward(moe: Path, activation_checkpointing: str) -> None:
+def test_replayed_experts_are_used_in_forward_and_backward(moe: Path, activation_checkpointing: str) -> None:
     trainer = make_trainer(moe, activation_checkpointing=activation_checkpointing)
     (sample,) = on_policy_samples(trainer, 30)
     # All tokens but the first are trained, so each position with a loss takes the experts that are given.
@@ -179,7 +175,7 @@ def test_given_experts_are_used_and_trained_forward_and_backward(moe: Path, acti
         ([[0, 1]] * 2 + [[0, 6]], "routed to expert 6; the model has 6"),
     ],
 )
-def test_experts_of_another_model_are_refused(moe: Path, experts: Any, message: str) -> None:
+def test_rejects_routed_experts_of_another_model(moe: Path, experts: Any, message: str) -> None:
     trainer = make_trainer(moe)
     (sample,) = on_policy_samples(trainer, 30)
     with pytest.raises(TrainingError, match=message):

@@ -49,7 +49,7 @@ def in_groups(samples: list[TrainingSample]) -> list[TrainingSample]:
         ],
     ],
 )
-def test_on_policy_every_ratio_is_one_and_nothing_is_clipped_or_masked(folder: Path, loss: str, proximal: str) -> None:
+def test_on_policy_ratios_are_one_without_clipping_or_masking(folder: Path, loss: str, proximal: str) -> None:
     correction = CorrectionConfig(proximal=proximal)  # pyright: ignore[reportArgumentType]
     if proximal != "behaviour":
         correction = correction.model_copy(update={"weight": "token", "mask": "geometric", "bounds": (0.99, 1.01)})
@@ -62,7 +62,7 @@ def test_on_policy_every_ratio_is_one_and_nothing_is_clipped_or_masked(folder: P
     assert metrics["correction_weight_max"] == pytest.approx(1, abs=1e-4)
 
 
-def test_all_losses_of_rewards_have_one_gradient_on_policy(folder: Path) -> None:
+def test_reward_losses_have_equal_gradients_on_policy(folder: Path) -> None:
     """Where all ratios are 1, each of them is the policy gradient. The negative log-likelihood asks for no rewards."""
     norms: list[float] = []
     for loss in set(BY_NAME) - {"nll"}:
@@ -71,7 +71,7 @@ def test_all_losses_of_rewards_have_one_gradient_on_policy(folder: Path) -> None
     assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-4)
 
 
-def test_recomputing_the_proximal_policy_takes_the_staleness_out_of_the_ratio(folder: Path) -> None:
+def test_recomputed_proximal_removes_staleness_from_the_ratio(folder: Path) -> None:
     bypass = make_trainer(folder)
     metrics = bypass.step(stale(on_policy_samples(bypass, *LENGTHS), by=1.0)).metrics
     assert metrics["clip_fraction"] > 0.3
@@ -96,7 +96,7 @@ def test_minibatches_are_optimizer_steps_over_whole_groups(folder: Path) -> None
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
 
 
-def test_ratios_of_later_minibatches_are_taken_against_the_weights_at_the_start(folder: Path) -> None:
+def test_later_minibatches_take_ratios_against_the_initial_weights(folder: Path) -> None:
     correction = CorrectionConfig(proximal="recomputed")
     training = TrainingConfig(steps=2, minibatches=2, lr=1e-2)
     trainer = TrainerCore(ModelConfig(path=str(folder)), training, correction, seed=0)
@@ -104,7 +104,7 @@ def test_ratios_of_later_minibatches_are_taken_against_the_weights_at_the_start(
     assert trainer.step(stale(samples, by=5.0)).metrics["clip_fraction"] > 0.05
 
 
-def test_a_reference_model_holds_the_policy_back(folder: Path) -> None:
+def test_kl_penalty_limits_policy_change(folder: Path) -> None:
     moved: list[float] = []
     for kl_coef in (0.0, 10.0):
         trainer = make_trainer(folder, kl_coef=kl_coef, lr=1e-3)

@@ -34,7 +34,7 @@ def steps(folder: Path, **settings: Any) -> tuple[list[dict[str, float]], dict[s
     return [{name: step[name] for name in step if name != "wait_for_copy_s"} for step in metrics], weights(trainer)
 
 
-def test_steps_are_the_same_to_the_bit(folder: Path) -> None:
+def test_offloaded_steps_are_bitwise_identical(folder: Path) -> None:
     metrics, expected = steps(folder)
     offloaded, found = steps(folder, offload=("reference", "activations"))
     assert offloaded == metrics
@@ -67,7 +67,7 @@ def offloaded_reference(folder: Path) -> Policy:
     return Policy(ModelConfig(path=str(folder), max_context=64), training, World(), role="reference")
 
 
-def test_weights_are_there_a_layer_at_a_time_and_gone_between_passes(folder: Path) -> None:
+def test_offloaded_weights_are_loaded_one_layer_at_a_time(folder: Path) -> None:
     plain, policy = policy_of(folder), offloaded_reference(folder)
     assert bytes_of(policy.model) == 0
     there: list[int] = []
@@ -83,7 +83,7 @@ def test_weights_are_there_a_layer_at_a_time_and_gone_between_passes(folder: Pat
     assert there == [of_a_layer] * len(layers_of(plain)) * 2
 
 
-def test_weights_are_gone_after_a_pass_that_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_weights_are_released_after_a_failed_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = offloaded_reference(folder)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -100,7 +100,7 @@ def test_weights_are_gone_after_a_pass_that_failed(folder: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_layers_were_given_is_not_kept_where_they_compute(folder: Path, offload: bool) -> None:
+def test_offloaded_activations_are_not_kept_on_the_device(folder: Path, offload: bool) -> None:
     policy = policy_of(folder, activation_checkpointing="full", offload=("activations",) if offload else ())
     given: list[Any] = []
     for layer in layers_of(policy):

@@ -117,7 +117,7 @@ async def scheduled(folder: Path) -> Stack:
     return stack
 
 
-async def test_staleness_zero_equals_the_synchronous_loop_to_the_bit(tmp_path: Path) -> None:
+async def test_staleness_zero_is_bitwise_identical_to_the_synchronous_loop(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "model")
     one, other = await plain(folder), await scheduled(folder)
     assert one.data == other.data == [[f"g{step * GROUPS + n}" for n in range(GROUPS)] for step in range(STEPS)]

@@ -65,7 +65,7 @@ def make_publisher(trainer: TrainerCore, transport: SharedMemoryTransport, folde
     return WeightPublisher(trainer, transport, num_probes=1)
 
 
-def test_the_next_forward_runs_while_a_version_is_copied_and_the_optimizer_waits(tmp_path: Path) -> None:
+def test_forward_overlaps_the_copy_and_optimizer_waits_for_it(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path)
     trainer = make_trainer(folder, lr=1e-2, loss=f"{__name__}:noting_loss")
     samples = on_policy_samples(trainer, 24, 33)
@@ -85,9 +85,7 @@ def test_the_next_forward_runs_while_a_version_is_copied_and_the_optimizer_waits
         publisher.close()
 
 
-def test_what_cannot_be_published_is_told_and_does_not_stop_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publish_failure_is_raised_and_does_not_stop_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny_qwen3(tmp_path)
     trainer = make_trainer(folder, loss=f"{__name__}:noting_loss")
     samples = on_policy_samples(trainer, 24)
@@ -105,7 +103,7 @@ def test_what_cannot_be_published_is_told_and_does_not_stop_the_step(
         publisher.close()
 
 
-def test_a_version_without_probes_is_published(tmp_path: Path) -> None:
+def test_publishes_a_version_without_probes(tmp_path: Path) -> None:
     trainer = make_trainer(make_tiny_qwen3(tmp_path))
     with SharedMemoryTransport("test-publishing-unverified") as transport:
         publisher = WeightPublisher(trainer, transport, num_probes=0)
@@ -126,7 +124,7 @@ class SendingTransport(SharedMemoryTransport):
         super().release(version)
 
 
-def test_a_transport_is_called_in_the_context_of_the_actor_that_publishes(tmp_path: Path) -> None:
+def test_transport_is_called_in_the_context_of_the_publishing_actor(tmp_path: Path) -> None:
     trainer = make_trainer(make_tiny_qwen3(tmp_path))
     samples = on_policy_samples(trainer, 24)
     callers.clear()
@@ -144,8 +142,6 @@ def test_a_transport_is_called_in_the_context_of_the_actor_that_publishes(tmp_pa
     ("dtype", "device_type", "rounding"),
     [(torch.float32, "cpu", 1e-6), (torch.float32, "cuda", 2e-3), (torch.bfloat16, "cuda", 2e-2)],
 )
-def test_probes_tolerate_the_rounding_of_a_devices_kernels(
-    dtype: torch.dtype, device_type: str, rounding: float
-) -> None:
+def test_probe_tolerance_covers_device_rounding(dtype: torch.dtype, device_type: str, rounding: float) -> None:
     # as measured between this trainer and vLLM; on a GPU float32 is multiplied as TF32
     assert 2 * rounding < ProbeDefaults.of(dtype, device_type).tolerance < 20 * rounding

@@ -71,7 +71,7 @@ class Reader(Actor):
         return {name: tensor.clone() for name, tensor in pairs}
 
 
-async def test_readers_here_and_elsewhere_get_what_was_published_and_never_a_mixture(tmp_path):
+async def test_local_and_remote_readers_get_complete_versions(tmp_path):
     supervisor = this_proc().spawn("supervisor_of_rdma", Supervisor)
     run_id = f"rdma-{uuid.uuid4().hex[:8]}"
 
@@ -98,7 +98,7 @@ async def test_readers_here_and_elsewhere_get_what_was_published_and_never_a_mix
         await call(supervisor.terminate, who="supervisor", timeout_s=240)
 
 
-async def test_a_version_of_which_one_part_is_here_and_the_other_elsewhere(tmp_path):
+async def test_version_sharded_over_local_and_remote_hosts(tmp_path):
     supervisor = this_proc().spawn("supervisor_of_parts", Supervisor)
     run_id = f"rdma-{uuid.uuid4().hex[:8]}"
 

@@ -68,7 +68,7 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
                 await processes.training.trainer.close()
 
 
-async def test_a_generator_that_is_elsewhere_pulls_while_it_serves(stage: Stage) -> None:
+async def test_remote_generator_pulls_while_serving(stage: Stage) -> None:
     """Over the network, in Monarch's TCP fallback, and verified by the trainer's logprobs."""
     await stage.step()
     requests = stage.ask(2)
@@ -77,7 +77,7 @@ async def test_a_generator_that_is_elsewhere_pulls_while_it_serves(stage: Stage)
     assert [len(completion.token_ids) for completion in await asyncio.gather(*requests)] == [LENGTH] * 2
 
 
-async def test_aborts_are_invisible(stage: Stage) -> None:
+async def test_aborted_requests_resume_and_complete(stage: Stage) -> None:
     """Six requests, two at a time on each of two engines, through two pauses that abort them all."""
     generate = resume_on_abort(stage.router.generate, wait_until_resumed=stage.router.wait_resumed)
     requests = stage.ask(6, generate)
@@ -94,7 +94,7 @@ async def test_aborts_are_invisible(stage: Stage) -> None:
     assert any(completion.metrics["num_resumes"] >= 2 for completion in completions)
 
 
-async def test_a_pause_keeps_or_waits(stage: Stage) -> None:
+async def test_pause_keeps_or_drains_running_requests(stage: Stage) -> None:
     requests = stage.ask(4)
     await stage.running(requests)
     await stage.router.pause("keep")
@@ -120,7 +120,7 @@ async def test_a_pause_keeps_or_waits(stage: Stage) -> None:
     assert len((await late[0]).token_ids) == LENGTH
 
 
-async def test_an_abort_ends_with_what_there_is(stage: Stage) -> None:
+async def test_abort_returns_partial_completions(stage: Stage) -> None:
     requests = stage.ask(6)
     await stage.running(requests)
     assert await stage.router.abort() == ()
@@ -132,7 +132,7 @@ async def test_an_abort_ends_with_what_there_is(stage: Stage) -> None:
         await stage.router.resume()
 
 
-async def test_drain_serves_meanwhile(stage: Stage) -> None:
+async def test_drain_serves_requests_while_pulling(stage: Stage) -> None:
     before = stage.version
     requests = stage.ask(4)
     await stage.running(requests)
@@ -154,7 +154,7 @@ async def test_drain_serves_meanwhile(stage: Stage) -> None:
     )
 
 
-async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(
+async def test_sigkill_loses_no_request_and_keeps_streamed_tokens(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streamed: dict[str, list[int]] = {}  # engine id -> tokens told of
@@ -190,7 +190,7 @@ async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(
     await stage.until_both_serve()
 
 
-async def test_agents_notice_no_swap_no_pause_and_no_death(stage: Stage) -> None:
+async def test_agents_are_unaffected_by_swaps_pauses_and_deaths(stage: Stage) -> None:
     """Six agents under a hot swap every tenth of a second, pauses of each kind, and the death of a generator."""
     await stage.until_both_serve()
     renderer = ChatTemplateRenderer.from_pretrained(BASE)
@@ -248,7 +248,7 @@ async def test_agents_notice_no_swap_no_pause_and_no_death(stage: Stage) -> None
     assert told == sorted(parts.values())
 
 
-async def test_one_more_death_than_may_be_ends_the_watch_and_a_dead_trainer_its_calls(stage: Stage) -> None:
+async def test_deaths_beyond_max_respawns_end_the_watch(stage: Stage) -> None:
     def kill(name: str) -> None:
         os.kill(process_writing_to(stage.run_dir.logs / f"{name}.log"), signal.SIGKILL)
 

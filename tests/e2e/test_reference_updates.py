@@ -26,7 +26,7 @@ def trained(folder: Path, **settings: Any) -> TrainerCore:
     return make_trainer(folder, kl_coef=0.5, kl="k2", lr=1e-3, **settings)
 
 
-def test_the_reference_becomes_the_policy_every_so_many_steps(folder: Path):
+def test_reference_is_updated_at_each_interval(folder: Path):
     trainer = trained(folder, reference_interval=2)
     samples = on_policy_samples(trainer, *LENGTHS)
 
@@ -35,7 +35,7 @@ def test_the_reference_becomes_the_policy_every_so_many_steps(folder: Path):
     assert [kl == pytest.approx(0, abs=1e-9) for kl in kls] == [True, False, True, False, True]
 
 
-def test_without_an_interval_the_reference_stays_the_initial_model(folder: Path):
+def test_reference_stays_initial_without_an_interval(folder: Path):
     trainer = trained(folder)
     samples = on_policy_samples(trainer, *LENGTHS)
 
@@ -44,7 +44,7 @@ def test_without_an_interval_the_reference_stays_the_initial_model(folder: Path)
     assert all(kl > 1e-9 for kl in kls[1:])
 
 
-def test_a_resumed_trainer_has_the_reference_of_the_checkpoint(folder: Path, tmp_path: Path):
+def test_resumed_trainer_restores_the_reference(folder: Path, tmp_path: Path):
     straight = trained(folder, reference_interval=2)
     samples = on_policy_samples(straight, *LENGTHS)
     for _ in range(3):  # the reference is of version 2

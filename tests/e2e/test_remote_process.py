@@ -47,7 +47,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-async def test_the_kernel_ends_calls_in_flight_and_later_ones(process) -> None:
+async def test_killed_process_fails_pending_and_later_calls(process) -> None:
     owner = Owner()
     remote, endpoint = RemoteProcess("trainer", owner), Silent()
     remote.watch([process.pid], LocalHealthChecks())
@@ -61,7 +61,7 @@ async def test_the_kernel_ends_calls_in_flight_and_later_ones(process) -> None:
     assert owner.ended == [remote]
 
 
-async def test_the_status_of_a_process_that_exits_is_told(process) -> None:
+async def test_error_contains_the_exit_status(process) -> None:
     remote, endpoint = RemoteProcess("generator-0"), Silent()
     remote.watch([process.pid], LocalHealthChecks())
     call = asyncio.ensure_future(remote.call(endpoint))
@@ -72,7 +72,7 @@ async def test_the_status_of_a_process_that_exits_is_told(process) -> None:
         await asyncio.wait_for(call, LIMIT_S)
 
 
-async def test_one_that_is_gone_already_has_ended(process) -> None:
+async def test_watching_an_exited_process_reports_its_death(process) -> None:
     process.kill()
     process.wait()
     remote = RemoteProcess("generator-0")
@@ -81,7 +81,7 @@ async def test_one_that_is_gone_already_has_ended(process) -> None:
         await remote.call(Silent())
 
 
-async def test_those_of_no_use_without_the_one_that_ended_are_killed(process) -> None:
+async def test_remaining_processes_of_a_group_are_killed(process) -> None:
     other = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=subprocess.PIPE)
     remote = RemoteProcess("trainer")
     remote.watch([process.pid, other.pid], LocalHealthChecks())
@@ -91,7 +91,7 @@ async def test_those_of_no_use_without_the_one_that_ended_are_killed(process) ->
         await remote.call(Silent())
 
 
-async def test_what_ends_after_close_was_told_to(process) -> None:
+async def test_exit_after_close_is_not_reported(process) -> None:
     owner = Owner()
     remote = RemoteProcess("trainer", owner)
     open_before = len(os.listdir("/proc/self/fd"))
@@ -104,7 +104,7 @@ async def test_what_ends_after_close_was_told_to(process) -> None:
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
-async def test_a_cancelled_call_is_cancelled_and_a_late_one_names_its_limit() -> None:
+async def test_call_can_be_cancelled_and_timeout_names_the_limit() -> None:
     remote, endpoint = RemoteProcess("generator-0"), Silent()
     call = asyncio.ensure_future(remote.call(endpoint))
     await endpoint.called.wait()

@@ -103,13 +103,13 @@ async def ask(replica: ActorReplica, name: str, *prompt: int) -> Completion:
         return await replica.stream(EngineRequest(name, prompt, SAMPLING), lambda _: None)
 
 
-async def test_what_is_asked_in_one_turn_arrives_together_and_each_has_its_answer(replica) -> None:
+async def test_concurrent_requests_are_sent_in_one_message(replica) -> None:
     answers = await asyncio.gather(*(ask(replica, f"r{n}", 7, n) for n in range(20)))
     assert [list(answer.token_ids) for answer in answers] == [[7, n, 20] for n in range(20)]
     assert list((await ask(replica, "r0", 9)).token_ids) == [9, 1]
 
 
-async def test_tokens_come_before_the_answer(replica) -> None:
+async def test_tokens_are_streamed_before_the_answer(replica) -> None:
     told: list[TokenChunk] = []
     async with asyncio.timeout(LIMIT_S):
         answer = await replica.stream(EngineRequest("a", [5, 6], SAMPLING), told.append)
@@ -117,7 +117,7 @@ async def test_tokens_come_before_the_answer(replica) -> None:
     assert list(answer.token_ids) == [5, 6, 1]
 
 
-async def test_one_failure_is_nobody_elses(replica) -> None:
+async def test_failures_do_not_affect_other_requests(replica) -> None:
     outcomes = await asyncio.gather(
         ask(replica, "a", 0), ask(replica, "b", 1), ask(replica, "c", 4), return_exceptions=True
     )
@@ -128,7 +128,7 @@ async def test_one_failure_is_nobody_elses(replica) -> None:
     assert isinstance(outcomes[2], Completion)
 
 
-async def test_an_id_is_in_use_until_its_answer(replica) -> None:
+async def test_request_id_is_in_use_until_its_answer(replica) -> None:
     first = asyncio.ensure_future(ask(replica, "a", 4))
     await asyncio.sleep(0)
     with pytest.raises(RequestError, match="'a' is in use"):
@@ -137,14 +137,14 @@ async def test_an_id_is_in_use_until_its_answer(replica) -> None:
     await ask(replica, "a", 4)
 
 
-async def test_a_request_cancelled_in_the_turn_it_was_made_in_is_not_sent(replica) -> None:
+async def test_request_cancelled_at_once_is_not_sent(replica) -> None:
     requests = [asyncio.ensure_future(ask(replica, f"r{n}", 7)) for n in range(2)]
     asyncio.get_running_loop().call_soon(requests[0].cancel)
     assert list((await requests[1]).token_ids) == [7, 1]
     assert requests[0].cancelled()
 
 
-async def test_the_end_of_the_process_fails_all_requests_at_once(replica) -> None:
+async def test_process_death_fails_all_requests_at_once(replica) -> None:
     told = asyncio.Event()
 
     async def unanswered(name: str) -> Completion:
@@ -161,7 +161,7 @@ async def test_the_end_of_the_process_fails_all_requests_at_once(replica) -> Non
         await ask(replica, "late", 4)
 
 
-async def test_an_answer_that_cannot_be_sent_is_a_failure_and_the_next_arrives(replica) -> None:
+async def test_unsendable_answer_fails_its_request_only(replica) -> None:
     bad, good = await asyncio.gather(ask(replica, "a", 3), ask(replica, "c", 4), return_exceptions=True)
     assert isinstance(bad, GenerationError)
     assert "its answer could not be sent" in str(bad)
@@ -169,7 +169,7 @@ async def test_an_answer_that_cannot_be_sent_is_a_failure_and_the_next_arrives(r
     assert list((await ask(replica, "b", 4)).token_ids) == [4, 1]
 
 
-async def test_requests_do_not_outlast_the_listening(replica) -> None:
+async def test_disconnect_fails_pending_and_later_requests(replica) -> None:
     told = asyncio.Event()
     request = asyncio.ensure_future(replica.stream(EngineRequest("a", [2], SAMPLING), lambda _: told.set()))
     await asyncio.wait_for(told.wait(), LIMIT_S)
@@ -179,7 +179,7 @@ async def test_requests_do_not_outlast_the_listening(replica) -> None:
             await asyncio.wait_for(unanswered, LIMIT_S)
 
 
-async def test_a_request_that_cannot_be_sent_fails_alone(replica) -> None:
+async def test_unsendable_request_fails_alone(replica) -> None:
     bad = replica.stream(EngineRequest("bad", [0], SAMPLING, Unpicklable("s")), lambda _: None)
     refused, answer = await asyncio.gather(bad, ask(replica, "good", 4), return_exceptions=True)
     assert isinstance(refused, RequestError)
@@ -187,7 +187,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone(replica) -> None:
     assert isinstance(answer, Completion)
 
 
-async def test_a_worker_opens_another_stream_after_a_message_that_it_cannot_read(replica) -> None:
+async def test_worker_reconnects_after_an_unreadable_message(replica) -> None:
     class Listener:
         def __init__(self) -> None:
             self.told: list[str] = []

@@ -77,7 +77,7 @@ def server(tmp_path: Path) -> Iterator[str]:
         process.communicate(timeout=60)
 
 
-def test_requests_name_the_adapter_that_answers_them_also_after_a_generator_died(server: str, tmp_path: Path) -> None:
+def test_requests_select_adapters_even_after_generator_death(server: str, tmp_path: Path) -> None:
     def ask(model: str) -> Any:
         sampling = {"max_tokens": 12, "logprobs": 0, "seed": 1}
         body = {"model": model, "token_ids": PROMPT, "sampling_params": sampling}

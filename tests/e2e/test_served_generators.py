@@ -63,7 +63,7 @@ def ask(url: str) -> httpx.Response:
     ).raise_for_status()
 
 
-def test_a_server_outlives_its_generator_keeps_its_key_and_ends_in_order(
+def test_server_replaces_generator_hides_api_key_and_stops_cleanly(
     server: tuple[subprocess.Popen[str], str], tmp_path: Path
 ) -> None:
     process, url = server

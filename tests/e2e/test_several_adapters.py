@@ -48,7 +48,7 @@ def state(trainers: AdapterTrainers, name: str, folder: Path) -> dict[str, bytes
 
 
 @pytest.mark.parametrize("make", [make_tiny_qwen3, make_tiny_llama3])
-def test_an_adapter_trained_with_others_has_the_bits_of_one_trained_alone(
+def test_adapter_trained_with_others_is_bitwise_identical_to_alone(
     tmp_path: Path, make: Callable[[Path], Path]
 ) -> None:
     base = make(tmp_path / "model")
@@ -64,7 +64,7 @@ def test_an_adapter_trained_with_others_has_the_bits_of_one_trained_alone(
         assert together[name].version == count
 
 
-def test_the_frozen_weights_are_in_memory_once(tmp_path: Path) -> None:
+def test_frozen_weights_are_shared_in_memory(tmp_path: Path) -> None:
     together = trainers(make_tiny_qwen3(tmp_path / "model", tied=True), *SETTINGS)
     frozen = {name: frozen_storages(together[name]) for name in together}
     assert frozen["sort"]
@@ -80,7 +80,7 @@ def trained_storages(trainer: TrainerCore) -> set[int]:
     return {parameter.data_ptr() for parameter in trainer._model.parameters() if parameter.requires_grad}
 
 
-def test_an_adapter_whose_loss_is_not_finite_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+def test_nonfinite_loss_of_one_adapter_does_not_affect_others(tmp_path: Path) -> None:
     base = make_tiny_qwen3(tmp_path / "model")
     together, alone = trainers(base, "sort", "sum"), trainers(base, "sum")
     with together.turn("sort") as trainer:

@@ -18,7 +18,7 @@ from titan_rl.config.load import load_config
 from titan_rl.viewer.trace import Traces
 
 
-def test_a_tiny_model_is_made_taught_saved_and_put_in_its_place(tmp_path: Path) -> None:
+def test_sft_trains_and_saves_a_tiny_model_across_a_resume(tmp_path: Path) -> None:
     base = tmp_path / "base"
     settings = {"demonstrations": 600, "batch_size": 10, "held_out": 20, "interval": 0, "out": base}
     with run_training(

@@ -62,7 +62,7 @@ def ours(folder: Path, conversations: list[DemonstrationTokens], steps: int) -> 
     return measured, norm, weights(trainer.named_tensors())
 
 
-def test_a_step_is_that_of_transformers_and_torch(folder: Path, conversations: list[DemonstrationTokens]) -> None:
+def test_sft_step_matches_transformers_and_torch(folder: Path, conversations: list[DemonstrationTokens]) -> None:
     losses, norm, learned = ours(folder, conversations, steps=2)
     model = Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.0)
@@ -86,7 +86,7 @@ def test_a_step_is_that_of_transformers_and_torch(folder: Path, conversations: l
         torch.testing.assert_close(learned[name], tensor.detach(), atol=1e-5, rtol=0)
 
 
-def test_a_step_is_that_of_trls_sft_trainer(
+def test_sft_step_matches_trl_sft_trainer(
     folder: Path, conversations: list[DemonstrationTokens], tmp_path: Path
 ) -> None:
     trl = pytest.importorskip("trl", reason="needs the dev extra")

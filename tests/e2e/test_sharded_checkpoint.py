@@ -82,7 +82,7 @@ def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor()
 
 
-def test_ranks_save_their_parts_and_fail_alike(tmp_path: Path):
+def test_ranks_save_their_shards_and_fail_together(tmp_path: Path):
     first, second = run_world(save_and_load, 2, root=tmp_path)
     assert first == second
     assert (first["version"], first["equal"]) == (3, True)

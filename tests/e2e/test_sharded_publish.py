@@ -35,9 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=() if " x " in name else in_depth) for name in LAYOUTS])
-def test_the_parts_are_the_gathered_export_and_one_that_fails_fails_all(
-    models: list[tuple[str, str]], layout: str
-) -> None:
+def test_published_shards_match_the_export_and_fail_together(models: list[tuple[str, str]], layout: str) -> None:
     data_parallel, tensor_parallel, offload = LAYOUTS[layout]
     size = data_parallel * tensor_parallel
     for by_model in run_world(
@@ -65,9 +63,7 @@ def test_the_parts_are_the_gathered_export_and_one_that_fails_fails_all(
             assert found["num_readable"] == compared["num_tensors"]
 
 
-def test_ranks_that_share_rows_publish_and_export_the_bytes_of_one(
-    models: list[tuple[str, str]], tmp_path: Path
-) -> None:
+def test_context_parallel_ranks_publish_and_export_like_one_rank(models: list[tuple[str, str]], tmp_path: Path) -> None:
     folder, _ = models[0]
     alone = publish_and_export(folder, tmp_path / "one")
     assert alone == [digest(load_file(Path(folder) / "model.safetensors"))] * 2

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 from e2e.runs import run_training
 
 
-def test_two_ranks_train_publish_save_and_go_on_split_otherwise_until_one_dies(tmp_path):
+def test_sharded_run_resumes_with_another_layout_and_survives_a_rank_death(tmp_path):
     short = {"training__steps": 2, "validation__num_prompts": 1, "validation__samples_per_prompt": 1}
     with run_training(tmp_path, scheduling__max_staleness=0, training__data_parallel=2, **short) as run:
         assert run.wait() == 0, run.output

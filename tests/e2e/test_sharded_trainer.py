@@ -54,9 +54,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, OneRank]:
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=() if " x " in name else in_depth) for name in LAYOUTS])
-def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
-    one_rank: dict[bool, OneRank], layout: str, tmp_path: Path
-) -> None:
+def test_sharded_steps_and_resume_match_one_rank(one_rank: dict[bool, OneRank], layout: str, tmp_path: Path) -> None:
     settings = LAYOUTS[layout]
     alone = one_rank["tied" in layout]
     ranks = run_world(
@@ -87,7 +85,7 @@ def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=in_depth), "muon"])
-def test_other_optimizers_and_a_reference_that_follows_go_on_over_ranks(
+def test_other_optimizers_and_reference_updates_match_one_rank(
     one_rank: dict[bool, OneRank], optimizer: str, tmp_path: Path
 ):
     folder, settings = one_rank[False].folder, {"optimizer": optimizer, "lr": 1e-3, "reference_interval": 2}
@@ -124,7 +122,7 @@ def test_other_optimizers_and_a_reference_that_follows_go_on_over_ranks(
         pytest.param("tensor_parallel", marks=in_depth),
     ],
 )
-def test_all_ranks_skip_a_step_that_one_of_them_cannot_train_on(one_rank: dict[bool, OneRank], layout: str) -> None:
+def test_all_ranks_skip_a_step_untrainable_on_one_rank(one_rank: dict[bool, OneRank], layout: str) -> None:
     for results, equal in run_world(step_skipped_and_step_made, 2, folder=one_rank[False].folder, **{layout: 2}):
         assert [result.version for result in results] == [1, 2]
         (part,) = results[0].skipped
@@ -134,7 +132,7 @@ def test_all_ranks_skip_a_step_that_one_of_them_cannot_train_on(one_rank: dict[b
         assert all(equal)
 
 
-def test_ranks_compute_in_bfloat16_and_keep_no_gathered_layer_for_the_backward_pass(tmp_path: Path) -> None:
+def test_bfloat16_ranks_save_no_gathered_weights_for_backward(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "model", vocab_size=144)
     alone, _ = logprobs_and_kept_weights(folder, data_parallel=1)
     for logprobs, kept in run_world(logprobs_and_kept_weights, 2, folder=folder, data_parallel=2):
@@ -142,7 +140,7 @@ def test_ranks_compute_in_bfloat16_and_keep_no_gathered_layer_for_the_backward_p
         torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(alone), rtol=0, atol=0.05)
 
 
-def test_ranks_that_share_a_vocabulary_unequally_draw_the_same_sequences(one_rank: dict[bool, OneRank]) -> None:
+def test_ranks_with_uneven_vocabulary_shards_draw_the_same_sequences(one_rank: dict[bool, OneRank]) -> None:
     folder = one_rank[False].folder
     alone = drawn(folder)
     assert run_world(drawn, 2, folder=folder, tensor_parallel=2) == [alone, alone]

@@ -40,16 +40,14 @@ def make(folder: Path, **training: Any) -> TrainerCore:
     return TrainerCore(ModelConfig(path=str(folder), dtype="bfloat16"), settings, seed=0)
 
 
-def test_between_steps_no_parameter_has_a_gradient(folder: Path) -> None:
+def test_gradients_are_freed_between_steps(folder: Path) -> None:
     trainer = make(folder)
     trainer.step(on_policy_samples(trainer, 40, 33))
     assert all(parameter.grad is None for parameter in trainer._model.parameters())  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_trainer_that_is_saved_goes_on_to_the_bit_and_exports_its_weights(
-    folder: Path, name: str, tmp_path: Path
-) -> None:
+def test_resumes_bitwise_identically_and_exports_its_weights(folder: Path, name: str, tmp_path: Path) -> None:
     whole = make(folder, **SETTINGS[name])
     samples = on_policy_samples(whole, 40, 33, 64)
     for _ in range(2):
@@ -67,9 +65,7 @@ def test_a_trainer_that_is_saved_goes_on_to_the_bit_and_exports_its_weights(
 
 
 @pytest.mark.parametrize("offloaded_first", [False, True])
-def test_a_run_goes_on_when_its_moments_move_to_the_host_or_back(
-    folder: Path, offloaded_first: bool, tmp_path: Path
-) -> None:
+def test_checkpoint_loads_with_optimizer_offload_toggled(folder: Path, offloaded_first: bool, tmp_path: Path) -> None:
     whole = make(folder, offload=("optimizer",) if offloaded_first else ())
     samples = on_policy_samples(whole, 40, 33, 64)
     whole.step(samples)
@@ -82,7 +78,7 @@ def test_a_run_goes_on_when_its_moments_move_to_the_host_or_back(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_it_learns_about_what_it_learns_in_float32(folder: Path, name: str) -> None:
+def test_low_precision_states_learn_like_float32(folder: Path, name: str) -> None:
     trainer, plain = make(folder, **SETTINGS[name]), make(folder)
     samples = on_policy_samples(plain, 40, 33, 64)
     found = [trainer.step(samples).metrics["loss"] for _ in range(10)]
@@ -103,7 +99,7 @@ SMALL = {"optimizer_dtype": "int8", "master_dtype": "bfloat16"}
         pytest.param("tensor_parallel", SMALL, marks=in_depth),
     ],
 )
-def test_ranks_whose_parameters_wait_on_the_host_make_the_same_steps(
+def test_offloaded_parameters_make_the_same_steps(
     folder: Path, layout: str, states: dict[str, Any], tmp_path: Path
 ) -> None:
     kept, offloaded = (
@@ -117,19 +113,19 @@ def test_ranks_whose_parameters_wait_on_the_host_make_the_same_steps(
         assert resumed == losses[-2:]
 
 
-def test_offloaded_parameters_are_on_the_host_and_buffers_where_the_model_computes(folder: Path) -> None:
+def test_offloaded_parameters_are_on_the_host_and_buffers_on_the_device(folder: Path) -> None:
     found = run_world(devices_of_a_policy, 2, folder=folder, data_parallel=2, offload_parameters=True)
     assert found == [({"cpu"}, {"meta"}, True)] * 2
 
 
-def test_a_single_rank_does_not_offload_its_parameters(folder: Path) -> None:
+def test_rejects_parameter_offload_on_a_single_rank(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"set training\.data_parallel to the number of GPUs"):
         make(folder, offload=("parameters",))
 
 
 @pytest.mark.parametrize("layout", [{"data_parallel": 2}, {"tensor_parallel": 2}])
 @pytest.mark.parametrize("name", ["all", pytest.param("int8 moments", marks=in_depth)])
-def test_ranks_step_as_one_does_and_go_on_to_the_bit(name: str, layout: dict[str, int], tmp_path: Path) -> None:
+def test_ranks_match_one_rank_and_resume_bitwise_identically(name: str, layout: dict[str, int], tmp_path: Path) -> None:
     is_dense = "tensor_parallel" in layout
     folder = (make_tiny_qwen3 if is_dense else make_tiny_moe)(tmp_path / "model")
     alone, _ = steps_and_resumed_steps(folder, tmp_path / "one", **SETTINGS[name])
@@ -142,6 +138,6 @@ def test_ranks_step_as_one_does_and_go_on_to_the_bit(name: str, layout: dict[str
     assert resumed == pytest.approx(alone[-2:], abs=0.05), "one rank goes on from what two have saved"
 
 
-def test_weights_of_fewer_digits_than_the_model_computes_with_are_refused(folder: Path) -> None:
+def test_rejects_master_dtype_below_model_dtype(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.dtype = .float32"):
         TrainerCore(ModelConfig(path=str(folder)), TrainingConfig(master_dtype="bfloat16"), seed=0)

@@ -128,7 +128,7 @@ def exact_logprobs(
     return logits_ATV.log_softmax(-1).gather(-1, answers_AT[..., None])[..., 0].tolist()
 
 
-def test_each_token_has_the_value_of_its_request() -> None:
+def test_spread_repeats_request_values_per_token() -> None:
     from titan_rl.generation.vllm_cpu import spread
 
     ends = torch.tensor([2, 2, 3], dtype=torch.int32)
@@ -142,7 +142,7 @@ def test_each_token_has_the_value_of_its_request() -> None:
     ids=["ngram-plain", "ngram-cut", "draft_model-cut"],
     indirect=["engine"],
 )
-def test_answers_are_drawn_from_the_policys_distribution(
+def test_answers_follow_the_policy_distribution(
     engine: VLLMEngine, policy: Qwen3ForCausalLM, sampling: SamplingParams
 ) -> None:
     drawn = draw(engine, sampling, SAMPLES)
@@ -158,7 +158,7 @@ def test_answers_are_drawn_from_the_policys_distribution(
 
 @NGRAM
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs round by what else is in the batch")
-def test_a_seed_draws_the_same_whatever_is_beside_it(engine: VLLMEngine, policy: Qwen3ForCausalLM) -> None:
+def test_seeded_sampling_is_independent_of_the_batch(engine: VLLMEngine, policy: Qwen3ForCausalLM) -> None:
     sampling = SamplingParams(max_tokens=20)
     engine.reset_prefix_cache()
     many = draw(engine, sampling, 20)
@@ -171,7 +171,7 @@ def test_a_seed_draws_the_same_whatever_is_beside_it(engine: VLLMEngine, policy:
 
 @NGRAM
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs round by what else is in the batch")
-def test_requests_stand_still_while_sequences_are_scored(engine: VLLMEngine) -> None:
+def test_scoring_does_not_disturb_running_requests(engine: VLLMEngine) -> None:
     undisturbed = draw(engine, SamplingParams(max_tokens=12), 20)
     disturbed = Batch(engine)
     for seed in range(20):
@@ -183,15 +183,13 @@ def test_requests_stand_still_while_sequences_are_scored(engine: VLLMEngine) -> 
 
 
 @NGRAM
-def test_guessing_leaves_the_number_of_threads_for_which_weights_are_packed(
-    engine: VLLMEngine, num_threads: int
-) -> None:
+def test_speculation_keeps_the_number_of_threads(engine: VLLMEngine, num_threads: int) -> None:
     draw(engine, PLAIN, 1)
     assert torch.get_num_threads() == num_threads
 
 
 @NGRAM
-def test_a_stop_token_ends_an_answer_though_more_were_guessed(engine: VLLMEngine) -> None:
+def test_stop_token_discards_later_draft_tokens(engine: VLLMEngine) -> None:
     stopped = draw(engine, SamplingParams(max_tokens=20, stop_token_ids=(2,)), 20)
     for name, tokens in stopped.tokens.items():
         assert len(tokens) == len(stopped.logprobs[name])
@@ -204,9 +202,7 @@ def test_a_stop_token_ends_an_answer_though_more_were_guessed(engine: VLLMEngine
 
 @BOTH
 @torch.no_grad()
-def test_what_follows_a_swap_is_of_the_new_weights(
-    engine: VLLMEngine, policy: Qwen3ForCausalLM, tmp_path: Path
-) -> None:
+def test_tokens_after_a_swap_use_the_new_weights(engine: VLLMEngine, policy: Qwen3ForCausalLM, tmp_path: Path) -> None:
     new, batch, cache = make_model(tmp_path, 7), Batch(engine), DynamicCache()
     batch.add("a", PROMPT, SamplingParams(max_tokens=20, seed=3))
     batch.step(5)
@@ -225,7 +221,7 @@ def test_what_follows_a_swap_is_of_the_new_weights(
 
 
 @NGRAM
-def test_guesses_are_counted(engine: VLLMEngine) -> None:
+def test_counts_drafts_and_accepted_tokens(engine: VLLMEngine) -> None:
     before, batch = engine.gauges(), draw(engine, SamplingParams(max_tokens=20), 16)
     grown = {name: value - before[name] for name, value in engine.gauges().items() if name.endswith("_total")}
     drafts, guessed, accepted = (grown[f"{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
@@ -236,7 +232,7 @@ def test_guesses_are_counted(engine: VLLMEngine) -> None:
 
 
 @NGRAM
-def test_what_would_change_the_distribution_is_refused(engine: VLLMEngine) -> None:
+def test_rejects_sampling_parameters_that_vllm_ignores(engine: VLLMEngine) -> None:
     for sampling, name in (
         (SamplingParams(max_tokens=4, min_p=0.1), "min_p = 0.1"),
         (SamplingParams(max_tokens=4, min_tokens=2), "min_tokens = 2"),
@@ -246,7 +242,7 @@ def test_what_would_change_the_distribution_is_refused(engine: VLLMEngine) -> No
 
 
 @BOTH
-def test_the_prefix_cache_is_used_where_it_is_wanted_and_its_hits_are_counted(engine: VLLMEngine) -> None:
+def test_prefix_cache_is_used_if_enabled_and_hits_are_counted(engine: VLLMEngine) -> None:
     long = PROMPT * 4  # more than a block
     engine.reset_prefix_cache()
     before = engine.gauges()

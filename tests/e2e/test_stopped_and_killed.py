@@ -116,7 +116,7 @@ def two_tasks(folder: Path, steps: int) -> AbstractContextManager[Run]:
 
 
 @in_depth  # tests/run/test_stop_signals.py has programs that a second signal ends at once
-def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing_but_what_was_saved(tmp_path: Path, gate: Path):
+def test_second_signal_ends_run_at_once_and_keeps_the_checkpoint(tmp_path: Path, gate: Path):
     with two_tasks(tmp_path, steps=6) as run:
         run.wait_for_step(2)
         (gate / "hold").touch()
@@ -133,7 +133,7 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing_but_what_was_save
         assert_trained_once_and_in_order(run.folder, 6)
 
 
-def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says_it_is(tmp_path: Path, gate: Path):
+def test_run_stopped_mid_step_or_killed_resumes_without_retraining(tmp_path: Path, gate: Path):
     with two_tasks(tmp_path, steps=1000) as run:
         run.wait_for_step(1)
         (gate / "hold").touch()

@@ -40,7 +40,7 @@ class Echo(AnsweringActor):
         await asyncio.Event().wait()
 
 
-def test_death_is_reported_and_contained(tmp_path: Path) -> None:
+def test_process_death_is_reported_and_contained(tmp_path: Path) -> None:
     """In a process of its own, since Monarch reads when it is imported how often it looks."""
     polls = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
     environment = os.environ | polls | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -60,7 +60,7 @@ def engine(folder: Path) -> Iterator[VLLMEngine]:
     engine.close()
 
 
-def test_the_update_of_one_layer_that_is_withheld_is_caught(folder: Path, engine: Any, tmp_path: Path) -> None:
+def test_detects_a_missing_update_of_one_layer(folder: Path, engine: Any, tmp_path: Path) -> None:
     run = Run(folder, engine, tmp_path, lr=3e-4, num_probes=32)
     before = run.manifest
     run.step()
@@ -74,9 +74,7 @@ def test_the_update_of_one_layer_that_is_withheld_is_caught(folder: Path, engine
 
 
 @in_depth
-def test_a_swap_that_did_nothing_is_caught_at_a_learning_rate_of_3e_6(
-    folder: Path, engine: Any, tmp_path: Path
-) -> None:
+def test_detects_a_skipped_swap_at_learning_rate_3e_6(folder: Path, engine: Any, tmp_path: Path) -> None:
     run = Run(folder, engine, tmp_path, lr=3e-6, num_probes=512)
     run.step()
     with pytest.raises(VerificationError, match="not loaded"):

@@ -35,7 +35,7 @@ SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, seed=7)
 
 
 @in_depth
-async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path, monkeypatch) -> None:
+async def test_tensor_parallel_ranks_generate_pull_and_are_replaced_together(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     config = load_config("examples/alphabet_sort/cpu.toml", SETTINGS)
     run_dir, published = RunDirectory(tmp_path / "run"), PublishedWeights()

@@ -33,7 +33,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield run
 
 
-def test_a_run_trains_verifies_and_leaves_its_files_and_nothing_else(finished: Run):
+def test_run_trains_verifies_and_leaves_only_its_files(finished: Run):
     run = finished
     steps = [record for record in run.metrics() if "train/loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3]
@@ -74,9 +74,7 @@ def what_was_computed(run: Run) -> tuple[list[dict[str, float]], list[tuple[str,
     return numbers, answers, load_file(run.folder / "export" / "model.safetensors")
 
 
-def test_the_same_seed_gives_the_same_bits_with_a_users_engine_a_validation_beside_training_and_a_trainer_that_hangs(
-    finished: Run, tmp_path: Path
-):
+def test_same_seed_is_bitwise_reproducible_despite_a_trainer_hang(finished: Run, tmp_path: Path):
     numbers, answers, weights = what_was_computed(finished)
     assert sum("train/loss" in record for record in numbers) == 3
     others = {"generation__engine": "tests.e2e.own_engine:make", "validation__beside_training": "true"}
@@ -97,7 +95,7 @@ def test_the_same_seed_gives_the_same_bits_with_a_users_engine_a_validation_besi
     assert all(torch.equal(tensor, again[2][name]) for name, tensor in weights.items())
 
 
-def test_through_interruptions_deaths_and_failing_judges_no_group_is_lost_but_theirs(tmp_path: Path):
+def test_no_group_is_lost_through_interruptions_and_process_deaths(tmp_path: Path):
     """Each batch interrupts what is in flight; a generator is killed and a rollout worker hangs, and both are
     replaced. Environments block their workers, and judges hang, cancel themselves and raise."""
     with run_training(

@@ -32,7 +32,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3(tmp_path_factory.mktemp("model"))
 
 
-def test_scores_equal_those_of_transformers(folder: Path):
+def test_scores_match_transformers(folder: Path):
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sample = sequences(2, 5, 40, 111)
     for sequence, scores in zip(sample, make_trainer(folder).score(sample), strict=True):
@@ -41,13 +41,13 @@ def test_scores_equal_those_of_transformers(folder: Path):
     assert make_trainer(folder).score([[]]) == [[]]
 
 
-def test_published_names_and_values_are_those_of_the_folder(folder: Path):
+def test_published_names_and_values_match_the_folder(folder: Path):
     published, original = weights(make_trainer(folder)), load_file(folder / "model.safetensors")
     assert published.keys() == original.keys()
     assert all(torch.equal(published[name], original[name]) for name in original)
 
 
-def test_packed_rows_score_like_separate_passes_at_each_samples_temperature(untied: Path):
+def test_packed_rows_match_separate_passes(untied: Path):
     """The loss of one packed step is the one computed from transformers' logprobs, one sequence at a time."""
     trainer = make_trainer(untied, row_tokens=64)
     lengths, temperature = (30, 20, 14, 40, 9), 0.7
@@ -66,7 +66,7 @@ def test_packed_rows_score_like_separate_passes_at_each_samples_temperature(unti
     assert metrics["loss"] == pytest.approx(-sum(n * a for n, a in trained) / sum(n for n, _ in trained), abs=1e-6)
 
 
-def test_a_batch_of_mixed_temperatures_scores_each_token_at_its_own(untied: Path):
+def test_each_token_is_scored_at_its_own_temperature(untied: Path):
     """Also where turns of one sample differ, and where the sample shares its prompt with others."""
     trainer = make_trainer(untied, row_tokens=128, share_prompts=True)
     (base,) = on_policy_samples(trainer, 24)
@@ -84,7 +84,7 @@ def test_a_batch_of_mixed_temperatures_scores_each_token_at_its_own(untied: Path
     assert metrics["num_tokens"] == 4 * 12
 
 
-def test_the_split_into_micro_batches_does_not_change_the_step(untied: Path):
+def test_micro_batch_size_does_not_change_the_step(untied: Path):
     results: list[tuple[float, dict[str, torch.Tensor]]] = []
     for row_tokens, rows in ((256, 8), (64, 8), (64, 1)):
         trainer = make_trainer(untied, row_tokens=row_tokens, rows_per_micro_batch=rows, lr=1e-4)
@@ -96,7 +96,7 @@ def test_the_split_into_micro_batches_does_not_change_the_step(untied: Path):
             torch.testing.assert_close(tensor, results[0][1][name], rtol=0, atol=2e-6)
 
 
-def test_micro_batches_that_are_computed_at_the_same_time_make_the_same_step_to_the_bit(folder: Path):
+def test_threaded_micro_batches_are_bitwise_identical(folder: Path):
     made: list[tuple[dict[str, float], dict[str, torch.Tensor]]] = []
     for num_threads in (1, 3):
         trainer = make_trainer(folder, num_threads=num_threads, row_tokens=64, rows_per_micro_batch=1, kl_coef=0.1)
@@ -120,9 +120,7 @@ class Failing:
         raise IndexError("nothing is computed")
 
 
-def test_an_error_in_one_of_several_micro_batches_leaves_the_trainer_as_it_was(
-    untied: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_micro_batch_error_leaves_the_trainer_unchanged(untied: Path, monkeypatch: pytest.MonkeyPatch):
     trainer = make_trainer(untied, num_threads=3, row_tokens=64, rows_per_micro_batch=1)
     samples, before = on_policy_samples(trainer, 50, 41, 64), weights(trainer)
     objective = trainer._gradient_pass._objective
@@ -215,7 +213,7 @@ def test_flex_attention_makes_the_same_step(untied: Path, dtype: Any, monkeypatc
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-6)
 
 
-def test_rewarded_completions_become_likely_and_the_version_counts_steps(untied: Path):
+def test_rewarded_completions_become_likely(untied: Path):
     trainer = make_trainer(untied, steps=30, lr=3e-3)
     (sample,) = on_policy_samples(trainer, 24)
     before = trainer.score([sample.token_ids])[0][12:]
@@ -228,7 +226,7 @@ def test_rewarded_completions_become_likely_and_the_version_counts_steps(untied:
     assert sum(after) / len(after) > -0.5
 
 
-def test_a_nonfinite_behaviour_logprob_only_removes_its_token(untied: Path):
+def test_nonfinite_behaviour_logprob_removes_only_its_token(untied: Path):
     trainer, other = make_trainer(untied), make_trainer(untied)
     (sample,) = on_policy_samples(trainer, 24)
     broken = replace(sample, behaviour_logprobs=[*sample.behaviour_logprobs[:-1], math.nan])
@@ -251,7 +249,7 @@ def test_a_nonfinite_behaviour_logprob_only_removes_its_token(untied: Path):
         ({"token_ids": [128] * 24}, "token id 128"),
     ],
 )
-def test_a_step_that_cannot_be_taken_changes_nothing(untied: Path, change: dict[str, Any], message: str):
+def test_failed_step_changes_nothing(untied: Path, change: dict[str, Any], message: str):
     trainer = make_trainer(untied)
     samples = on_policy_samples(trainer, 24)
     before = weights(trainer)
@@ -262,7 +260,7 @@ def test_a_step_that_cannot_be_taken_changes_nothing(untied: Path, change: dict[
     assert trainer.step(samples).version == 1
 
 
-def test_weights_between_two_versions_are_not_saved(untied: Path, tmp_path: Path):
+def test_rejects_saving_a_partially_applied_step(untied: Path, tmp_path: Path):
     trainer = make_trainer(untied, minibatches=2)
     trainer.save(tmp_path / "step-000000")
     before = weights(trainer)
@@ -288,7 +286,7 @@ POISON: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("poison", POISON)
-def test_a_skipped_step_makes_a_version_names_its_rollouts_and_changes_nothing(untied: Path, poison: str):
+def test_skipped_step_bumps_version_and_names_its_rollouts(untied: Path, poison: str):
     trainer, other = make_trainer(untied), make_trainer(untied)
     samples = on_policy_samples(trainer, 24)
     poisonous = replace(samples[0], rollout_id="g/poison", **POISON[poison])
@@ -302,7 +300,7 @@ def test_a_skipped_step_makes_a_version_names_its_rollouts_and_changes_nothing(u
     assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in trainer.named_tensors())
 
 
-def test_of_several_minibatches_only_the_one_that_cannot_be_trained_on_is_skipped(untied: Path, tmp_path: Path):
+def test_only_the_untrainable_minibatch_is_skipped(untied: Path, tmp_path: Path):
     trainer = make_trainer(untied, minibatches=2, rows_per_micro_batch=1, row_tokens=32)
     first, *second = on_policy_samples(trainer, 24, 24, 24)
     second = [replace(sample, group_id="other") for sample in second]
@@ -318,7 +316,7 @@ def test_of_several_minibatches_only_the_one_that_cannot_be_trained_on_is_skippe
     assert pickle.loads(pickle.dumps(caught.value)).at_fault == ("g/2",)
 
 
-def test_an_oversized_sample_is_dropped_and_counted(untied: Path):
+def test_oversized_sample_is_dropped_and_counted(untied: Path):
     trainer = make_trainer(untied, row_tokens=32)
     samples = on_policy_samples(trainer, 24, 40)
     metrics = trainer.step(samples).metrics
@@ -329,7 +327,7 @@ def test_an_oversized_sample_is_dropped_and_counted(untied: Path):
         trainer.step([])
 
 
-def test_bfloat16_publishes_bfloat16_and_trains_float32(untied: Path):
+def test_bfloat16_model_publishes_bfloat16_and_trains_in_float32(untied: Path):
     trainer = TrainerCore(ModelConfig(path=str(untied), dtype="bfloat16"), TrainingConfig(steps=1, lr=1e-5), seed=0)
     assert {tensor.dtype for _, tensor in trainer.named_tensors()} == {torch.bfloat16}
     samples = on_policy_samples(trainer, 24, 30)
@@ -364,14 +362,14 @@ def broken_folder(source: Path, folder: Path, config: dict[str, Any], drop: str 
         ({"config": {}, "grow": "lm_head.weight"}, r"'lm_head\.weight' in .* has shape \(3, 3\)"),
     ],
 )
-def test_a_folder_that_does_not_fit_together_names_what_is_wrong(
+def test_inconsistent_model_folder_error_names_the_problem(
     untied: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ):
     with pytest.raises(ModelError, match=message):
         make_trainer(broken_folder(untied, tmp_path / "model", **changes))
 
 
-def test_a_folder_without_config_or_weights_or_with_damaged_ones(untied: Path, tmp_path: Path):
+def test_rejects_folder_with_missing_or_damaged_files(untied: Path, tmp_path: Path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         make_trainer(tmp_path)
     (tmp_path / "config.json").write_text("{")

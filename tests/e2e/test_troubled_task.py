@@ -13,7 +13,7 @@ from e2e.troubled_task import assert_troubles_are_named
 
 
 @in_depth
-def test_a_run_without_rollout_workers_names_troubles_goes_on_and_ends_when_it_is_done(tmp_path: Path):
+def test_run_without_rollout_workers_reports_failures_and_finishes(tmp_path: Path):
     task = "tests.e2e.troubled_task:TroubledSort"
     with run_training(tmp_path, task__type=task, rollout__num_workers=0) as run:
         assert run.wait() == 0, run.output

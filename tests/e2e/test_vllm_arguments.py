@@ -20,7 +20,7 @@ from titan_rl.generation.engine import AdapterSpec, EngineSpec
 from titan_rl.generation.vllm_arguments import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, engine_arguments
 
 
-def test_options_come_before_the_defaults() -> None:
+def test_options_override_the_defaults() -> None:
     spec = EngineSpec("policy", max_context=100)
     assert engine_arguments(spec, on_cpu=True).max_num_batched_tokens == CPU_BATCHED_TOKENS
     on_gpu = replace(spec, gpu_share=0.5, kv_cache_gib=1.0)
@@ -33,7 +33,7 @@ def test_options_come_before_the_defaults() -> None:
     assert engine_arguments(own, on_cpu=True).scheduling_policy == "priority"
 
 
-def test_the_window_of_cohere_2_is_that_of_transformers_beside_overrides_of_the_user(tmp_path: Path) -> None:
+def test_cohere2_window_matches_transformers_and_keeps_user_overrides(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "cohere2", "sliding_window": 4096}))
     spec = EngineSpec(str(tmp_path), options={"hf_overrides": {"logit_scale": 0.5}})
     assert engine_arguments(spec, on_cpu=True).hf_overrides == {"sliding_window": 4095, "logit_scale": 0.5}
@@ -41,13 +41,13 @@ def test_the_window_of_cohere_2_is_that_of_transformers_beside_overrides_of_the_
     assert engine_arguments(replace(spec, options={}), on_cpu=True).hf_overrides == {}
 
 
-def test_the_names_read_from_the_source_are_those_of_the_class() -> None:
+def test_argument_names_match_engine_args_fields() -> None:
     fields = {field.name for field in dataclasses.fields(EngineArgs)}
     assert vllm_arguments._argument_names() == fields
     assert vllm_arguments.OWN.keys() <= fields
 
 
-def test_the_kv_cache_is_one_gib_on_a_cpu_and_what_is_free_on_a_gpu(
+def test_default_kv_cache_is_one_gib_on_cpu_and_free_memory_on_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * 2**30, 80 * 2**30))
@@ -58,9 +58,7 @@ def test_the_kv_cache_is_one_gib_on_a_cpu_and_what_is_free_on_a_gpu(
     assert found.gpu_memory_utilization == pytest.approx(0.98 * 50 / 80)
 
 
-def test_the_kv_cache_of_a_gpu_leaves_room_for_the_slots_of_adapters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_kv_cache_leaves_room_for_adapter_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * 2**30, 80 * 2**30))
     save_file({"layers.0.q_proj.weight": torch.zeros(100, 60)}, tmp_path / "model.safetensors")
     adapters = {name: AdapterSpec(12, 32.0, ("q_proj",), num_versions=3) for name in ("sort", "sum")}

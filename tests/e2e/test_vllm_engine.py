@@ -157,7 +157,7 @@ class TestContract(EngineContract):
 
 
 @pytest.mark.parametrize("crowded", ["full"], indirect=True)
-def test_an_engine_that_adapts_preempts_less_and_finishes_all(
+def test_adaptive_engine_preempts_less_and_finishes_all_requests(
     crowded: VLLMEngine, old_model: Qwen3ForCausalLM, tmp_path: Path
 ) -> None:
     """How often is a matter of lengths, which are given here, and not of time."""
@@ -184,12 +184,12 @@ def test_an_engine_that_adapts_preempts_less_and_finishes_all(
     assert count < fixed_count
 
 
-def test_it_is_an_engine(engine: VLLMEngine) -> None:
+def test_implements_the_engine_protocol(engine: VLLMEngine) -> None:
     assert isinstance(engine, Engine)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_the_distribution_sampled_from(
+def test_logprobs_match_the_sampling_distribution(
     engine: VLLMEngine, old_model: Qwen3ForCausalLM, temperature: float
 ) -> None:
     engine.load_state_dict(weights(old_model), 0)
@@ -201,7 +201,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
     assert largest_difference(logprobs, expected) < 1e-5
 
 
-def test_a_stop_token_is_the_last_of_its_completion(engine: VLLMEngine) -> None:
+def test_stop_token_ends_the_completion(engine: VLLMEngine) -> None:
     request = EngineRequest("greedy", prompt(2), SamplingParams(max_tokens=10, temperature=0))
     greedy, _, _ = run(engine, request)
     stop = greedy[4]
@@ -216,14 +216,14 @@ def test_a_stop_token_is_the_last_of_its_completion(engine: VLLMEngine) -> None:
     assert finish is FinishReason.LENGTH
 
 
-def test_a_seed_makes_the_draw_reproducible(engine: VLLMEngine) -> None:
+def test_seeded_sampling_is_reproducible(engine: VLLMEngine) -> None:
     def draw(name: str, seed: int) -> list[int]:
         return run(engine, EngineRequest(name, prompt(3), SamplingParams(max_tokens=16, seed=seed)))[0]
 
     assert draw("a", 1) == draw("b", 1) != draw("c", 2)
 
 
-def test_seeded_prompts_of_more_tokens_than_a_step_takes_all_start(engine: VLLMEngine) -> None:
+def test_seeded_prompts_exceeding_the_step_budget_all_finish(engine: VLLMEngine) -> None:
     """vLLM cannot split a seeded prompt on a CPU; it has to take fewer at a time."""
     for index in range(48):
         sampling = SamplingParams(max_tokens=2, min_tokens=2, seed=index)
@@ -234,16 +234,16 @@ def test_seeded_prompts_of_more_tokens_than_a_step_takes_all_start(engine: VLLME
     assert sorted(finished) == sorted(f"long-{index}" for index in range(48))
 
 
-def test_the_context_bounds_a_completion(engine: VLLMEngine) -> None:
+def test_context_length_bounds_a_completion(engine: VLLMEngine) -> None:
     tokens, _, finish = run(engine, EngineRequest("a", prompt(4, CONTEXT - 3), SamplingParams(max_tokens=50)))
     assert (len(tokens), finish) == (3, FinishReason.LENGTH)
 
 
-def test_a_killed_engine_leaves_no_semaphore_on_the_machine(engine: VLLMEngine) -> None:
+def test_engine_uses_no_named_semaphore(engine: VLLMEngine) -> None:
     assert type(tqdm.get_lock()).__name__ != "TqdmDefaultWriteLock", "it is a named semaphore"
 
 
-def test_a_bad_request_is_refused_with_its_numbers(engine: VLLMEngine) -> None:
+def test_rejects_bad_requests_with_the_offending_values(engine: VLLMEngine) -> None:
     sampling = SamplingParams(max_tokens=4)
     for token_ids, message in (
         (prompt(0, CONTEXT), "has 128 prompt tokens.*max_context, which is 128"),
@@ -264,12 +264,12 @@ def test_a_bad_request_is_refused_with_its_numbers(engine: VLLMEngine) -> None:
     assert not engine.step()
 
 
-def test_stop_tokens_that_the_model_lacks_do_not_end_the_engine(engine: VLLMEngine) -> None:
+def test_out_of_vocabulary_stop_tokens_are_ignored(engine: VLLMEngine) -> None:
     params = SamplingParams(max_tokens=6, min_tokens=3, stop_token_ids=(-1, VOCAB, 10**6))
     assert len(run(engine, EngineRequest("a", [1, 2], params))[0]) == 6
 
 
-def test_scores_equal_a_transformers_forward(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
+def test_scores_match_transformers(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
     engine.load_state_dict(weights(old_model), 0)
     sequences = [prompt(seed, length) for seed, length in ((5, 2), (6, 40), (7, CONTEXT), (6, 40))]
     scores = engine.score([*sequences, [3]])
@@ -278,7 +278,7 @@ def test_scores_equal_a_transformers_forward(engine: VLLMEngine, old_model: Qwen
     assert scores[-1] == []
 
 
-async def test_many_generates_share_a_batch(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
+async def test_concurrent_requests_share_a_batch(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
     borrowed = Borrowed(engine, old_model)
     loop = EngineLoop(lambda: borrowed)  # pyright: ignore[reportArgumentType]
     await loop.start()
@@ -297,7 +297,7 @@ async def test_many_generates_share_a_batch(engine: VLLMEngine, old_model: Qwen3
 
 
 @pytest.mark.parametrize("verified", [False, True])
-async def test_a_swap_with_requests_in_flight_matches_a_reference(
+async def test_hot_swap_with_requests_in_flight_matches_reference(
     engine: VLLMEngine, old_model, verified: bool
 ) -> None:
     new_model = make_model(1)
@@ -343,7 +343,7 @@ async def test_a_swap_with_requests_in_flight_matches_a_reference(
     assert largest_difference(list(later.logprobs), expected) < 1e-5
 
 
-def test_the_prefix_cache_serves_later_turns_until_a_reset(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
+def test_prefix_cache_serves_later_requests_until_reset(engine: VLLMEngine, old_model: Qwen3ForCausalLM) -> None:
     def cached(name: str) -> float:
         engine.add(EngineRequest(name, prompt(10, 100), SamplingParams(max_tokens=1)))
         (delta,) = engine.step()
@@ -380,7 +380,7 @@ class AsVLLMReloads(VLLMEngine):
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": items})
 
 
-async def test_verification_catches_vllms_stale_head_of_tied_embeddings(tmp_path: Path) -> None:
+async def test_verification_detects_stale_tied_lm_head(tmp_path: Path) -> None:
     old_model, new_model = make_model(0, tied=True), make_model(1, tied=True)
     old_model.save_pretrained(tmp_path)
     published = [(name, tensor) for name, tensor in weights(new_model) if name != "lm_head.weight"]
@@ -408,11 +408,11 @@ async def test_verification_catches_vllms_stale_head_of_tied_embeddings(tmp_path
     await loop.close()
 
 
-def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+def test_rejects_folder_without_config_json(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         VLLMEngine(EngineSpec(str(tmp_path)))
 
 
-async def test_an_engine_that_cannot_start_ends_the_loop_with_the_reason(tmp_path: Path) -> None:
+async def test_loop_fails_with_the_reason_if_the_engine_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(EngineDeadError, match="no config"):
         await EngineLoop(lambda: VLLMEngine(EngineSpec(str(tmp_path)))).start()

@@ -41,9 +41,7 @@ def adapted(name: str, folder: Path, *, steps: int = 2, **settings: Any) -> Trai
     return trainer
 
 
-def test_exports_score_as_the_trainer_and_a_resumed_run_continues_bit_by_bit(
-    name: str, folder: Path, tmp_path: Path
-) -> None:
+def test_exports_match_the_trainer_and_resume_is_bitwise_identical(name: str, folder: Path, tmp_path: Path) -> None:
     trainer = adapted(name, folder)
     trainer.save(tmp_path / "checkpoint")
     export_checkpoint(folder, tmp_path / "checkpoint", tmp_path / "adapter", renderer="chat_template", as_adapter=True)
@@ -70,7 +68,7 @@ def test_exports_score_as_the_trainer_and_a_resumed_run_continues_bit_by_bit(
     assert all(torch.equal(after[key], expected_after[key]) for key in expected_after)
 
 
-def test_the_reference_is_the_base_and_only_the_adapter_is_trained(name: str, folder: Path) -> None:
+def test_reference_is_the_base_and_only_adapted_layers_change(name: str, folder: Path) -> None:
     trainer = adapted(name, folder, steps=0, kl_coef=0.5, activation_checkpointing="full")
     base = weights(trainer)
     first = trainer.step(on_policy_samples(trainer, 40, 33)).metrics["reference_kl"]
@@ -90,18 +88,18 @@ def test_the_reference_is_the_base_and_only_the_adapter_is_trained(name: str, fo
         ("mixtral", ["gate_proj"], r"targets has 'gate_proj', and the model has no linear layer of that name"),
     ],
 )
-def test_layers_without_adapters_are_refused(name: str, targets: list[str], complaint: str, tmp_path: Path) -> None:
+def test_rejects_layers_that_cannot_be_adapted(name: str, targets: list[str], complaint: str, tmp_path: Path) -> None:
     folder = make_family(name, tmp_path / "model")
     with pytest.raises(ModelError, match=complaint):
         make(folder, adapter=ADAPTER | {"targets": targets})
 
 
-def test_a_mixture_gets_adapters_in_its_attention(tmp_path: Path) -> None:
+def test_mixture_gets_adapters_in_attention_only(tmp_path: Path) -> None:
     trainer = make(make_family("qwen2_moe", tmp_path / "model"), adapter=ADAPTER)
     assert {key.split(".")[3] for key, _ in trainer.held_slices()} == {"self_attn"}
 
 
-def test_a_trainer_starts_from_a_peft_folder_of_its_model_only(tmp_path: Path) -> None:
+def test_trainer_starts_only_from_a_peft_folder_of_its_model(tmp_path: Path) -> None:
     folder = make_family("qwen2", tmp_path / "model")
     base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)

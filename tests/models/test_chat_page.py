@@ -10,5 +10,5 @@ pytest.importorskip("renderers")
 from scripts.write_chat_docs import PAGE, page
 
 
-def test_the_page_of_chats_is_current() -> None:
+def test_chat_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: .venv/bin/python -m scripts.write_chat_docs"

@@ -42,7 +42,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("family", CHATS)
-def test_every_turn_begins_with_the_tokens_of_the_previous_one(family: str) -> None:
+def test_each_prompt_extends_the_previous_tokens(family: str) -> None:
     renderer, tokenizer = renderer_of(family), load_tokenizer(folder_of(family))
     messages = [USER]
     prompt = list(renderer.render_ids(messages, add_generation_prompt=True))
@@ -63,7 +63,7 @@ ANSWER_FIRST = ("qwen3", "qwen3_moe", "glm4_moe", "glm4", "deepseek_v3")
 
 
 @pytest.mark.parametrize("family", [name for name in CHATS if name not in ANSWER_FIRST])
-def test_an_extended_prompt_has_the_tokens_that_the_template_renders(family: str) -> None:
+def test_extended_prompt_matches_the_rendered_template(family: str) -> None:
     renderer, tokenizer = renderer_of(family), load_tokenizer(folder_of(family))
     prompt = list(renderer.render_ids([USER], add_generation_prompt=True))
     messages = [USER, {"role": "assistant", "content": "A word."}, MORE]
@@ -73,13 +73,13 @@ def test_an_extended_prompt_has_the_tokens_that_the_template_renders(family: str
 
 
 @pytest.mark.parametrize("family", CHATS)
-def test_every_end_of_generation_config_is_a_stop_token(family: str) -> None:
+def test_generation_config_eos_tokens_are_stop_tokens(family: str) -> None:
     renderer, tokenizer = renderer_of(family), load_tokenizer(folder_of(family))
     assert {*CHATS[family].stops} <= {*tokenizer.convert_ids_to_tokens(renderer.get_stop_token_ids())}
 
 
 @pytest.mark.parametrize("family", WITH_TOOLS)
-def test_a_call_is_read_and_its_result_extends_the_prompt(family: str) -> None:
+def test_tool_call_is_parsed_and_its_result_extends_the_prompt(family: str) -> None:
     renderer, tokenizer = renderer_of(family), load_tokenizer(folder_of(family))
     tools = list(TOOLS)
     prompt = list(renderer.render_ids([USER], tools=tools, add_generation_prompt=True))
@@ -103,7 +103,7 @@ def test_a_call_is_read_and_its_result_extends_the_prompt(family: str) -> None:
     assert tokenizer.decode(extended) == rendered
 
 
-def test_tools_that_a_template_shows_before_the_last_question_are_shown_again() -> None:
+def test_mistral_repeats_tools_before_the_last_user_message() -> None:
     renderer, tokenizer = renderer_of("mistral"), load_tokenizer(folder_of("mistral"))
     prompt = renderer.render_ids([USER], tools=list(TOOLS), add_generation_prompt=True)
     said = ids_of(tokenizer, "A word.</s>")
@@ -112,7 +112,7 @@ def test_tools_that_a_template_shows_before_the_last_question_are_shown_again() 
     assert tokenizer.decode(extended).count("[AVAILABLE_TOOLS]") == 2
 
 
-async def test_a_template_without_calls_fails_the_reset_of_a_task_with_tools_and_says_why() -> None:
+async def test_reset_fails_if_the_template_does_not_show_tools() -> None:
     env = MessageTokenEnv(ToolEnv("1 + 1?", look_up), renderer_of("gemma3_text"))
     with pytest.raises(ModelError, match="shows the model none of the 1 tools"):
         await env.reset()
@@ -123,7 +123,7 @@ def look_up(word: str) -> str:
     return word
 
 
-def test_an_answer_without_a_call_is_text_with_tools_too() -> None:
+def test_json_answer_without_a_call_is_text() -> None:
     renderer, tokenizer = renderer_of("llama"), load_tokenizer(folder_of("llama"))
     parsed = renderer.parse_response(ids_of(tokenizer, 'It is {"a": 1}.<|eot_id|>'), tools=list(TOOLS))
     assert (parsed.content, list(parsed.tool_calls)) == ('It is {"a": 1}.', [])
@@ -138,13 +138,13 @@ def test_an_answer_without_a_call_is_text_with_tools_too() -> None:
         ("<tool_call>\n3\n</tool_call>", "malformed_structure"),
     ],
 )
-def test_a_malformed_call_has_a_status_that_ends_the_rollout(answer: str, status: str) -> None:
+def test_malformed_tool_call_has_an_error_status(answer: str, status: str) -> None:
     renderer, tokenizer = renderer_of("qwen2"), load_tokenizer(folder_of("qwen2"))
     (call,) = renderer.parse_response(ids_of(tokenizer, f"Wait.{answer}<|im_end|>"), tools=list(TOOLS)).tool_calls
     assert call.status == status
 
 
-def test_text_before_calls_has_no_special_tokens_and_reasoning_is_apart() -> None:
+def test_text_before_calls_excludes_special_tokens_and_reasoning() -> None:
     renderer, tokenizer = renderer_of("qwen2"), load_tokenizer(folder_of("qwen2"))
     said = (
         "<think>\nhm <tool_call>\n</think>\n\nWait<|im_start|>.\n"
@@ -157,7 +157,7 @@ def test_text_before_calls_has_no_special_tokens_and_reasoning_is_apart() -> Non
     assert not renderer.parse_response(ids_of(tokenizer, said)).tool_calls, "calls need tools"
 
 
-def test_qwen2_keeps_its_own_system_message_and_qwen3_has_the_renderer_of_the_package() -> None:
+def test_renderer_is_chosen_by_family() -> None:
     qwen2 = renderer_of("qwen2")
     assert isinstance(qwen2, ChatTemplateRenderer)
     assert "You are Qwen" in load_tokenizer(folder_of("qwen2")).decode(qwen2.render_ids([USER]))
@@ -166,13 +166,13 @@ def test_qwen2_keeps_its_own_system_message_and_qwen3_has_the_renderer_of_the_pa
     assert type(renderer_of("glm4_moe")).__name__ == "GLM45Renderer"
 
 
-def test_a_template_of_several_messages_an_answer_is_refused_with_the_renderer_to_set(tmp_path: Path) -> None:
+def test_rejects_multi_message_template_and_names_the_renderer_to_set(tmp_path: Path) -> None:
     folder = GPT_OSS.write(tmp_path)
     with pytest.raises(ModelError, match=r'model\.renderer = "renderers:GptOssRenderer"'):
         make_renderer(ModelConfig(path=str(folder), renderer="chat_template"))
 
 
-def test_a_renderer_of_the_package_gets_the_stop_tokens_that_it_lacks(tmp_path: Path) -> None:
+def test_package_renderer_gains_stop_tokens_of_generation_config(tmp_path: Path) -> None:
     folder = CHATS["qwen3"].write(tmp_path)
     tokenizer = load_tokenizer(folder)
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -183,7 +183,7 @@ def test_a_renderer_of_the_package_gets_the_stop_tokens_that_it_lacks(tmp_path: 
     assert renderer.parse_response([*ids_of(tokenizer, "yes"), start]).content == "yes"
 
 
-def test_a_generation_config_with_something_else_is_refused(tmp_path: Path) -> None:
+def test_rejects_noninteger_eos_in_generation_config(tmp_path: Path) -> None:
     folder = CHATS["qwen2"].write(tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "<|im_end|>"}))
     with pytest.raises(ModelError, match=r"eos_token_id in .* is '<\|im_end\|>'; it must be a token id"):

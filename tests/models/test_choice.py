@@ -23,13 +23,13 @@ from titan_rl.training.models.model_implementation import DIVIDED, choose_implem
         ({"model_type": "qwen3", "rope_parameters": {"partial_rotary_factor": 0.5}}, "transformers", "partial_rotary"),
     ],
 )
-def test_auto_is_torchtitan_where_it_has_the_family(hf: dict[str, Any], name: str, reason: str) -> None:
+def test_auto_chooses_torchtitan_for_supported_families(hf: dict[str, Any], name: str, reason: str) -> None:
     chosen = choose_implementation(hf)
     assert chosen.name == name
     assert reason in chosen.reason
 
 
-def test_sizes_may_be_missing_or_differ_by_layer() -> None:
+def test_sizes_may_be_null_or_per_layer() -> None:
     hf = {
         "model_type": "qwen2",
         "num_key_value_heads": None,
@@ -40,7 +40,7 @@ def test_sizes_may_be_missing_or_differ_by_layer() -> None:
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
-def test_contexts_of_longrope_end_where_its_tokens_turn_in_another_way(place: str) -> None:
+def test_longest_context_of_longrope_is_the_original_context(place: str) -> None:
     rope = {"rope_type": "longrope"} if place == "rope_parameters" else {"type": "longrope"}
     phi3 = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, place: rope}
     assert longest_context(phi3) == 4096
@@ -51,7 +51,7 @@ def test_contexts_of_longrope_end_where_its_tokens_turn_in_another_way(place: st
     assert longest_context({}) is None
 
 
-def test_the_one_that_is_asked_for_is_used() -> None:
+def test_explicit_implementation_is_used() -> None:
     assert choose_implementation({"model_type": "qwen3"}, "transformers").name == "transformers"
     with pytest.raises(ModelError, match=r'model.implementation = "torchtitan": .* no model_type \'qwen2\''):
         choose_implementation({"model_type": "qwen2"}, "torchtitan")
@@ -90,7 +90,7 @@ def test_the_one_that_is_asked_for_is_used() -> None:
         ),
     ],
 )
-def test_models_that_cannot_be_trained_are_refused_with_the_reason(hf: dict[str, Any], message: str) -> None:
+def test_rejects_untrainable_models_with_the_reason(hf: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         choose_implementation(hf)
 
@@ -107,22 +107,22 @@ def test_models_that_cannot_be_trained_are_refused_with_the_reason(hf: dict[str,
         ({"model_type": "new_moe", "num_experts": 8}, r"the experts of model_type 'new_moe' have not been divided"),
     ],
 )
-def test_experts_are_divided_only_where_there_are_enough_and_it_is_tested(hf: dict[str, Any], message: str) -> None:
+def test_rejects_unsupported_expert_parallelism(hf: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         choose_implementation(hf, expert_parallel=4)
 
 
-def test_the_families_whose_experts_are_divided_are_those_that_the_tests_have_proved() -> None:
+def test_expert_parallel_families_are_the_tested_ones() -> None:
     proved = {model_type(name) for name, found in json.loads(RESULTS.read_text()).items() if found["i"] == "yes"}
     assert proved == DIVIDED
 
 
-def test_rows_of_recurrent_families_are_not_shared_by_ranks() -> None:
+def test_rejects_context_parallelism_for_recurrent_families() -> None:
     assert choose_implementation({"model_type": "qwen3_next"}).name == "transformers"
     with pytest.raises(ModelError, match=r"context_parallel = 2, and model_type 'qwen3_next' has .* set it to 1"):
         choose_implementation({"model_type": "qwen3_next"}, context_parallel=2)
 
 
-def test_matrices_are_not_split_by_transformers() -> None:
+def test_rejects_tensor_parallelism_for_transformers() -> None:
     with pytest.raises(ModelError, match=r"tensor_parallel = 2, .* does not split matrices; set"):
         choose_implementation({"model_type": "qwen2"}, tensor_parallel=2)

@@ -40,7 +40,7 @@ GATED_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # of t
 
 
 @pytest.mark.check("b")
-def test_an_engine_has_the_trainers_logprobs_before_and_after_three_swaps(
+def test_engine_matches_trainer_logprobs_after_each_swap(
     name: str, folder: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     if name not in ENGINES:
@@ -86,7 +86,7 @@ def compare_engine(folder: Path, out: Path) -> None:
         engine.close()
 
 
-def test_an_engine_has_the_trainers_logprobs_after_three_swaps_of_an_adapter(name: str, folder: Path) -> None:
+def test_engine_matches_trainer_logprobs_after_adapter_swaps(name: str, folder: Path) -> None:
     if not ALL or model_type(name) not in ADAPTED:
         pytest.skip("make test-models starts the engines of all families that have adapters")
     targets = ADAPTED_TARGETS.get(name, TARGETS)
@@ -107,7 +107,7 @@ def test_an_engine_has_the_trainers_logprobs_after_three_swaps_of_an_adapter(nam
 
 
 @pytest.mark.skipif(not ALL, reason="make test-models starts the engines of all families")
-def test_convolutions_that_vllm_packs_in_bfloat16_are_swapped_and_read_back(tmp_path: Path) -> None:
+def test_packed_bfloat16_convolutions_are_swapped_and_read_back(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_tiny(tiny_config(AutoConfig.for_model("qwen3_next"), **GATED_HEADS), folder)
     model = ModelConfig(path=str(folder), max_context=128, dtype="bfloat16")
@@ -137,7 +137,7 @@ def bfloat16_engine(folder: Path) -> VLLMEngine:
 
 
 @pytest.mark.parametrize("wrong", WRONG_IN_THE_ENGINE)
-def test_weights_that_an_engine_computes_otherwise_are_refused_by_the_probes(wrong: str, tmp_path: Path) -> None:
+def test_probes_reject_weights_that_the_engine_computes_differently(wrong: str, tmp_path: Path) -> None:
     trainer = make(make_family(wrong, tmp_path / "model"))
     engine = VLLMEngine(EngineSpec(str(tmp_path / "model"), max_context=128, kv_cache_gib=0.1))
     transport = SharedMemoryTransport("test-wrong", root=tmp_path)

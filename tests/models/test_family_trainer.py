@@ -50,7 +50,7 @@ def policy(folder: Path) -> Policy:
     return Policy(model, TrainingConfig(row_tokens=512), World())
 
 
-def test_the_proved_families_are_those_of_these_tests() -> None:
+def test_proved_families_are_the_tested_ones() -> None:
     assert {model_type(name) for name in FAMILIES} == set(PROVED)
 
 
@@ -62,20 +62,20 @@ def tolerance_of(name: str, folder: Path, sequences: list[list[int]]) -> float:
 
 
 @pytest.mark.check("a")
-def test_logprobs_are_those_of_transformers_in_float64(name: str, folder: Path, policy: Policy) -> None:
+def test_logprobs_match_transformers_in_float64(name: str, folder: Path, policy: Policy) -> None:
     sequences = draw_sequences(40, 17, 33, 90)
     assert logprob_error(policy, folder, sequences) < tolerance_of(name, folder, sequences)
 
 
 @pytest.mark.check("c")
-def test_gradients_of_packed_sequences_are_those_of_each_alone(name: str, policy: Policy) -> None:
+def test_packed_gradients_match_separate_sequences(name: str, policy: Policy) -> None:
     error, frozen = packing_error(policy)
     assert error < TOLERANCES.gradients
     assert all(parameter.endswith(UNTRAINED) for parameter in frozen)
 
 
 @pytest.mark.check("d")
-def test_two_ranks_make_the_steps_of_one(name: str, folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_match_one_rank(name: str, folder: Path, tmp_path: Path) -> None:
     expected = two_steps(folder, tmp_path / "one")
     for found in run_world(two_steps, 2, folder=folder, out=tmp_path / "two", data_parallel=2):
         assert found == pytest.approx(expected, rel=1e-3)
@@ -86,7 +86,7 @@ def test_two_ranks_make_the_steps_of_one(name: str, folder: Path, tmp_path: Path
 
 
 @pytest.mark.check("e")
-def test_an_export_has_the_trainers_logprobs_in_transformers(name: str, folder: Path, tmp_path: Path) -> None:
+def test_exported_model_matches_trainer_logprobs_in_transformers(name: str, folder: Path, tmp_path: Path) -> None:
     trainer = make(folder)
     trainer.step(on_policy_samples(trainer, 40, 33))
     trainer.export_hf(tmp_path / "export")
@@ -97,7 +97,7 @@ def test_an_export_has_the_trainers_logprobs_in_transformers(name: str, folder: 
 
 
 @pytest.mark.check("f")
-def test_a_resumed_trainer_goes_on_to_the_bit(name: str, folder: Path, tmp_path: Path) -> None:
+def test_resumed_trainer_continues_bitwise_identically(name: str, folder: Path, tmp_path: Path) -> None:
     whole = make(folder)
     samples = on_policy_samples(whole, 40, 33, 64)
     whole.step(samples)
@@ -114,7 +114,7 @@ def test_a_resumed_trainer_goes_on_to_the_bit(name: str, folder: Path, tmp_path:
 
 
 @pytest.mark.check("g")
-def test_given_experts_are_used_and_those_chosen_anyway_change_nothing(
+def test_replayed_experts_are_used_and_own_choice_changes_nothing(
     name: str, folder: Path, record_property: Callable[[str, object], None]
 ) -> None:
     trainers = [make(folder) for _ in range(3)]
@@ -140,7 +140,7 @@ def test_given_experts_are_used_and_those_chosen_anyway_change_nothing(
 
 
 @pytest.mark.check("h")
-def test_ranks_that_share_the_tokens_of_rows_have_the_logprobs_and_gradients_of_one(
+def test_context_parallel_ranks_match_one_rank(
     name: str, folder: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     if model_type(name) in RECURRENT:
@@ -154,9 +154,7 @@ def test_ranks_that_share_the_tokens_of_rows_have_the_logprobs_and_gradients_of_
 
 
 @pytest.mark.check("i")
-def test_ranks_that_divide_experts_have_the_logprobs_and_gradients_of_one(
-    name: str, folder: Path, policy: Policy, tmp_path: Path
-) -> None:
+def test_expert_parallel_ranks_match_one_rank(name: str, folder: Path, policy: Policy, tmp_path: Path) -> None:
     if not policy._routers:  # pyright: ignore[reportPrivateUsage]
         pytest.skip("a dense model")
     if name not in SHARED_BY_RANKS:
@@ -203,7 +201,7 @@ def test_both_implementations_make_the_same_step(tied: bool, tmp_path: Path) -> 
         torch.testing.assert_close(theirs[key], tensor, rtol=0, atol=1e-4)
 
 
-def test_micro_batches_in_threads_make_the_step_of_one_thread(tmp_path: Path) -> None:
+def test_threaded_micro_batches_match_one_thread(tmp_path: Path) -> None:
     folder = make_family("gemma2", tmp_path / "model")
     alone, threaded = (make(folder, rows_per_micro_batch=1, num_threads=threads) for threads in (1, 2))
     samples = on_policy_samples(alone, 100, 100, 100, 100)

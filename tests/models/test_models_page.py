@@ -14,11 +14,11 @@ from scripts.write_model_docs import PAGE, page
 from titan_rl.training.models.model_implementation import RECURRENT
 
 
-def test_the_page_of_model_families_is_current() -> None:
+def test_model_families_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: .venv/bin/python -m scripts.write_model_docs"
 
 
-def test_no_family_of_the_page_fails_in_the_trainer() -> None:
+def test_results_fail_only_for_known_problems() -> None:
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert results.keys() == FAMILIES.keys()
     for name, by_check in results.items():

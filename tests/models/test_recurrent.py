@@ -41,7 +41,7 @@ def policy_of(folder: Path, *, dtype: DType = "float32", attention: Attention = 
     return Policy(model, TrainingConfig(row_tokens=512, attention=attention), World())
 
 
-def test_packed_sequences_have_the_logprobs_and_gradients_of_each_alone(folder: Path) -> None:
+def test_packed_sequences_match_separate_sequences(folder: Path) -> None:
     policy = policy_of(folder)
     sequences = draw_sequences(40, 17, 64, 33)
     together = policy.score(sequences)
@@ -54,12 +54,12 @@ def test_packed_sequences_have_the_logprobs_and_gradients_of_each_alone(folder: 
     assert not frozen
 
 
-def test_flex_attention_divides_the_layers_too(lfm2: Path) -> None:
+def test_recurrent_layers_are_divided_with_flex_attention(lfm2: Path) -> None:
     error, _ = packing_error(policy_of(lfm2, attention="flex"))
     assert error < 1e-4
 
 
-def test_layers_that_are_not_divided_into_documents_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_undivided_recurrent_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_decoder, "divide_mixers", lambda *_: None)
     logprobs, leaked, gradients = check_family(folder)
     assert leaked.difference > 10 * leaked.tolerance
@@ -67,9 +67,7 @@ def test_layers_that_are_not_divided_into_documents_are_found(folder: Path, monk
     assert not gradients.holds
 
 
-def test_a_family_without_tests_that_leaks_is_refused_before_it_trains(
-    lfm2: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_untested_family_that_leaks_is_rejected_before_training(lfm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family_check, "PROVED", frozenset[str]())
     make(lfm2)
     monkeypatch.setattr(transformers_decoder, "divide_mixers", lambda *_: None)
@@ -77,9 +75,7 @@ def test_a_family_without_tests_that_leaks_is_refused_before_it_trains(
         make(lfm2)
 
 
-def test_a_module_with_a_state_that_is_not_known_is_refused_by_its_name(
-    lfm2: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_recurrent_module_is_rejected_by_name(lfm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "RECURRENT", {"lfm2": "AnotherName"})
     with pytest.raises(ModelError, match=r"model\.layers\.0\.conv\.conv of model_type 'lfm2', a Conv1d"):
         policy_of(lfm2)
@@ -88,14 +84,14 @@ def test_a_module_with_a_state_that_is_not_known_is_refused_by_its_name(
         policy_of(lfm2)
 
 
-def test_values_of_tokens_that_would_not_be_divided_are_refused(lfm2: Path) -> None:
+def test_rejects_per_token_arguments_that_are_not_divided(lfm2: Path) -> None:
     name = model_implementation.RECURRENT["lfm2"]
     mixer: Any = next(module for module in policy_of(lfm2).model.modules() if type(module).__name__ == name)
     with pytest.raises(ModelError, match="passes attention_mask to Lfm2ShortConv, which the library does not divide"):
         mixer(torch.zeros(1, 4, 256), attention_mask=torch.ones(1, 4))
 
 
-def test_published_weights_are_scored_with_convolutions_that_are_rounded_too(lfm2: Path) -> None:
+def test_published_scores_use_rounded_convolutions(lfm2: Path) -> None:
     policy = policy_of(lfm2, dtype="bfloat16")
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():

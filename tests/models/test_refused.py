@@ -36,24 +36,22 @@ def write(model_type: str, folder: Path) -> Path:
     return folder
 
 
-def test_a_family_is_not_refused_for_gradients_that_are_rounding_alone(tmp_path: Path) -> None:
+def test_accepts_family_with_gradients_of_rounding_error_only(tmp_path: Path) -> None:
     trainer = make(write("biogpt", tmp_path / "model"))  # biases of keys change no attention
     assert trainer.step(on_policy_samples(trainer, 40, 33)).metrics["grad_norm"] > 0
 
 
-def test_an_attention_with_unknown_arguments_is_refused_with_their_names(tmp_path: Path) -> None:
+def test_rejects_attention_with_unknown_arguments(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="DogeAttention of transformers passes attention_mask to its attention"):
         make(write("doge", tmp_path / "model"))
 
 
-def test_an_untried_family_trains_if_its_numbers_are_right(tmp_path: Path) -> None:
+def test_untested_family_trains_if_the_check_passes(tmp_path: Path) -> None:
     trainer = make(write("persimmon", tmp_path / "model"))
     assert trainer.step(on_policy_samples(trainer, 40, 33)).metrics["grad_norm"] > 0
 
 
-def test_a_family_that_rounds_more_than_others_is_tried_with_that_tolerance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tolerance_follows_the_rounding_error_of_the_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write("minicpm3", tmp_path / "model")  # it scales embeddings and residuals
     sequences = draw_sequences(40, 17, 33)
     assert rounding_error(folder, sequences) > 2e-5
@@ -80,12 +78,12 @@ def longrope(folder: Path, short: int) -> Path:
     return folder
 
 
-def test_long_contexts_of_longrope_are_refused(tmp_path: Path) -> None:
+def test_rejects_long_contexts_of_longrope(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="'longrope', which turns tokens of sequences longer than 64"):
         make(longrope(tmp_path / "model", 64))
 
 
-def test_rows_may_be_longer_than_the_contexts_of_longrope(tmp_path: Path) -> None:
+def test_rows_may_exceed_the_longrope_context(tmp_path: Path) -> None:
     folder = longrope(tmp_path / "model", 64)
     model = ModelConfig(path=str(folder), max_context=64)
     policy = Policy(model, TrainingConfig(row_tokens=256, attention="document"), World())

@@ -50,7 +50,7 @@ def own(project: Path) -> Path:
     return project
 
 
-def test_the_default_algorithm_sets_what_the_defaults_of_the_settings_are():
+def test_default_algorithm_matches_default_settings():
     fields = TrainingConfig.model_fields
     preset = BY_NAME["grpo"].settings()
 
@@ -59,7 +59,7 @@ def test_the_default_algorithm_sets_what_the_defaults_of_the_settings_are():
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_every_algorithm_sets_functions_that_exist_and_describes_each_term(name: str):
+def test_every_algorithm_names_existing_functions_and_describes_its_terms(name: str):
     algorithm = BY_NAME[name]
     training = TrainingConfig(algorithm=name)
 
@@ -84,7 +84,7 @@ def test_every_algorithm_sets_functions_that_exist_and_describes_each_term(name:
         ({"loss": "cispo"}, ("cispo", "token", (0.2, 0.28), "standardized")),
     ],
 )
-def test_an_algorithm_sets_what_is_not_given(given: Mapping[str, object], expected: tuple[object, ...]):
+def test_algorithm_fills_in_unset_settings(given: Mapping[str, object], expected: tuple[object, ...]):
     training = TrainingConfig.model_validate(given)
 
     assert (training.loss, training.average, training.clip, training.advantage) == expected
@@ -92,12 +92,12 @@ def test_an_algorithm_sets_what_is_not_given(given: Mapping[str, object], expect
     assert TrainingConfig.model_validate(training.model_dump()) == training
 
 
-def test_an_algorithm_whose_settings_are_all_given_otherwise_is_an_error():
+def test_rejects_algorithm_whose_settings_are_all_overridden():
     with pytest.raises(ValidationError, match=r'algorithm = "gspo" has no effect where loss = "grpo" and average = '):
         TrainingConfig(algorithm="gspo", loss="grpo", average="token", clip=(0.2, 0.28))
 
 
-def test_a_dumped_config_says_what_the_algorithm_sets_and_loads_as_it_was(project: Path):
+def test_dumped_config_shows_algorithm_settings_and_round_trips(project: Path):
     config = load_config("config.toml", [("training.algorithm", "dr_grpo"), ("training.average", "token")])
     dumped = dump_config(config)
 
@@ -107,7 +107,7 @@ def test_a_dumped_config_says_what_the_algorithm_sets_and_loads_as_it_was(projec
     assert load_config("again.toml") == config
 
 
-def test_an_algorithm_of_the_users_is_one_value_of_a_module(own: Path, capsys: pytest.CaptureFixture[str]):
+def test_user_defined_algorithm_is_loaded_from_a_module(own: Path, capsys: pytest.CaptureFixture[str]):
     config = load_config("config.toml", [("training.algorithm", "own_algorithms:mine")])
     training = config.training
 
@@ -132,14 +132,14 @@ def test_an_algorithm_of_the_users_is_one_value_of_a_module(own: Path, capsys: p
         ("no_such_module:mine", "there is no module no_such_module"),
     ],
 )
-def test_an_algorithm_that_cannot_be_had_is_an_error_with_the_reason(own: Path, name: str, reason: str):
+def test_unloadable_algorithm_error_gives_the_reason(own: Path, name: str, reason: str):
     with pytest.raises(ConfigError) as caught:
         load_config("config.toml", [("training.algorithm", name)])
     assert reason in str(caught.value)
     assert "algorithm" in str(caught.value)
 
 
-def test_the_command_prints_each_algorithm_with_formula_terms_and_source(capsys: pytest.CaptureFixture[str]):
+def test_algorithms_command_prints_formula_terms_and_source(capsys: pytest.CaptureFixture[str]):
     assert main(["algorithms"]) == 0
     said = capsys.readouterr().out
 
@@ -151,14 +151,14 @@ def test_the_command_prints_each_algorithm_with_formula_terms_and_source(capsys:
     assert capsys.readouterr().out.startswith("gspo: ")
 
 
-def test_an_unknown_algorithm_is_named_by_the_command(capsys: pytest.CaptureFixture[str]):
+def test_algorithms_command_rejects_an_unknown_name(capsys: pytest.CaptureFixture[str]):
     assert main(["algorithms", "gsop"]) == 2
     assert "none of grpo, dr_grpo" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         find_algorithm("gsop")
 
 
-def test_an_advantage_that_is_not_of_a_module_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_rejects_algorithm_with_a_lambda_advantage(monkeypatch: pytest.MonkeyPatch):
     module = types.ModuleType("algorithms_on_trial")
     exec(OWN.replace("advantage=squared", "advantage=lambda rewards: rewards"), module.__dict__)
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -166,13 +166,13 @@ def test_an_advantage_that_is_not_of_a_module_is_refused(monkeypatch: pytest.Mon
         TrainingConfig(algorithm="algorithms_on_trial:mine")
 
 
-def test_a_critic_takes_rewards_that_were_not_compared_before(project: Path):
+def test_critic_rejects_advantages_that_compare_rollouts(project: Path):
     assert load_config("config.toml", [("training.algorithm", "ppo")]).training.critic == "model"
     with pytest.raises(ConfigError, match=r'critic = "head" computes advantages from rewards.*algorithm = "ppo"'):
         load_config("config.toml", [("training.critic", "head")])
 
 
-def test_groups_of_one_rollout_take_an_advantage_that_compares_no_siblings(project: Path):
+def test_single_rollout_groups_need_an_advantage_without_siblings(project: Path):
     alone = ("rollout.group_size", "1")
     for name in ("ppo", "reinforce"):
         config = load_config("config.toml", [alone, ("training.algorithm", name)])
@@ -183,7 +183,7 @@ def test_groups_of_one_rollout_take_an_advantage_that_compares_no_siblings(proje
         load_config("config.toml", [alone, ("training.algorithm", "rloo")])
 
 
-def test_the_samples_of_a_run_with_a_critic_carry_their_rewards_to_the_trainers(project: Path):
+def test_critic_samples_carry_rewards_to_the_trainer(project: Path):
     config = load_config("config.toml", [("training.algorithm", "ppo"), ("rollout.group_size", "1")])
     completion = Completion("r", [5, 1], [-1.0, -1.0], FinishReason.STOP, (VersionSpan(0, 2),))
     turn = Turn([7, 8], completion, sampling=SamplingParams(max_tokens=2))

@@ -29,7 +29,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int])
 
 @settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 99))
-def test_equals_dense_masked_attention_with_gradients(lengths: list[int], seed: int):
+def test_document_attention_matches_dense_masked_attention(lengths: list[int], seed: int):
     lengths += lengths  # the same documents in each of two rows
     generator = torch.Generator().manual_seed(seed)
     row = sum(lengths) // 2
@@ -45,7 +45,7 @@ def test_equals_dense_masked_attention_with_gradients(lengths: list[int], seed: 
         torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-5)
 
 
-def test_on_cuda_shared_prompts_never_take_the_kernel_that_keeps_scores() -> None:
+def test_masked_attention_on_cuda_avoids_the_math_kernel() -> None:
     efficient, flash = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION
     for dtype, masked in [(torch.bfloat16, True), (torch.float32, True), (torch.float32, False)]:
         assert choose_kernel("cuda", dtype, 128, masked=masked) == Kernel((efficient,), takes_groups=False)
@@ -55,7 +55,7 @@ def test_on_cuda_shared_prompts_never_take_the_kernel_that_keeps_scores() -> Non
     assert choose_kernel("cpu", torch.bfloat16, 128, masked=True) == Kernel()
 
 
-def test_the_trainer_takes_flex_attention_on_cuda_unless_told_otherwise() -> None:
+def test_auto_attention_chooses_flex_on_cuda() -> None:
     assert TrainingConfig().attention == "auto"
     assert choose_attention("auto", "cuda", 128) == "flex"
     assert choose_attention("auto", "cuda", 8) == "document"
@@ -64,7 +64,7 @@ def test_the_trainer_takes_flex_attention_on_cuda_unless_told_otherwise() -> Non
     assert choose_attention("flex", "cpu", 128) == "flex"
 
 
-def test_heads_repeated_for_a_kernel_without_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeating_kv_heads_does_not_change_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [Document(20), Document(9, 0, 20), Document(7, 0, 20), Document(4)]
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(1, 40, heads, 16, generator=generator, requires_grad=True) for heads in (6, 2, 2)]
@@ -79,7 +79,7 @@ def test_heads_repeated_for_a_kernel_without_groups_change_nothing(monkeypatch: 
         torch.testing.assert_close(found, reference, rtol=0, atol=1e-5)
 
 
-def test_what_a_layer_keeps_for_the_backward_pass_does_not_grow_with_the_scores(
+def test_attention_does_not_save_scores_for_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The math kernel, which torch takes on CUDA for a mask and grouped heads, keeps 12 bytes a score."""
@@ -122,7 +122,7 @@ def test_documents_of_similar_length_share_a_bucket():
     ),
     st.integers(0, 99),
 )
-def test_suffixes_see_their_prefix_and_themselves(families: list[tuple[int, list[int]]], seed: int):
+def test_suffixes_attend_to_their_prefix_and_themselves(families: list[tuple[int, list[int]]], seed: int):
     """The same as each suffix behind a prefix of its own, with the gradients of a prefix added up."""
     generator = torch.Generator().manual_seed(seed)
     documents: list[Document] = []

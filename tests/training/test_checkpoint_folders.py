@@ -15,7 +15,7 @@ def write(path: Path, text: str) -> None:
         (temporary / "data").write_text(text)
 
 
-def test_a_folder_appears_whole_and_replaces_the_one_before(tmp_path: Path):
+def test_atomic_directory_replaces_the_previous_folder(tmp_path: Path):
     path = tmp_path / "new" / "step-000001"
     write(path, "first")
     write(path, "second")
@@ -23,7 +23,7 @@ def test_a_folder_appears_whole_and_replaces_the_one_before(tmp_path: Path):
     assert os.listdir(path.parent) == ["step-000001"]
 
 
-def test_a_full_disk_keeps_the_previous_folder_and_leaves_nothing(tmp_path: Path):
+def test_full_disk_keeps_the_previous_folder(tmp_path: Path):
     path = tmp_path / "step-000001"
     write(path, "first")
 
@@ -38,13 +38,13 @@ def test_a_full_disk_keeps_the_previous_folder_and_leaves_nothing(tmp_path: Path
     assert os.listdir(tmp_path) == ["step-000001"]
 
 
-def test_an_interrupt_passes_unchanged_and_leaves_nothing(tmp_path: Path):
+def test_keyboard_interrupt_propagates_and_leaves_no_files(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "step-000001"):
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == []
 
 
-def test_remains_of_a_killed_writer_are_cleared(tmp_path: Path):
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path):
     (tmp_path / ".step-000001.tmp").mkdir()
     (tmp_path / ".step-000001.tmp" / "half").touch()
     write(tmp_path / "step-000001", "whole")
@@ -52,7 +52,7 @@ def test_remains_of_a_killed_writer_are_cleared(tmp_path: Path):
     assert os.listdir(tmp_path / "step-000001") == ["data"]
 
 
-def test_the_newest_are_kept_in_the_order_of_their_steps(tmp_path: Path):
+def test_keep_last_keeps_the_highest_steps(tmp_path: Path):
     assert latest(tmp_path / "absent") is None
     for step in (900, 1000000, 20):
         write(step_directory(tmp_path, step), "")

@@ -72,7 +72,7 @@ def moved(trained: list[nn.Parameter]) -> torch.Tensor:
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_in_float32_it_is_torchs_own(decoupled: bool, offload: bool) -> None:
+def test_float32_compact_adam_matches_torch(decoupled: bool, offload: bool) -> None:
     trained, expected = parameters(), parameters()
     run(compact(trained, decoupled=decoupled, offload=offload), range(20))
     theirs = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -82,9 +82,7 @@ def test_in_float32_it_is_torchs_own(decoupled: bool, offload: bool) -> None:
 
 
 @pytest.mark.parametrize(("state_dtype", "error"), [("bfloat16", 0.01), ("int8", 0.08)])
-def test_moments_in_few_bytes_move_weights_as_float32_does_within_the_stated_error(
-    state_dtype: StateDType, error: float
-) -> None:
+def test_low_precision_moments_match_float32_within_documented_error(state_dtype: StateDType, error: float) -> None:
     trained, expected = parameters(), parameters()
     run(compact(trained, state_dtype), range(300))
     run(compact(expected), range(300))
@@ -94,7 +92,7 @@ def test_moments_in_few_bytes_move_weights_as_float32_does_within_the_stated_err
     assert along == pytest.approx(1, abs=0.02), "the noise of a root below a fraction makes steps 1% longer"
 
 
-def test_bfloat16_weights_move_also_where_each_step_is_less_than_half_their_last_digit() -> None:
+def test_bfloat16_weights_accumulate_updates_below_half_an_ulp() -> None:
     lr = 1e-5  # the last digit of a number near 1 is 2^-8
     trained, expected = parameters(torch.bfloat16), parameters()
     start = [parameter.detach().float() for parameter in trained]
@@ -107,7 +105,7 @@ def test_bfloat16_weights_move_also_where_each_step_is_less_than_half_their_last
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
-def test_what_is_saved_goes_on_to_the_bit(state_dtype: StateDType, dtype: torch.dtype) -> None:
+def test_resumed_state_continues_bitwise_identically(state_dtype: StateDType, dtype: torch.dtype) -> None:
     whole = parameters(dtype)
     run(compact(whole, state_dtype), range(10))
     first = parameters(dtype)
@@ -122,7 +120,7 @@ def test_what_is_saved_goes_on_to_the_bit(state_dtype: StateDType, dtype: torch.
     assert all(torch.equal(found, expected) for found, expected in zip(second, whole, strict=True))
 
 
-def test_moments_take_the_bytes_that_the_settings_state() -> None:
+def test_moments_use_the_documented_bytes_per_parameter() -> None:
     matrix = [nn.Parameter(torch.zeros(64, 1024))]
     for state_dtype, most in (("float32", 8.01), ("bfloat16", 4.01), ("int8", 2.02)):
         optimizer = compact(matrix, state_dtype)  # pyright: ignore[reportArgumentType]
@@ -131,7 +129,7 @@ def test_moments_take_the_bytes_that_the_settings_state() -> None:
         assert sum(tensor.nbytes for tensor in optimizer.state[matrix[0]].values()) / matrix[0].numel() <= most
 
 
-def test_codes_are_right_on_average_and_keep_the_largest_and_zero() -> None:
+def test_8bit_codes_are_unbiased_and_preserve_zero() -> None:
     generator = torch.Generator().manual_seed(0)
     exact = torch.logspace(-4, 0, 33).repeat(2000, 1)
     exact[:, ::2] *= -1
@@ -149,7 +147,7 @@ def test_codes_are_right_on_average_and_keep_the_largest_and_zero() -> None:
     assert (decode_square(encode_square(tiny, ones, generator), ones) > 0).all(), "a root is never divided by 0"
 
 
-def test_rounding_keeps_what_bfloat16_has_and_is_right_on_average() -> None:
+def test_stochastic_rounding_is_unbiased_and_keeps_bfloat16_values() -> None:
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(1000).bfloat16().float()
     assert torch.equal(rounded(exact, generator).float(), exact)
@@ -161,6 +159,6 @@ def test_rounding_keeps_what_bfloat16_has_and_is_right_on_average() -> None:
     "given", [{"optimizer_dtype": "int8"}, {"offload": ["optimizer"]}, {"offload": ["parameters"]}]
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "muon"])
-def test_settings_of_moments_are_refused_for_optimizers_that_ignore_them(given: dict[str, object], optimizer: str):
+def test_rejects_moment_settings_for_optimizers_that_ignore_them(given: dict[str, object], optimizer: str):
     with pytest.raises(ValidationError, match="that is for adamw and adam"):
         TrainingConfig.model_validate({"optimizer": optimizer, **given})

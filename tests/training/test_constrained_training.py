@@ -111,7 +111,7 @@ def policy_gradient(logits: torch.Tensor, *, weights: Any) -> torch.Tensor:
     return gradient
 
 
-def test_the_probabilities_of_the_enumerated_texts_add_up() -> None:
+def test_enumerated_text_probabilities_sum_to_one() -> None:
     logits = policy().detach()
     under_constraint = [(logprobs(logits, text) - left(logits, text)).sum().exp().item() for text in texts()]
     alone = [logprobs(logits, text).sum().exp().item() for text in texts()]
@@ -120,7 +120,7 @@ def test_the_probabilities_of_the_enumerated_texts_add_up() -> None:
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "grpo", "cispo"])
-def test_a_corrected_gradient_is_the_unconstrained_policys_in_expectation(loss: str) -> None:
+def test_corrected_gradient_is_unbiased_for_the_unconstrained_policy(loss: str) -> None:
     logits = policy()
     wanted = policy_gradient(logits, weights=lambda own, log_z: own.sum().exp())
     got = expected_gradient(logits, "corrected", loss=loss)
@@ -130,19 +130,19 @@ def test_a_corrected_gradient_is_the_unconstrained_policys_in_expectation(loss: 
         assert not torch.allclose(expected_gradient(logits, other, loss=loss), wanted, atol=1e-2), other
 
 
-def test_a_gradient_corrected_by_token_weighs_each_choice_where_the_constraint_led() -> None:
+def test_corrected_by_token_weights_each_token_by_its_allowed_mass() -> None:
     logits = policy()
     wanted = policy_gradient(logits, weights=lambda own, log_z: (own - log_z).sum().exp() * log_z.exp())
     assert torch.allclose(expected_gradient(logits, "corrected_by_token"), wanted, atol=1e-6)
 
 
-def test_trained_as_they_are_the_tokens_count_as_the_policys_own() -> None:
+def test_trained_mode_applies_no_correction() -> None:
     logits = policy()
     wanted = policy_gradient(logits, weights=lambda own, log_z: (own - log_z).sum().exp())
     assert torch.allclose(expected_gradient(logits, "trained"), wanted, atol=1e-6)
 
 
-def test_masked_tokens_contribute_exactly_zero_and_free_ones_what_they_did() -> None:
+def test_masked_mode_trains_only_unconstrained_tokens() -> None:
     logits = policy()
     got = expected_gradient(logits, "masked")
     free = torch.zeros_like(logits, dtype=torch.bool)
@@ -154,7 +154,7 @@ def test_masked_tokens_contribute_exactly_zero_and_free_ones_what_they_did() -> 
 
 
 @pytest.mark.parametrize("constrained", MODES)
-def test_ratios_compare_the_policy_with_itself_whatever_the_constraint_left_out(constrained: Any) -> None:
+def test_on_policy_ratios_are_one_under_a_constraint(constrained: Any) -> None:
     """No token is clipped on policy, and none looks off policy."""
     logits, settings = policy(), TrainingConfig(loss="grpo", clip=(0.01, 0.01))
     objective = Objective(settings, CorrectionConfig(constrained=constrained), max_context=CONTEXT)

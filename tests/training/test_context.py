@@ -39,7 +39,7 @@ def families(longest: int) -> st.SearchStrategy[Families]:
 @pytest.mark.parametrize(("lay_out", "longest"), [(layout_documents, 20), (layout_blocks, BLOCK // 2)])
 @settings(max_examples=examples(15), deadline=None)
 @given(data=st.data(), size=st.integers(2, 5), seed=st.integers(0, 99))
-def test_together_they_attend_as_one_rank_does_with_gradients(
+def test_context_parallel_attention_matches_one_rank(
     lay_out: Callable[..., Any], longest: int, data: st.DataObject, size: int, seed: int
 ) -> None:
     documents = documents_of(data.draw(families(longest)))
@@ -56,7 +56,7 @@ def test_together_they_attend_as_one_rank_does_with_gradients(
 
 
 @given(st.integers(1, 200), st.integers(2, 9), st.integers(1, 8))
-def test_each_token_is_one_ranks_and_all_ranks_have_as_many(num_tokens: int, size: int, multiple_of: int) -> None:
+def test_each_token_is_on_one_rank_and_shares_are_equal(num_tokens: int, size: int, multiple_of: int) -> None:
     shares = [share_tokens(num_tokens, ContextRanks(rank, size, None), multiple_of=multiple_of) for rank in range(size)]
     tokens = torch.arange(num_tokens)
     found = [share.find(tokens) for share in shares]
@@ -68,7 +68,7 @@ def test_each_token_is_one_ranks_and_all_ranks_have_as_many(num_tokens: int, siz
         assert not len(share.chunks[0]) % multiple_of
 
 
-def test_each_rank_of_a_long_document_attends_to_as_many_pairs_of_tokens() -> None:
+def test_attention_work_is_balanced_for_a_long_document() -> None:
     documents = [Document(16 * BLOCK)]
     pairs: list[int] = []
     for rank in range(4):

@@ -71,7 +71,7 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 
 
 @given(turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
-async def test_it_has_the_tokens_of_a_rollout_that_says_the_same(turns: list[tuple[str, str]]) -> None:
+async def test_demonstration_tokens_match_an_equivalent_rollout(turns: list[tuple[str, str]]) -> None:
     answers = [answer for _, answer in turns]
     left = list(answers)
 
@@ -98,13 +98,13 @@ def learned(demonstration: Demonstration, renderer: Any = RENDERER) -> str:
     return TOKENIZER.decode([t for t, learn in zip(tokens.token_ids, tokens.loss_mask, strict=True) if learn])
 
 
-def test_what_the_assistant_says_is_learned_with_its_end() -> None:
+def test_assistant_text_and_end_token_are_trained() -> None:
     turns = [{"role": "system", "content": "Add."}, user("2 + 3?"), assistant("5"), user("4 + 4?"), assistant("8")]
     assert learned(Demonstration(turns)) == "5<|im_end|>8<|im_end|>"
     assert learned(Demonstration([*turns, user("Thanks.")])) == "5<|im_end|>8<|im_end|>"
 
 
-def test_calls_of_tools_are_learned_in_the_format_of_the_model() -> None:
+def test_tool_calls_are_trained_in_the_model_format() -> None:
     qwen3 = pytest.importorskip("renderers.qwen3").Qwen3Renderer(TOKENIZER)
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -130,12 +130,12 @@ def test_calls_of_tools_are_learned_in_the_format_of_the_model() -> None:
         ([{"role": "user"}, assistant("b")], r"before messages\[1\] cannot be rendered"),
     ],
 )
-def test_a_conversation_that_no_rollout_can_have_is_refused(messages: list[Any], complaint: str) -> None:
+def test_rejects_conversations_that_no_rollout_can_produce(messages: list[Any], complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
         encode(RENDERER, Demonstration(messages))
 
 
-def test_a_renderer_that_drops_thoughts_is_told_of() -> None:
+def test_rejects_a_renderer_that_drops_reasoning() -> None:
     qwen3 = pytest.importorskip("renderers.qwen3").Qwen3Renderer(TOKENIZER)
     turns = [user("a"), {**assistant("b"), "reasoning_content": "Hm."}, user("c"), assistant("d")]
     with pytest.raises(DataError, match="without changing earlier tokens"):

@@ -40,7 +40,7 @@ def distributions(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_those_of_a_float64_reference(kind: DistillKind):
+def test_divergence_and_gradient_match_a_float64_reference(kind: DistillKind):
     logits, ids, taught = distributions(0, 5)
     logits.requires_grad_()
     value = divergence(kind, logits.log_softmax(-1).gather(-1, ids), taught)
@@ -61,7 +61,7 @@ def test_values_and_gradients_are_those_of_a_float64_reference(kind: DistillKind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_whole_divergence_where_the_likeliest_tokens_are_all_but_one(kind: DistillKind):
+def test_top_k_divergence_is_exact_when_one_token_is_left_out(kind: DistillKind):
     logits, _, _ = distributions(1, 4)
     taught = torch.randn(4, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
     top = taught.topk(VOCAB - 1, dim=-1)
@@ -72,7 +72,7 @@ def test_it_is_the_whole_divergence_where_the_likeliest_tokens_are_all_but_one(k
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_that_one_of_the_two_excludes_stay_finite(kind: DistillKind):
+def test_divergence_is_finite_for_tokens_of_zero_probability(kind: DistillKind):
     policy = torch.tensor([[0.0, -9999.0], [-0.1, -3.0]], requires_grad=True)
     value = divergence(kind, policy, torch.tensor([[-9999.0, 0.0], [0.0, -9999.0]]))
     value.sum().backward()
@@ -81,7 +81,7 @@ def test_tokens_that_one_of_the_two_excludes_stay_finite(kind: DistillKind):
     assert policy.grad.isfinite().all()
 
 
-def test_logprobs_of_several_tokens_in_one_place_are_those_of_a_softmax():
+def test_logprobs_of_several_targets_match_log_softmax():
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(VOCAB, 4, requires_grad=True)
     targets = torch.tensor([[1, 2, 2], [0, 6, 1], [3, 3, 3], [5, 4, 0], [6, 0, 2], [1, 0, 5]])
     temperatures, weights = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7, 1.3]), torch.randn(6, 3)
@@ -115,7 +115,7 @@ def objective_of(kind: DistillKind, coef: float = 2.0, correction: CorrectionCon
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_term_has_the_number_of_scored_tokens_as_its_denominator(kind: DistillKind):
+def test_distillation_term_is_averaged_over_scored_tokens(kind: DistillKind):
     batch, objective = batch_of(sample_of(0, scored=True), sample_of(1, scored=False, length=6)), objective_of(kind)
     assert objective.counts(batch) == (9.0, 3.0)
     random = torch.Generator().manual_seed(3)
@@ -145,7 +145,7 @@ def test_the_term_has_the_number_of_scored_tokens_as_its_denominator(kind: Disti
     assert logits.grad[3:].abs().sum() == 0
 
 
-def test_a_masked_token_learns_nothing_from_the_teacher():
+def test_masked_tokens_get_no_distillation_gradient():
     batch = batch_of(sample_of(0, scored=True))
     policy = torch.full((3, TOP), -1.5, requires_grad=True)
     logprobs = torch.tensor([-1.0, -9.0, -1.0])
@@ -163,12 +163,12 @@ def test_a_masked_token_learns_nothing_from_the_teacher():
 
 
 @pytest.mark.parametrize("kind", ["sampled", *KINDS])
-def test_without_a_weight_nothing_is_distilled(kind: DistillKind):
+def test_zero_weight_and_sampled_kl_add_no_distillation_term(kind: DistillKind):
     assert not Objective(TrainingConfig(), CorrectionConfig(), max_context=CONTEXT).distills
     assert objective_of(kind).distills == (kind != "sampled")
 
 
-def test_the_advantage_on_the_sampled_token_is_the_gradient_of_the_reverse_kl():
+def test_sampled_token_advantage_gives_the_reverse_kl_gradient():
     """Enumeration: the expected policy gradient with A = log q - log p is minus the gradient of KL(p || q)."""
     logits, _, _ = distributions(4, 1)
     taught = torch.randn(1, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).log_softmax(-1)

@@ -21,13 +21,13 @@ def recurrence(x_SWC: torch.Tensor) -> torch.Tensor:
     return torch.stack(states, 1)
 
 
-def test_a_document_begins_without_the_state_of_the_one_before() -> None:
+def test_state_is_reset_at_document_boundaries() -> None:
     ones = torch.ones(1, 5, 1)
     found = DocumentSequences([Document(3), Document(2)]).apply(recurrence, ones)
     assert found.flatten().tolist() == [1.0, 1.5, 1.75, 1.0, 1.5]
 
 
-def test_documents_continue_the_state_of_the_prefix_that_they_share() -> None:
+def test_documents_continue_the_state_of_a_shared_prefix() -> None:
     ones = torch.ones(1, 5, 1)
     found = DocumentSequences([Document(2), Document(2, 0, 2), Document(1, 0, 2)]).apply(recurrence, ones)
     assert found.flatten().tolist() == [1.0, 1.5, 1.75, 1.875, 1.75]
@@ -38,7 +38,7 @@ families = st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(1, 20), m
 
 @settings(max_examples=examples(30), deadline=None)
 @given(families.filter(lambda found: len(found) <= 5), st.integers(0, 99))
-def test_outputs_and_gradients_are_those_of_each_document_alone(drawn: list[tuple[int, list[int]]], seed: int) -> None:
+def test_packed_documents_match_separate_documents(drawn: list[tuple[int, list[int]]], seed: int) -> None:
     documents: list[Document] = []
     places: list[list[int]] = []  # of the tokens of each document, its prefix included
     end = 0

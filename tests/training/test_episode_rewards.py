@@ -46,7 +46,7 @@ def placed(sample: TrainingSample) -> list[float]:
     return list(sample.episode.rewards)
 
 
-def test_the_reward_of_a_rollout_is_at_its_last_token_and_no_advantage_is_shared():
+def test_rollout_reward_is_placed_at_the_last_token():
     (sample,) = samples_of(*TWO_TURNS)
 
     assert placed(sample) == [0, 0, 0, 0, 0, 0, 0, 3.0]
@@ -56,13 +56,13 @@ def test_the_reward_of_a_rollout_is_at_its_last_token_and_no_advantage_is_shared
     assert list(sample.advantages) == [0.0] * 8
 
 
-def test_rewards_of_turns_are_at_the_ends_of_the_turns_and_the_sum_is_the_reward():
+def test_turn_rewards_are_placed_at_turn_ends():
     (sample,) = samples_of(*TWO_TURNS, episodes=RewardPlacement(STEPS))
 
     assert placed(sample) == [0, 0, 0, 0.5, 0, 0, 0, 2.5]
 
 
-def test_a_truncated_rollout_has_only_the_rewards_of_its_turns():
+def test_truncated_rollout_gets_only_turn_rewards():
     status = RolloutStatus.TRUNCATED_TURNS
     (sample,) = samples_of(*TWO_TURNS, status=status, episodes=RewardPlacement(STEPS))
     (final,) = samples_of(*TWO_TURNS, status=status, episodes=RewardPlacement(STEPS, truncation_ends=True))
@@ -75,14 +75,14 @@ def test_a_truncated_rollout_has_only_the_rewards_of_its_turns():
     assert not final.episode.is_truncated
 
 
-def test_a_sample_before_an_edited_history_has_the_rewards_that_follow():
+def test_sample_before_an_edited_history_includes_later_rewards():
     first, second = samples_of(TWO_TURNS[0], turn([7, 9], [6, 1], step=2.0), episodes=RewardPlacement(STEPS))
 
     assert placed(first) == [0, 0, 0, 3.0]
     assert placed(second) == [0, 0, 0, 2.5]
 
 
-def test_a_reward_at_an_untrained_token_belongs_to_the_trained_token_before_it():
+def test_reward_at_an_untrained_token_moves_to_the_previous_trained_token():
     turns = (TWO_TURNS[0], turn([7, 8, 5, 1, 9], [6, 4], version=0), turn([7, 8, 5, 1, 9, 6, 4, 2], [3], version=1))
     (sample,) = samples_of(turn([7], [5, 1], version=1), episodes=RewardPlacement())
     batch = make_tensor_batch([[Family((sample,))]])
@@ -115,7 +115,7 @@ def test_samples_that_share_a_prompt_keep_their_rewards():
 
 
 @pytest.mark.parametrize(("combine", "expected"), [("mean", 0.25), ("sum", 1.0)])
-def test_a_rubric_weighs_the_rewards_of_turns(combine: str, expected: float):
+def test_rubric_weights_turn_rewards(combine: str, expected: float):
     def other(rollout: Rollout) -> float:
         return 0.0
 
@@ -123,7 +123,7 @@ def test_a_rubric_weighs_the_rewards_of_turns(combine: str, expected: float):
     assert rubric.env_weights == {"step": expected}
 
 
-def test_a_sample_maker_places_the_rewards_of_the_tasks_that_have_a_critic():
+def test_sample_maker_places_rewards_for_tasks_with_a_critic():
     played = replace(TWO_TURNS[0], sampling=SamplingParams(max_tokens=2))
     rollout = Rollout("g/0", "g", 0, None, RolloutStatus.COMPLETED, [played], reward=1.0, advantage=1.0)
     group = RolloutGroup("g", None, [rollout], task="sums")

@@ -34,7 +34,7 @@ def by_loop(x_RD: torch.Tensor, weights: list[torch.Tensor], counts: list[int]) 
 @pytest.mark.parametrize("sizes", [(64, 48), (6, 5)], ids=["aligned", "not aligned"])
 @pytest.mark.parametrize("counts", [COUNTS, [0] * 6, [16, 0, 0, 0, 0, 0]])
 @pytest.mark.parametrize("expanded", [False, True])
-def test_outputs_and_gradients_are_those_of_a_loop(sizes: tuple[int, int], counts: list[int], expanded: bool) -> None:
+def test_grouped_experts_match_a_loop_over_experts(sizes: tuple[int, int], counts: list[int], expanded: bool) -> None:
     torch.manual_seed(0)
     module = experts(6, *sizes)
     x_RD = torch.randn(sum(counts), sizes[0], requires_grad=True)
@@ -50,7 +50,7 @@ def test_outputs_and_gradients_are_those_of_a_loop(sizes: tuple[int, int], count
         torch.testing.assert_close(parameter.grad.double(), reference.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_autocast_computes_in_its_dtype() -> None:
+def test_grouped_linear_respects_autocast_dtype() -> None:
     weight, x = torch.randn(6, 32, 16), torch.randn(sum(COUNTS), 16)
     with torch.autocast("cpu", torch.bfloat16):
         assert grouped_linear(x, weight, torch.tensor(COUNTS)).dtype is torch.bfloat16
@@ -72,7 +72,7 @@ class Made(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("hidden_dim", [16, 13], ids=["aligned", "not aligned"])
-def test_the_backward_pass_makes_as_much_for_each_expert_however_many_there_are(hidden_dim: int) -> None:
+def test_backward_allocations_scale_linearly_with_experts(hidden_dim: int) -> None:
     def per_parameter(num_experts: int) -> float:
         module = experts(num_experts, 32, hidden_dim)
         x_RD = torch.randn(2 * num_experts, 32)

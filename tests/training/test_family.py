@@ -20,18 +20,18 @@ def sample(name: str, prompt: list[int], answer: list[int], group: str = "g") ->
 PROMPT = list(range(20))
 
 
-def test_siblings_share_their_prompt_but_for_its_last_token() -> None:
+def test_siblings_share_all_but_the_last_prompt_token() -> None:
     (family,) = find_families([sample("a", PROMPT, [1, 2]), sample("b", PROMPT, [3])], row_tokens=100)
     assert family.prefix_length == 19
     assert family.num_tokens == 19 + 3 + 2
 
 
-def test_groups_and_prompts_that_differ_are_not_joined() -> None:
+def test_different_groups_or_prompts_are_not_joined() -> None:
     samples = [sample("a", PROMPT, [1]), sample("b", PROMPT, [2], group="other"), sample("c", [9, *PROMPT], [3])]
     assert [family.prefix_length for family in find_families(samples, row_tokens=100)] == [0, 0, 0]
 
 
-def test_a_family_longer_than_a_row_is_split_and_a_sample_stays_whole() -> None:
+def test_family_longer_than_a_row_is_split_between_samples() -> None:
     samples = [sample(str(index), PROMPT, [1] * 9) for index in range(4)] + [sample("long", PROMPT, [1] * 90)]
     families = find_families(samples, row_tokens=40)
     assert [(family.prefix_length, len(family.samples)) for family in families] == [(0, 1), (19, 2), (19, 2)]
@@ -42,7 +42,7 @@ tokens = st.lists(st.integers(0, 1), max_size=24)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), tokens, tokens), max_size=12), st.integers(4, 60))
-def test_what_is_shared_is_equal_untrained_and_predicts_nothing_trained(
+def test_shared_prefix_is_identical_and_predicts_no_trained_token(
     drawn: list[tuple[int, list[int], list[int]]], row_tokens: int
 ) -> None:
     samples = [

@@ -45,7 +45,7 @@ def random_qkv(documents: list[Document], seed: int, num_rows: int = 1) -> list[
 
 @settings(max_examples=examples(20), deadline=None)
 @given(families(longest=40), st.integers(0, 99))
-def test_attends_as_buckets_do_with_gradients(families: Families, seed: int):
+def test_block_attention_matches_bucket_attention(families: Families, seed: int):
     documents = documents_of([*families, *families])  # the same in each of two rows
     half = sum(document.length for document in documents) // 2
     qkv = random_qkv(documents, seed, num_rows=2)
@@ -62,7 +62,7 @@ def test_attends_as_buckets_do_with_gradients(families: Families, seed: int):
 
 @settings(max_examples=examples(40), deadline=None)
 @given(families(longest=3 * BLOCK))
-def test_blocks_are_full_partial_or_absent_as_the_mask_says(families: Families):
+def test_blocks_are_classified_according_to_the_mask(families: Families):
     documents = documents_of(families)
     found = layout_blocks(documents).block_mask
     num_tokens = sum(document.length for document in documents)
@@ -78,7 +78,7 @@ def test_blocks_are_full_partial_or_absent_as_the_mask_says(families: Families):
     assert not bool((full & ~tiles.all(-1)).any())
 
 
-def test_the_blocks_inside_of_a_document_and_of_its_prefix_are_full():
+def test_blocks_inside_a_document_and_its_prefix_are_full():
     documents = [Document(2 * BLOCK), Document(3 * BLOCK, 0, 2 * BLOCK), Document(BLOCK, 0, 2 * BLOCK)]
     found = layout_blocks(documents).block_mask
     expected = torch.tensor(
@@ -109,7 +109,7 @@ def listed(counts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.T
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("seed", range(3))
-def test_torchs_operator_attends_as_buckets_do_under_these_blocks(monkeypatch: pytest.MonkeyPatch, seed: int):
+def test_torch_flex_attention_matches_bucket_attention(monkeypatch: pytest.MonkeyPatch, seed: int):
     """What runs on GPUs, uncompiled. On CPUs torch refuses gradients, which its reference implementation has."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     lengths = torch.randint(1, 200, (3, 4), generator=torch.Generator().manual_seed(seed)).tolist()

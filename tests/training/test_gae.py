@@ -31,7 +31,7 @@ def mixture_of_returns(
 
 
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=12), NUMBERS, SHARES, SHARES)
-def test_advantages_are_the_mixture_of_n_step_returns(
+def test_gae_equals_the_mixture_of_n_step_returns(
     steps: list[tuple[float, float]], last_value: float, gamma: float, lam: float
 ):
     rewards, values = [list(each) for each in zip(*steps, strict=True)] or [[], []]
@@ -41,9 +41,7 @@ def test_advantages_are_the_mixture_of_n_step_returns(
 
 
 @given(st.data(), SHARES, SHARES, st.sampled_from(["token", "turn"]))
-def test_sequences_are_independent_and_turns_are_actions_of_several_tokens(
-    data: st.DataObject, gamma: float, lam: float, over: str
-):
+def test_estimates_are_per_sequence_over_tokens_or_turns(data: st.DataObject, gamma: float, lam: float, over: str):
     draw = data.draw
     lengths = draw(st.lists(st.lists(st.integers(1, 3), max_size=3), min_size=1, max_size=4))
     sequences_N = np.array([s for s, turns in enumerate(lengths) for size in turns for _ in range(size)], np.int64)
@@ -69,11 +67,11 @@ def test_sequences_are_independent_and_turns_are_actions_of_several_tokens(
         place += sum(turns)
 
 
-def test_a_single_reward_at_the_end_is_the_return_of_every_action_without_discount():
+def test_undiscounted_final_reward_is_the_return_of_every_action():
     assert gae([0, 0, 1], [0.5, 0.25, 0.75], 0.0, gamma=1, lam=1) == [0.5, 0.75, 0.25]
 
 
-def test_the_value_of_the_last_state_stands_for_what_would_have_followed():
+def test_truncated_episode_bootstraps_from_the_last_value():
     ended = gae([0, 0], [0.5, 0.5], 0.0, gamma=1, lam=0.95)
     truncated = gae([0, 0], [0.5, 0.5], 0.5, gamma=1, lam=0.95)
 

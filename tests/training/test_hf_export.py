@@ -15,7 +15,7 @@ from titan_rl.training.export import export_hf
 from titan_rl.training.settings import MADE_BY_SFT
 
 
-def test_an_export_has_the_tokenizer_and_not_the_note_by_which_a_folder_may_be_replaced(tmp_path: Path) -> None:
+def test_export_copies_the_tokenizer_but_not_the_sft_marker(tmp_path: Path) -> None:
     source, out = tmp_path / "base", tmp_path / "out"
     source.mkdir()
     for name in ("tokenizer.json", "chat_template.jinja", MADE_BY_SFT, "model.safetensors"):
@@ -53,7 +53,7 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
     ] == names
 
 
-def test_what_is_not_of_the_layout_is_not_written(tmp_path: Path) -> None:
+def test_rejects_tensors_that_do_not_match_the_layout(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     layout = {"weight": torch.empty(3)}
     for wrong in ({"weight": torch.ones(4)}, {"bias": torch.ones(3)}, {"weight": torch.ones(3).double()}, {}):

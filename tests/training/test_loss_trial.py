@@ -55,14 +55,14 @@ def named(monkeypatch: pytest.MonkeyPatch) -> str:
         ("infinite", "each must be finite"),
     ],
 )
-def test_what_is_wrong_with_a_loss_is_said(named: str, loss: str, problem: str) -> None:
+def test_invalid_loss_error_names_the_problem(named: str, loss: str, problem: str) -> None:
     said = loss_problem(f"{named}:{loss}", ClipRange(0.2, 0.3))
     assert said is not None
     assert re.search(problem, said)
     assert said.startswith(f"training.loss = '{named}:{loss}' on four tokens")
 
 
-def test_of_a_loss_that_works_nothing_is_said(named: str) -> None:
+def test_valid_loss_has_no_problem(named: str) -> None:
     assert loss_problem(f"{named}:good", ClipRange(0.2, 0.3)) is None
     for name, path in BY_NAME.items():
         assert loss_problem(name, ClipRange(0.2, 0.3)) is None

@@ -200,7 +200,9 @@ corrections = st.builds(
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.one_of(token, near), max_size=12), trainings, corrections)
-def test_any_tokens_under_any_settings(rows: list[Row], training: TrainingConfig, correction: CorrectionConfig) -> None:
+def test_objective_matches_reference_for_any_tokens_and_settings(
+    rows: list[Row], training: TrainingConfig, correction: CorrectionConfig
+) -> None:
     check(rows, training, correction)
 
 
@@ -219,31 +221,31 @@ def row_of(**values: Any) -> Row:
 @pytest.mark.parametrize("loss", BY_NAME)
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("log_ratio", [-90.0, -0.5, -0.1, 0.0, 0.1, 0.5, 90.0])
-def test_each_side_of_each_bound(loss: str, advantage: float, log_ratio: float) -> None:
+def test_losses_match_reference_on_each_side_of_the_clip_range(loss: str, advantage: float, log_ratio: float) -> None:
     row = row_of(policy=-100.0 + log_ratio, behaviour=-100.0, advantage=advantage)
     check([row], TrainingConfig(loss=loss), CorrectionConfig())
 
 
 @pytest.mark.parametrize("loss", BY_NAME)
-def test_no_tokens_and_none_that_is_finite(loss: str) -> None:
+def test_denominator_is_zero_without_valid_tokens(loss: str) -> None:
     for rows in ([], [row_of(behaviour=NAN)]):
         assert check(rows, TrainingConfig(loss=loss), CorrectionConfig())["denominator"] == 0
 
 
-def test_a_value_exactly_at_a_bound_is_kept() -> None:
+def test_ratio_exactly_at_a_bound_is_kept() -> None:
     correction = CorrectionConfig(proximal="recomputed", mask="token", bounds=(0.5, 1.0))
     rows = [row_of(), row_of(start=-0.99, sequence=1)]
     assert check(rows, TrainingConfig(), correction)["masked"] == 1
 
 
-def test_what_a_mask_leaves_out_stays_in_the_denominator() -> None:
+def test_masked_tokens_stay_in_the_denominator() -> None:
     correction = CorrectionConfig(proximal="recomputed", veto=1e-4)
     rows = [row_of(), row_of(start=-40.0, sequence=1), row_of(sequence=1)]
     expected = check(rows, TrainingConfig(), correction)
     assert (expected["masked"], expected["denominator"]) == (2, 3.0)
 
 
-def test_tokens_of_one_sequence_are_corrected_by_their_own_versions() -> None:
+def test_interpolated_proximal_uses_the_version_of_each_token() -> None:
     """A hot swap in the middle: the newest token keeps its behaviour logprob, the oldest nearly the policy's."""
     rows = [row_of(policy=-1.0, behaviour=-2.0, version=version) for version in (VERSION, VERSION - 1, VERSION - 9)]
     correction = CorrectionConfig(proximal="interpolated", weight="token", cap=None)
@@ -251,7 +253,7 @@ def test_tokens_of_one_sequence_are_corrected_by_their_own_versions() -> None:
     np.testing.assert_allclose(expected["slopes"], [-1.0, -np.exp(0.5), -np.exp(0.9)])
 
 
-def test_splitting_a_batch_changes_nothing() -> None:
+def test_splitting_a_batch_preserves_loss_and_denominator() -> None:
     rows = [row_of(policy=-1.0 - i / 10, sequence=i // 2, advantage=i - 2.0) for i in range(6)]
     for average in ("token", "sequence", "constant"):
         training = TrainingConfig(average=average)
@@ -268,7 +270,7 @@ def capped(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
     return TokenLoss(-ratios_N.clamp(max=most) * tokens.advantages_N, ratios_N > most)
 
 
-def test_a_loss_of_ones_own_as_the_docs_show_it() -> None:
+def test_custom_loss_from_the_docs_works() -> None:
     assert (
         inspect.getsource(capped).strip()
         in (Path(__file__).parents[2] / "docs" / "concepts" / "training.md").read_text()

@@ -28,7 +28,7 @@ def kept(ratio: float, behaviour: float, length: int, **settings) -> list[bool]:
 @pytest.mark.parametrize("behaviour", BEHAVIOUR)
 @pytest.mark.parametrize("bounds", [(0.1, 10.0), (0.5, 2.0), (0.3, 5.0), (0.99, 1.01), (1e-4, 3.0)])
 @pytest.mark.parametrize("mask", ["token", "geometric", "sequence"])
-def test_a_value_at_a_bound_is_kept_and_one_beyond_it_is_not(mask, bounds, behaviour):
+def test_ratio_at_a_bound_is_kept_and_beyond_it_masked(mask, bounds, behaviour):
     length = 1 if mask == "sequence" else 3
     for bound, outwards in zip(bounds, (0.999, 1.001), strict=True):
         assert all(kept(bound, behaviour, length, mask=mask, bounds=bounds))
@@ -37,7 +37,7 @@ def test_a_value_at_a_bound_is_kept_and_one_beyond_it_is_not(mask, bounds, behav
 
 
 @pytest.mark.parametrize("behaviour", BEHAVIOUR)
-def test_the_product_of_a_sequence_at_a_bound_is_kept(behaviour):
+def test_sequence_ratio_at_a_bound_is_kept(behaviour):
     assert all(kept(0.5, behaviour, 4, mask="sequence", bounds=(0.0625, 2.0)))
     assert all(kept(1.1, behaviour, 2, mask="sequence", bounds=(0.5, 1.21)))
     assert not any(kept(1.1, behaviour, 2, mask="sequence", bounds=(0.5, 1.209)))
@@ -45,6 +45,6 @@ def test_the_product_of_a_sequence_at_a_bound_is_kept(behaviour):
 
 @pytest.mark.parametrize("behaviour", BEHAVIOUR)
 @pytest.mark.parametrize("veto", [0.1, 1e-4, 0.3])
-def test_a_ratio_at_the_veto_vetoes_nothing(veto, behaviour):
+def test_ratio_at_the_veto_threshold_is_kept(veto, behaviour):
     assert all(kept(veto, behaviour, 3, veto=veto))
     assert not any(kept(veto * 0.999, behaviour, 3, veto=veto))

@@ -48,7 +48,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def test_ranks_that_divide_experts_gather_only_their_own() -> None:
+def test_expert_parallel_ranks_gather_only_their_experts() -> None:
     hf = json.loads((ARCHITECTURES / "qwen3_30b_a3b.json").read_text()) | {"num_hidden_layers": 2}
     model = ModelConfig(path="", dtype="bfloat16")
     whole, divided = (
@@ -69,9 +69,7 @@ def test_ranks_that_divide_experts_gather_only_their_own() -> None:
         ("qwen3_235b_a22b", 235_093_634_560),
     ],
 )
-def test_public_models_have_the_published_number_of_parameters(
-    name: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameter_counts_of_public_models(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_rl.training.memory.measure_activations", lambda *_: ActivationMemory(0, 0, 0))
     hf = json.loads((ARCHITECTURES / f"{name}.json").read_text())
     model = ModelConfig(path=name, dtype="bfloat16")
@@ -83,7 +81,7 @@ def test_public_models_have_the_published_number_of_parameters(
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama, tied", "gemma3_text", "gpt2", "mixtral", "deepseek_v3", "gpt_oss"])
-def test_parameters_of_a_family_are_those_of_transformers(name: str) -> None:
+def test_parameter_count_matches_transformers(name: str) -> None:
     config = tiny_config(AutoConfig.for_model(model_type(name)), **FAMILIES[name])
     with torch.device("meta"):
         expected = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
@@ -98,7 +96,7 @@ def test_parameters_of_a_family_are_those_of_transformers(name: str) -> None:
     [{}, {"optimizer_dtype": "bfloat16"}, {"optimizer_dtype": "int8", "master_dtype": "bfloat16"}],
     ids=["float32", "bfloat16 moments", "int8 moments, bfloat16 weights"],
 )
-def test_weights_and_moments_take_what_is_computed(folder: Path, given: dict[str, Any]) -> None:
+def test_weight_and_moment_memory_matches_estimate(folder: Path, given: dict[str, Any]) -> None:
     model, training = ModelConfig(path=str(folder), dtype="bfloat16"), TrainingConfig(**given)
     trainer = TrainerCore(model, training, seed=0)
     trainer.step(on_policy_samples(trainer, 40))
@@ -113,7 +111,7 @@ def test_weights_and_moments_take_what_is_computed(folder: Path, given: dict[str
 
 @pytest.mark.parametrize("master_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer_dtype", ["bfloat16", "int8"])
-def test_the_update_of_a_parameter_takes_what_is_computed(optimizer_dtype: Any, master_dtype: Any) -> None:
+def test_update_memory_matches_estimate(optimizer_dtype: Any, master_dtype: Any) -> None:
     weight = nn.Parameter(torch.ones(1024, 512, dtype=getattr(torch, master_dtype)))
     settings: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
     optimizer = CompactAdam([weight], lr=1e-3, state_dtype=optimizer_dtype, **settings)
@@ -137,7 +135,7 @@ def bytes_of_a_rank(folder: Path) -> tuple[int, int]:
     return sum(parameter.to_local().nbytes for parameter in model.parameters()), moments
 
 
-def test_a_rank_holds_its_share(folder: Path) -> None:
+def test_sharded_rank_memory_matches_estimate(folder: Path) -> None:
     model, training = ModelConfig(path=str(folder), dtype="bfloat16"), TrainingConfig(data_parallel=2)
     computed = rank_memory(model, training)
     for weights, moments in run_world(bytes_of_a_rank, 2, folder=folder):
@@ -174,7 +172,7 @@ def kept(policy: Policy, tokens: int) -> int:
 
 @pytest.mark.parametrize("implementation", ["torchtitan", "transformers"])
 @pytest.mark.parametrize("tokens", [256, 768])
-def test_the_layers_keep_what_is_computed(folder: Path, implementation: Any, tokens: int) -> None:
+def test_activation_memory_matches_estimate(folder: Path, implementation: Any, tokens: int) -> None:
     policy = policy_of(folder, implementation)
     source = DecoderSpec(json.dumps(config_of(folder)), implementation)
     computed = measure_activations(source, MicroBatchShape(1, tokens, tokens, gathers_documents=True)).kept
@@ -182,7 +180,7 @@ def test_the_layers_keep_what_is_computed(folder: Path, implementation: Any, tok
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "mamba2", "mamba"])
-def test_recurrent_layers_keep_what_is_computed_from_shorter_sequences(name: str, tmp_path: Path) -> None:
+def test_recurrent_activation_memory_matches_estimate(name: str, tmp_path: Path) -> None:
     folder = make_family(name, tmp_path / "model")
     policy = policy_of(folder)
     source = DecoderSpec(json.dumps(config_of(folder)), "transformers")
@@ -190,7 +188,7 @@ def test_recurrent_layers_keep_what_is_computed_from_shorter_sequences(name: str
     assert kept(policy, 512) == pytest.approx(computed, rel=0.05)
 
 
-def test_more_layers_than_are_run_keep_as_much_as_all_of_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extrapolated_layers_match_running_all_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = DecoderSpec(json.dumps(config_of(folder) | {"num_hidden_layers": 6}), "torchtitan")
     shape = MicroBatchShape(1, 128, 128)
     monkeypatch.setattr("titan_rl.training.activation_memory.TRACED", 4)
@@ -199,7 +197,7 @@ def test_more_layers_than_are_run_keep_as_much_as_all_of_them(folder: Path, monk
     assert continued.kept == pytest.approx(measure_activations(source, shape).kept, rel=1e-3)
 
 
-def test_each_setting_that_saves_memory_saves_its_part(folder: Path) -> None:
+def test_each_memory_saving_setting_reduces_its_component(folder: Path) -> None:
     hf = config_of(folder) | {"num_hidden_layers": 6}
     model = ModelConfig(path=str(folder), dtype="bfloat16")
 
@@ -217,7 +215,7 @@ def test_each_setting_that_saves_memory_saves_its_part(folder: Path) -> None:
     assert part("reference model", offload=("reference",)) == 0 < part("reference model")
 
 
-def test_longrope_takes_as_much_as_plain_rotary_embeddings() -> None:
+def test_longrope_memory_equals_plain_rope() -> None:
     plain = AutoConfig.for_model("phi3", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=64,
                                  num_key_value_heads=2, intermediate_size=96, pad_token_id=0).to_dict()  # fmt: skip
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -228,7 +226,7 @@ def test_longrope_takes_as_much_as_plain_rotary_embeddings() -> None:
     assert of_scaled == of_plain
 
 
-def test_config_json_without_a_dimension_or_of_a_refused_family_is_an_error(folder: Path, tmp_path: Path) -> None:
+def test_rejects_incomplete_config_json_and_unsupported_families(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
         rank_memory(ModelConfig(path=str(tmp_path)), TrainingConfig())
     hf = config_of(folder)

@@ -65,11 +65,11 @@ def expected_adam(*, decoupled: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("optimizer", "decoupled"), [("adamw", True), ("adam", False)])
-def test_adam_with_both_kinds_of_weight_decay(optimizer: str, decoupled: bool):
+def test_adam_and_adamw_match_their_formulas(optimizer: str, decoupled: bool):
     torch.testing.assert_close(two_steps(optimizer), expected_adam(decoupled=decoupled), rtol=0, atol=1e-6)
 
 
-def test_sgd_adds_momentum_and_weight_decay():
+def test_sgd_applies_momentum_and_weight_decay():
     found = two_steps("sgd")
     for name, parameter in Model().named_parameters():
         p, buffer = parameter.detach(), torch.zeros_like(parameter)
@@ -79,7 +79,7 @@ def test_sgd_adds_momentum_and_weight_decay():
         torch.testing.assert_close(found[name], p, rtol=0, atol=1e-6)
 
 
-def test_muon_makes_updates_of_matrices_nearly_orthogonal_and_leaves_the_rest_to_adamw():
+def test_muon_orthogonalizes_matrices_and_leaves_the_rest_to_adamw():
     found, adamw = two_steps("muon", weight_decay=0.0), two_steps("adamw", weight_decay=0.0)
     assert torch.equal(found["tok_embeddings.weight"], adamw["tok_embeddings.weight"])
     assert torch.equal(found["norm.weight"], adamw["norm.weight"])
@@ -104,7 +104,7 @@ def test_muon_finds_the_layers_of_either_implementation():
     assert found == {f"causal.{name}" for name, _ in plain.named_parameters() if name.startswith("layers.")}
 
 
-def test_the_learning_rates_of_groups_keep_their_proportions():
+def test_schedule_preserves_learning_rate_ratios_between_groups():
     model = Model()
     optimizers = Optimizers(model, f"{__name__}:slow_norm", OptimizerSpec(LR))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -117,7 +117,7 @@ def test_the_learning_rates_of_groups_keep_their_proportions():
 
 
 @pytest.mark.parametrize("name", ["lion", ":f", "module:"])
-def test_another_name_is_refused_with_the_settings(name: str):
+def test_rejects_unknown_optimizer_name(name: str):
     with pytest.raises(
         ValidationError, match='must be one of adamw, adam, sgd, muon, or your own as "module:function"'
     ):
@@ -134,7 +134,7 @@ def test_another_name_is_refused_with_the_settings(name: str):
         ("twice", r"training.optimizer = '.*:twice' has tok_embeddings.weight 2 times"),
     ],
 )
-def test_a_function_that_makes_no_optimizer_of_every_parameter_is_refused(function: str, message: str):
+def test_rejects_invalid_optimizer_functions(function: str, message: str):
     with pytest.raises(ConfigError, match=message):
         Optimizers(Model(), f"{__name__}:{function}", OptimizerSpec(LR))
 

@@ -29,19 +29,19 @@ def name_of(family: Family) -> str:
     return family.samples[0].rollout_id
 
 
-def test_the_longest_samples_meet_the_gaps_they_fit():
+def test_samples_are_packed_without_gaps():
     packing = pack([family(n) for n in (3, 5, 6, 2)], row_tokens=8)
     assert sorted(row_lengths(packing)) == [8, 8]
     assert padding_fraction(packing) == 0
 
 
-def test_a_sample_longer_than_a_row_is_dropped_and_reported():
+def test_sample_longer_than_a_row_is_dropped_and_reported():
     packing = pack([family(9), family(8)], row_tokens=8)
     assert [f.num_tokens for f in packing.dropped] == [9]
     assert row_lengths(packing) == [8]
 
 
-def test_rows_are_levelled_so_that_a_short_last_row_is_not_padding():
+def test_rows_have_even_lengths():
     packing = pack([family(10) for _ in range(12)], row_tokens=50)
     assert row_lengths(packing) == [40, 40, 40]
 
@@ -51,7 +51,7 @@ def test_no_samples_give_no_rows():
 
 
 @given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 32))
-def test_invariants(lengths: list[int], row_tokens: int):
+def test_every_sample_is_placed_once_or_dropped(lengths: list[int], row_tokens: int):
     families = [family(length, name=str(index)) for index, length in enumerate(lengths)]
     packing = pack(families, row_tokens)
     placed = [name_of(f) for row in packing.rows for f in row] + [name_of(f) for f in packing.dropped]
@@ -63,19 +63,19 @@ def test_invariants(lengths: list[int], row_tokens: int):
     assert packing == pack(families, row_tokens)
 
 
-def test_no_rank_is_left_without_a_row():
+def test_every_rank_gets_a_row():
     packing = pack([family(300) for _ in range(9)], row_tokens=1024, multiple_of=4)
     assert row_lengths(packing) == [900, 600, 600, 600]
 
 
-def test_fewer_families_than_ranks_have_a_row_each():
+def test_fewer_families_than_ranks_get_a_row_each():
     packing = pack([family(4), family(3), family(5)], row_tokens=16, multiple_of=4)
     assert sorted(row_lengths(packing)) == [3, 4, 5]
 
 
 @settings(max_examples=examples(200))
 @given(st.lists(st.integers(1, 1100), max_size=60), st.sampled_from([64, 500, 1024]), st.integers(2, 8))
-def test_every_rank_has_as_many_rows(lengths: list[int], row_tokens: int, ranks: int):
+def test_ranks_get_equal_numbers_of_rows(lengths: list[int], row_tokens: int, ranks: int):
     families = [family(length, name=str(index)) for index, length in enumerate(lengths)]
     packing, alone = pack(families, row_tokens, multiple_of=ranks), pack(families, row_tokens)
     placed = [name_of(f) for row in packing.rows for f in row] + [name_of(f) for f in packing.dropped]
@@ -91,7 +91,7 @@ def test_every_rank_has_as_many_rows(lengths: list[int], row_tokens: int, ranks:
 
 @settings(max_examples=examples(25))
 @given(st.lists(st.integers(20, 200), min_size=64, max_size=128), st.integers(2, 4))
-def test_a_batch_for_several_ranks_has_little_padding(lengths: list[int], ranks: int):
+def test_padding_is_low_for_several_ranks(lengths: list[int], ranks: int):
     packing = pack([family(length) for length in lengths], row_tokens=1024, multiple_of=ranks)
     assert len(packing.rows) % ranks == 0
     assert padding_fraction(packing) <= 0.05
@@ -99,5 +99,5 @@ def test_a_batch_for_several_ranks_has_little_padding(lengths: list[int], ranks:
 
 @settings(max_examples=examples(25))
 @given(st.lists(st.integers(20, 200), min_size=64, max_size=128))
-def test_a_batch_of_conversations_has_at_most_five_percent_padding(lengths: list[int]):
+def test_padding_is_at_most_five_percent(lengths: list[int]):
     assert padding_fraction(pack([family(length) for length in lengths], row_tokens=1024)) <= 0.05

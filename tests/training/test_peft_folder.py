@@ -18,7 +18,7 @@ from titan_rl.training.settings import AdapterConfig
 LAYER = "model.layers.0.self_attn.q_proj"
 
 
-def test_an_adapter_is_written_with_the_users_file_modes_and_read_back_to_the_bit(tmp_path: Path) -> None:
+def test_peft_folder_respects_umask_and_round_trips_bitwise(tmp_path: Path) -> None:
     settings = AdapterConfig(rank=2, alpha=8.0)
     tensors = {f"{LAYER}.lora_A.weight": torch.randn(2, 6), f"{LAYER}.lora_B.weight": torch.randn(2, 4).t()}
     before = os.umask(0o022)

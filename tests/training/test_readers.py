@@ -12,11 +12,11 @@ from titan_rl.training import trainer
 from titan_rl.training.trainer import Readers
 
 
-def test_nobody_reads_and_nothing_is_waited_for() -> None:
+def test_wait_returns_at_once_without_reads() -> None:
     assert Readers().wait() == 0.0
 
 
-def test_every_read_ends_before_the_wait_does_and_its_error_stays_its_own() -> None:
+def test_wait_blocks_until_reads_end_and_ignores_their_errors() -> None:
     weights = Readers()
     reading, release = threading.Event(), threading.Event()
 
@@ -37,7 +37,7 @@ def test_every_read_ends_before_the_wait_does_and_its_error_stays_its_own() -> N
     assert weights.wait() == 0.0
 
 
-def test_a_read_that_does_not_end_is_told_and_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_times_out_on_a_stuck_read_and_can_be_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, read = Readers(), Future[None]()
     weights.add(read)
     monkeypatch.setattr(trainer, "READ_LIMIT_S", 0.01)

@@ -40,7 +40,7 @@ def test_turns_that_extend_each_other_become_one_sample():
     assert (sample.temperature, sample.group_id, sample.rollout_id) == (0.7, "g", "g/0")
 
 
-def test_an_edited_history_opens_a_new_sample():
+def test_edited_history_starts_a_new_sample():
     turns = [turn([7, 8], [5, 1]), turn([7, 9, 5, 1], [6]), turn([7, 9, 5, 1, 6, 2], [4])]
     first, second = build_samples(group(rollout(*turns)), 1.0)
     assert list(first.token_ids) == [7, 8, 5, 1]
@@ -48,7 +48,7 @@ def test_an_edited_history_opens_a_new_sample():
     assert list(second.loss_mask) == [False, False, False, False, True, False, True]
 
 
-def test_rows_of_routed_experts_that_are_lost_are_no_shift_of_the_others():
+def test_rejects_missing_rows_of_routed_experts():
     rows = [[[0]], [[1]], [[2]]]
     completion = Completion("r", [5, 6, 7], [-1.0] * 3, FinishReason.STOP, (VersionSpan(0, 3),), list(rows))
     played = group(rollout(Turn([1], completion)))
@@ -58,7 +58,7 @@ def test_rows_of_routed_experts_that_are_lost_are_no_shift_of_the_others():
         build_samples(played, 1.0)
 
 
-def test_an_empty_completion_is_only_context():
+def test_empty_completion_is_context_only():
     (sample,) = build_samples(group(rollout(turn([7], []), turn([7, 8], [5]))), 1.0)
     assert list(sample.token_ids) == [7, 8, 5]
     assert sample.num_trained_tokens == 1
@@ -74,13 +74,13 @@ def test_an_empty_completion_is_only_context():
         rollout(),
     ],
 )
-def test_rollouts_that_do_not_take_part_give_no_sample(left_out: Rollout):
+def test_excluded_rollouts_give_no_samples(left_out: Rollout):
     kept = rollout(turn([1], [2]), status=RolloutStatus.TRUNCATED_LENGTH)
     assert [sample.num_trained_tokens for sample in build_samples(group(left_out, kept), 1.0)] == [1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_a_greedy_temperature_is_refused(temperature: float):
+def test_rejects_nonpositive_temperature(temperature: float):
     with pytest.raises(ValueError, match="temperature"):
         build_samples(group(), temperature)
 
@@ -90,19 +90,19 @@ def sampled(turn: Turn, **settings: Any) -> Turn:
 
 
 @pytest.mark.parametrize("version", [None, "3", float("nan"), True])
-def test_an_oldest_version_that_is_no_integer_is_refused(version: Any):
+def test_rejects_noninteger_oldest_version(version: Any):
     with pytest.raises(ValueError, match=r"oldest_version is .*; it must be an integer"):
         build_samples(RolloutGroup("g", None, []), oldest_version=version)
 
 
-def test_the_temperature_is_that_of_the_turns():
+def test_temperature_defaults_to_that_of_the_turns():
     played = [sampled(turn([7], [5]), temperature=0.7), sampled(turn([7, 5, 9], [6]), temperature=0.7)]
     (sample,) = build_samples(group(rollout(*played)))
     assert sample.temperature == 0.7
     assert build_samples(group(rollout(*played)), 0.7) == [sample]
 
 
-def test_each_token_of_a_sample_has_the_temperature_of_its_turn():
+def test_tokens_keep_the_temperature_of_their_turn():
     played = [
         sampled(turn([7, 8], [5, 1]), temperature=0.5),
         sampled(turn([7, 8, 5, 1, 9], [6]), temperature=1.0),
@@ -124,7 +124,7 @@ def test_each_token_of_a_sample_has_the_temperature_of_its_turn():
         ({"temperature": 0.0}, "temperature = 0.0; sample above 0"),
     ],
 )
-def test_sampling_that_the_loss_cannot_account_for_is_refused(settings: dict[str, Any], message: str):
+def test_rejects_sampling_parameters_that_the_loss_cannot_account_for(settings: dict[str, Any], message: str):
     wrong = sampled(turn([7], [5]), **settings)
     with pytest.raises(ValueError, match=f"turn 'r' of rollout 'g/0' was sampled with {message}"):
         build_samples(group(rollout(wrong)))
@@ -135,12 +135,12 @@ def test_sampling_that_the_loss_cannot_account_for_is_refused(settings: dict[str
     assert sample.temperature == 1.0
 
 
-def test_a_temperature_that_differs_from_that_of_the_turn_is_refused():
+def test_rejects_temperature_that_differs_from_the_turn():
     with pytest.raises(ValueError, match=r"temperature = 0\.5, and build_samples was given 1\.0"):
         build_samples(group(rollout(sampled(turn([7], [5]), temperature=0.5))), 1.0)
 
 
-def test_a_turn_that_does_not_say_how_it_was_sampled_needs_the_temperature():
+def test_turn_without_sampling_parameters_requires_a_temperature():
     with pytest.raises(ValueError, match="rollout 'g/0' does not say how it was sampled"):
         build_samples(group(rollout(turn([7], [5]))))
 
@@ -171,7 +171,7 @@ def test_every_completion_token_is_trained_once_in_its_own_context(plan: list[tu
     assert trained == sampled
 
 
-def test_tokens_that_are_too_old_are_context_only():
+def test_stale_tokens_are_context_only():
     spans = (VersionSpan(2, 1), VersionSpan(3, 2))
     mixed = Turn([7], Completion("r", [5, 6, 1], [-0.5, -0.25, -2.0], FinishReason.STOP, spans))
     (sample,) = build_samples(group(rollout(mixed)), 1.0, oldest_version=3)
@@ -219,7 +219,7 @@ def test_constrained_tokens_are_masked_trained_or_corrected(
     assert list(sample.versions) == [3 if trained else -1 for trained in mask]
 
 
-def test_a_rollout_is_corrected_by_all_of_its_branches_and_by_tokens_too_old_to_train():
+def test_correction_includes_all_branches_and_stale_tokens():
     turns = [
         constrained_turn([7, 8], [5, 1], [math.log(0.5), 0.0]),
         constrained_turn([9], [4, 1], [math.log(0.25), 0.0]),
@@ -231,12 +231,12 @@ def test_a_rollout_is_corrected_by_all_of_its_branches_and_by_tokens_too_old_to_
     assert list(sample.loss_weights) == pytest.approx([1.0, 0.125, 0.125])
 
 
-def test_a_rollout_of_constrained_tokens_alone_trains_nothing_where_they_are_masked():
+def test_fully_masked_rollout_gives_no_sample():
     played = rollout(constrained_turn([7, 8], [5, 1], [-2.0, -0.1]))
     assert build_samples(group(played)) == []
 
 
-def test_a_constraint_that_nobody_measured_is_refused():
+def test_rejects_constrained_completion_without_allowed_logprobs():
     nowhere = replace(constrained_turn([7], [5], None), sampling=CONSTRAINED)
     with pytest.raises(ValueError, match="sampled under a constraint, and its completion has no allowed_logprobs"):
         build_samples(group(rollout(nowhere)))
@@ -246,7 +246,7 @@ def test_a_constraint_that_nobody_measured_is_refused():
     ("name", "value"),
     [("presence_penalty", 0.5), ("frequency_penalty", 0.5), ("repetition_penalty", 1.1), ("logit_bias", {5: 1.0})],
 )
-def test_penalties_and_biases_are_no_policy_of_the_trainers(name: str, value: Any):
+def test_rejects_penalties_and_logit_biases(name: str, value: Any):
     shaped = replace(turn([7], [5]), sampling=SamplingParams(8, **{name: value}))
     with pytest.raises(ValueError, match=f"was sampled with {name} = "):
         build_samples(group(rollout(shaped)))

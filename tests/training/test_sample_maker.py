@@ -29,13 +29,13 @@ def advantages(samples: Sequence[TrainingSample]) -> list[float]:
     return [sample.advantages[-1] for sample in samples]
 
 
-def test_an_advantage_says_itself_that_it_compares_with_the_batch_of_its_task():
+def test_batch_advantages_compare_within_a_task():
     maker = SampleMaker({"sums": batch_mean, "words": reward})
     groups = [group_of("a", "sums", 1.0, 3.0), group_of("b", "words", 7.0), group_of("c", "sums", 5.0)]
     assert advantages(maker.samples(groups, version=0)) == [-2.0, 0.0, 7.0, 2.0]
 
 
-def test_baselines_continue_from_the_state_of_a_checkpoint():
+def test_baselines_resume_from_checkpoint_state():
     batches = [[group_of("a", "sums", 1.0, 3.0)], [group_of("b", "sums", 5.0)], [group_of("c", "sums", 2.0)]]
     whole = SampleMaker({"sums": role_baseline})
     expected = [advantages(whole.samples(deepcopy(batch), version=0)) for batch in batches]
@@ -46,7 +46,7 @@ def test_baselines_continue_from_the_state_of_a_checkpoint():
     assert resumed.state() == whole.state()
 
 
-def test_the_state_of_an_advantage_must_be_json():
+def test_advantage_state_must_be_json():
     class Odd:
         def __call__(self, rewards: Sequence[float]) -> Sequence[float]:
             return rewards
@@ -60,13 +60,13 @@ def test_the_state_of_an_advantage_must_be_json():
         maker.state()
 
 
-def test_tokens_that_are_too_old_are_not_trained():
+def test_stale_tokens_are_not_trained():
     groups = [group_of("old", "", 1.0, version=1), group_of("new", "", 1.0, version=2)]
     assert [sample.group_id for sample in SampleMaker(max_token_age=1).samples(groups, version=3)] == ["new"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), None])
-def test_an_advantage_that_fails_on_a_batch_is_named(value: float | None):
+def test_failing_batch_advantage_is_named(value: float | None):
     class Broken:
         def __call__(self, rewards: Sequence[float]) -> Sequence[float]:
             return rewards

@@ -78,13 +78,13 @@ def test_every_sample_is_trained_once_or_dropped(
 
 
 @given(st.lists(st.integers(8, 32), min_size=16, max_size=64), st.integers(2, 4))
-def test_no_rank_has_more_than_the_mean_and_one_sample(lengths: list[int], ranks: int) -> None:
+def test_rank_tokens_exceed_the_mean_by_at_most_one_sample(lengths: list[int], ranks: int) -> None:
     plans = planned([sample(i, length, 0) for i, length in enumerate(lengths)], ranks=ranks, row_tokens=64, rows=99)
     tokens = [sum(family.num_tokens for family in families([plan])) for plan in plans]
     assert max(tokens) <= sum(tokens) / ranks + max(lengths)
 
 
-def test_families_are_split_where_there_are_fewer_than_ranks() -> None:
+def test_families_are_split_when_fewer_than_ranks() -> None:
     samples = [sample(4 * group + i, 40, group, prompt=32) for group in range(3) for i in range(4)]
     plans = planned(samples, ranks=4, row_tokens=128)
     assert [len(row) for plan in plans for row in rows_of(plan)] == [1, 1, 1, 1]
@@ -102,7 +102,7 @@ prompted = st.lists(st.tuples(st.integers(10, 30), st.lists(st.integers(1, 30), 
 
 
 @given(prompted, st.integers(1, 8), st.integers(1, 3), st.integers(1, 3), st.booleans())
-def test_no_rank_idles_while_another_has_what_could_be_split(
+def test_no_rank_idles_while_work_can_be_split(
     groups: list[tuple[int, list[int]]], ranks: int, minibatches: int, rows: int, share_prompts: bool
 ) -> None:
     samples = [
@@ -145,7 +145,7 @@ def long_tailed(seed: int) -> list[TrainingSample]:
 
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_ranks_with_long_and_short_answers_have_equal_costs(rows: int, share_prompts: bool) -> None:
+def test_rank_costs_are_equal_for_long_tailed_lengths(rows: int, share_prompts: bool) -> None:
     costs = Costs(pair=4e-4)  # half of the cost of the longest answers is attention
     for seed in range(5):
         plans = plan_step(
@@ -156,7 +156,7 @@ def test_ranks_with_long_and_short_answers_have_equal_costs(rows: int, share_pro
         assert imbalance(plans, costs) <= 0.05
 
 
-def test_long_answers_are_computed_beside_fewer_short_ones() -> None:
+def test_rank_with_a_long_answer_gets_fewer_short_ones() -> None:
     lengths = [1000, *[100] * 30]  # a thousand tokens cost 1000 + 1000^2 / 2 / 500, a hundred 110
     plans = plan_step(
         [sample(i, length, i) for i, length in enumerate(lengths)],
@@ -169,7 +169,7 @@ def test_long_answers_are_computed_beside_fewer_short_ones() -> None:
     assert tokens == [1600, 2400]
 
 
-def test_a_family_is_split_only_if_the_step_gets_shorter() -> None:
+def test_family_is_split_only_if_the_step_gets_shorter() -> None:
     even = [sample(i, 50, i // 4, prompt=30) for i in range(8)]
     assert all(len(family.samples) == 4 for family in families(planned(even, ranks=2, row_tokens=256)))
     uneven = [sample(i, 400, 0, prompt=30) for i in range(8)] + [sample(9, 100, 1)]
@@ -186,7 +186,7 @@ def test_equal_samples_give_equal_plans(samples: list[TrainingSample], ranks: in
     assert plans[0] == plans[1]
 
 
-def test_attention_costs_the_share_of_a_models_flops(tmp_path: Path) -> None:
+def test_attention_pair_cost_reflects_model_flops(tmp_path: Path) -> None:
     qwen3_8b = {
         "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,

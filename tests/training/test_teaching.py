@@ -79,7 +79,7 @@ async def test_turns_that_extend_each_other_are_scored_with_one_request():
     assert group.rollouts[0].metrics["teacher_kl"] == pytest.approx(-1 - sum([*whole[1:3], whole[4]]) / 3)
 
 
-async def test_siblings_that_said_the_same_share_a_request():
+async def test_identical_siblings_share_a_request():
     generate = ScriptedTeacher()
     group = group_of([turn([7, 8], [5, 1])], [turn([7, 8], [5, 1])], [turn([7, 8], [5, 2])])
     await Teacher("t", generate, max_context=64).score(group)
@@ -89,7 +89,7 @@ async def test_siblings_that_said_the_same_share_a_request():
     assert first == second != third
 
 
-async def test_a_teacher_with_privileged_context_reads_the_same_tokens_behind_another_prompt():
+async def test_privileged_context_replaces_only_the_prompt():
     generate = ScriptedTeacher()
     before = [turn([7, 8], [5, 1]), turn([7, 8, 5, 1, 9], [6])]
     group = group_of(before)
@@ -106,7 +106,7 @@ async def test_a_teacher_with_privileged_context_reads_the_same_tokens_behind_an
         assert replace(new, teacher=None) == old  # the student's tokens are the same bits
 
 
-async def test_a_teacher_with_privileged_context_reads_an_edited_history_behind_it():
+async def test_privileged_context_precedes_an_edited_history():
     generate = ScriptedTeacher()
     edited, other = turn([7, 8, 3, 2], [6]), turn([9, 8], [4])  # an answer is shortened; the first prompt is gone
     group = group_of([turn([7, 8], [5, 1]), edited, other])
@@ -119,7 +119,7 @@ async def test_a_teacher_with_privileged_context_reads_an_edited_history_behind_
     assert third.teacher is None
 
 
-async def test_tokens_beyond_the_teachers_context_have_no_score():
+async def test_tokens_beyond_the_teacher_context_are_unscored():
     generate = ScriptedTeacher()
     group = group_of([turn([7, 8], [5, 1, 2, 3])])
     await Teacher("t", generate, max_context=5).score(group)
@@ -134,7 +134,7 @@ async def test_tokens_beyond_the_teachers_context_have_no_score():
 
 
 @pytest.mark.looptime
-async def test_an_outage_of_a_minute_delays_a_group_and_loses_nothing():
+async def test_short_outage_delays_scores_without_losing_any():
     clock = asyncio.get_running_loop().time
     back_at = clock() + 60
 
@@ -152,7 +152,7 @@ async def test_an_outage_of_a_minute_delays_a_group_and_loses_nothing():
 
 
 @pytest.mark.looptime
-async def test_a_teacher_that_stays_away_or_refuses_ends_the_run_with_the_reason():
+async def test_long_outage_or_refusal_raises_with_the_reason():
     def down() -> None:
         raise GenerationError("no route to host")
 
@@ -167,7 +167,7 @@ async def test_a_teacher_that_stays_away_or_refuses_ends_the_run_with_the_reason
 
 
 @pytest.mark.looptime
-async def test_an_outage_is_shown_once_and_its_end_too_but_not_a_few_failures():
+async def test_console_shows_start_and_end_of_an_outage_once():
     clock, console = asyncio.get_running_loop().time, ConsoleLines()
     back_at = clock() + 60
 
@@ -188,7 +188,7 @@ async def test_an_outage_is_shown_once_and_its_end_too_but_not_a_few_failures():
 
 
 @pytest.mark.looptime
-async def test_waiting_for_a_place_at_a_slow_teacher_is_no_outage():
+async def test_queueing_at_a_slow_teacher_is_not_an_outage():
     scripted = ScriptedTeacher()
     failures = iter([*[False] * 2 * MOST_IN_FLIGHT, True])
 
@@ -203,7 +203,7 @@ async def test_waiting_for_a_place_at_a_slow_teacher_is_no_outage():
     assert all(rollout.turns[0].teacher is not None for rollout in group.rollouts)
 
 
-async def test_privileged_context_that_leaves_no_room_for_the_policys_tokens_is_shown_once():
+async def test_warns_once_when_privileged_context_leaves_no_room():
     console, generate = ConsoleLines(), ScriptedTeacher()
     group = group_of([turn([7], [5, 6])], [turn([7], [5, 8])])
     teacher = Teacher("t", generate, max_context=8, prompt=lambda rollout: list(range(9)), console=console)
@@ -213,7 +213,7 @@ async def test_privileged_context_that_leaves_no_room_for_the_policys_tokens_is_
     assert all(rollout.turns[0].teacher is None for rollout in group.rollouts)
 
 
-async def test_scores_are_in_the_journal_and_are_not_asked_for_again():
+async def test_journaled_scores_are_not_requested_again():
     generate = ScriptedTeacher()
     group = group_of([turn([7, 8], [5, 1])])
     teacher = Teacher("t", generate, max_context=64, top_k=2)
@@ -242,15 +242,13 @@ def scored_group(teacher: Sequence[float], top: PromptScores | None = None) -> R
         (None, [0.0, 0.0, 0.5, 0.5]),
     ],
 )
-def test_the_reverse_kl_on_the_sampled_token_is_added_to_its_advantage(
-    distillation: Distillation | None, expected: Sequence[float]
-):
+def test_sampled_reverse_kl_is_added_to_the_advantage(distillation: Distillation | None, expected: Sequence[float]):
     (sample,) = build_samples(scored_group([-0.25, -3.0]), distillation=distillation)
     assert sample.advantages == expected
     assert sample.teacher is None
 
 
-def test_the_likeliest_tokens_of_a_teacher_are_in_the_sample():
+def test_sample_contains_the_top_tokens_of_the_teacher():
     top = PromptScores([-1.0, -2.0], 2, [5, 9, 1, 4], [-0.5, -1.5, -0.25, -2.5])
     (sample,) = build_samples(scored_group([], top), distillation=Distillation("forward", 1.0))
 

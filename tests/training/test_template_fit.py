@@ -75,7 +75,7 @@ def exported(model: ModelConfig, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("renderer", ["auto", "renderers:Qwen3Renderer"])
-def test_the_exported_template_gives_the_tokens_that_training_used(tmp_path: Path, renderer: str) -> None:
+def test_exported_template_renders_the_training_tokens(tmp_path: Path, renderer: str) -> None:
     model = folder_with(dropping(SHOWS), tmp_path / "Qwen3-0.6B").model_copy(update={"renderer": renderer})
     messages, prompt = talk(model)
     assert rendered(model.path, messages) != prompt
@@ -90,7 +90,7 @@ def test_the_exported_template_gives_the_tokens_that_training_used(tmp_path: Pat
     assert fit_template(again.path, again.renderer) == TemplateFit()
 
 
-def test_a_template_in_the_tokenizers_config_is_replaced_too(tmp_path: Path) -> None:
+def test_template_in_tokenizer_config_is_replaced(tmp_path: Path) -> None:
     model = folder_with(dropping(SHOWS), tmp_path / "Qwen3-0.6B")
     (file := tmp_path / "Qwen3-0.6B" / "chat_template.jinja").unlink()
     config = file.with_name("tokenizer_config.json")
@@ -101,20 +101,20 @@ def test_a_template_in_the_tokenizers_config_is_replaced_too(tmp_path: Path) -> 
     assert "chat_template" not in json.loads((out / "tokenizer_config.json").read_text())
 
 
-def test_a_template_that_keeps_reasoning_stays_as_it_is(tmp_path: Path) -> None:
+def test_template_that_keeps_reasoning_is_unchanged(tmp_path: Path) -> None:
     model = folder_with(KEEPING, tmp_path / "Qwen3-0.6B")
     assert template_note(model) is None
     out = exported(model, tmp_path / "out")
     assert (out / "chat_template.jinja").read_text() == (tmp_path / "Qwen3-0.6B" / "chat_template.jinja").read_text()
 
 
-def test_where_no_template_is_found_the_models_own_stays_and_a_person_is_told(tmp_path: Path) -> None:
+def test_warns_when_no_fitting_template_is_found(tmp_path: Path) -> None:
     model = folder_with(dropping("loop.revindex < 3"), tmp_path / "Qwen3-0.6B")
     assert fit_template(model.path, model.renderer) == TemplateFit(drops=True)
     assert "no chat template was found that keeps it" in (template_note(model) or "")
 
 
-def test_a_folder_without_a_tokenizer_or_a_renderer_fits(tmp_path: Path) -> None:
+def test_folder_without_tokenizer_or_renderer_keeps_its_template(tmp_path: Path) -> None:
     assert fit_template(tmp_path, "auto") == TemplateFit()
     model = folder_with(KEEPING, tmp_path / "model")
     assert fit_template(model.path, "no_module:make") == TemplateFit()

@@ -34,7 +34,7 @@ def whole(tensor: torch.Tensor) -> TensorSlice:
 
 @settings(max_examples=examples(50), deadline=None)
 @given(data=st.data())
-def test_any_slice_is_read_from_any_slices(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
+def test_any_slice_can_be_read_from_any_written_slices(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
     folder = tmp_path_factory.mktemp("slices")
     rows, columns = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 7))
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -65,7 +65,7 @@ def test_any_slice_is_read_from_any_slices(tmp_path_factory: pytest.TempPathFact
     assert torch.equal(step, matrix[0, 0])
 
 
-def test_a_file_is_one_that_others_read(tmp_path: Path):
+def test_written_file_is_readable_by_safetensors(tmp_path: Path):
     written = {"a": torch.randn(3, 5).T, "empty": torch.zeros(0, 4), "b": torch.randn(4).bfloat16()}
     write_slices(tmp_path / "rank-0.safetensors", {name: whole(tensor) for name, tensor in written.items()})
     read = load_file(tmp_path / "rank-0.safetensors")
@@ -80,7 +80,7 @@ def test_a_file_is_one_that_others_read(tmp_path: Path):
         (torch.zeros(4, 4), r"w has shape \(4, 3\); this trainer's has \(4, 4\)"),
     ],
 )
-def test_what_is_not_there_is_named(tmp_path: Path, wanted: torch.Tensor, complaint: str):
+def test_missing_elements_and_wrong_shapes_are_named(tmp_path: Path, wanted: torch.Tensor, complaint: str):
     matrix = torch.randn(4, 3)
     files = []
     for rank, (start, end) in enumerate([((0, 0), (2, 3)), ((2, 0), (4, 2))]):
@@ -90,7 +90,7 @@ def test_what_is_not_there_is_named(tmp_path: Path, wanted: torch.Tensor, compla
         TensorFiles(files).read({"w": whole(wanted)})
 
 
-def test_another_dtype_is_refused_and_so_is_a_file_of_another_kind(tmp_path: Path):
+def test_rejects_wrong_dtypes_and_invalid_files(tmp_path: Path):
     path = tmp_path / "rank-0.safetensors"
     write_slices(path, {"w": whole(torch.zeros(2))})
     with pytest.raises(ValueError, match=r"w is torch\.float32; this trainer's is torch\.bfloat16"):

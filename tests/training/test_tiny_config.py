@@ -38,7 +38,7 @@ def shrunk(model_type: str, **fields: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("model_type", sorted(PROVED))
-def test_only_sizes_change(model_type: str) -> None:
+def test_tiny_config_changes_only_sizes(model_type: str) -> None:
     config, tiny = shrunk(model_type)
     before, after = config.to_dict(), tiny.to_dict()
     assert before.keys() == after.keys()
@@ -57,25 +57,25 @@ def test_only_sizes_change(model_type: str) -> None:
     ("heads", "kv_heads", "expected"),
     [(14, 2, (8, 2)), (24, 8, (6, 2)), (32, 16, (4, 2)), (32, 32, (4, 4)), (8, 1, (4, 1))],
 )
-def test_queries_share_keys_in_the_same_ratio_up_to_four(heads: int, kv_heads: int, expected: tuple[int, int]) -> None:
+def test_query_to_key_head_ratio_is_kept_up_to_four(heads: int, kv_heads: int, expected: tuple[int, int]) -> None:
     _, tiny = shrunk("qwen2", hidden_size=64 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
     assert (tiny.num_attention_heads, tiny.num_key_value_heads) == expected
     assert tiny.hidden_size == expected[0] * HEAD_DIM
 
 
 @pytest.mark.parametrize(("hidden", "difference"), [(1152, HEAD_DIM), (1024, 0), (896, -HEAD_DIM)])
-def test_heads_are_wider_or_narrower_than_hidden_states_if_they_were(hidden: int, difference: int) -> None:
+def test_head_width_relative_to_hidden_size_is_kept(hidden: int, difference: int) -> None:
     _, tiny = shrunk("gemma3_text", hidden_size=hidden, num_attention_heads=4, num_key_value_heads=1, head_dim=256)
     assert tiny.hidden_size - 4 * HEAD_DIM == difference
 
 
-def test_the_pattern_of_layers_is_kept_until_all_kinds_are_there() -> None:
+def test_layer_pattern_is_kept_until_every_type_occurs() -> None:
     _, tiny = shrunk("gemma3_text", num_hidden_layers=26)
     assert tiny.layer_types == [*["sliding_attention"] * 5, "full_attention"]
     assert tiny.num_hidden_layers == 6
 
 
-def test_of_a_long_pattern_the_first_layer_of_each_kind_is_kept() -> None:
+def test_long_layer_pattern_keeps_the_first_layer_of_each_type() -> None:
     config, tiny = shrunk("qwen2", use_sliding_window=True, max_window_layers=20, num_hidden_layers=24)
     assert config.layer_types.index("sliding_attention") == 20
     assert tiny.layer_types == ["full_attention", "full_attention", "sliding_attention"]
@@ -83,7 +83,7 @@ def test_of_a_long_pattern_the_first_layer_of_each_kind_is_kept() -> None:
     assert tiny.num_hidden_layers <= MOST_LAYERS
 
 
-def test_heads_of_a_state_fit_its_width_and_the_layers_with_attention_stay_some() -> None:
+def test_mamba_heads_fit_the_state_and_attention_layers_remain() -> None:
     _, tiny = shrunk("bamba", attn_layer_indices=[9, 18, 27])
     assert tiny.mamba_n_heads * tiny.mamba_d_head == tiny.mamba_expand * tiny.hidden_size
     assert tiny.layers_block_type == ["linear_attention", "linear_attention", "full_attention"]
@@ -92,7 +92,7 @@ def test_heads_of_a_state_fit_its_width_and_the_layers_with_attention_stay_some(
     assert "full_attention" in tiny.layer_types
 
 
-def test_a_mixture_keeps_its_dense_layers_its_groups_and_its_shared_experts() -> None:
+def test_mixture_keeps_dense_layers_groups_and_shared_experts() -> None:
     config, tiny = shrunk("deepseek_v3")
     assert tiny.first_k_dense_replace == config.first_k_dense_replace == 3
     assert tiny.num_hidden_layers == 4
@@ -102,7 +102,7 @@ def test_a_mixture_keeps_its_dense_layers_its_groups_and_its_shared_experts() ->
     assert (all_mixtures.first_k_dense_replace, all_mixtures.num_hidden_layers) == (0, 2)
 
 
-def test_scaled_rotary_embeddings_keep_type_and_scale() -> None:
+def test_scaled_rope_keeps_type_and_scale() -> None:
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     _, tiny = shrunk(
         "phi3", hidden_size=3072, num_attention_heads=24, num_key_value_heads=8, partial_rotary_factor=0.75,
@@ -118,7 +118,7 @@ def test_scaled_rotary_embeddings_keep_type_and_scale() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 128])
-def test_factors_of_longrope_keep_their_range_in_heads_of_any_size(head_dim: int) -> None:
+def test_longrope_factors_keep_their_range_for_any_head_size(head_dim: int) -> None:
     pairs = head_dim // 2
     rope = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * pairs,
@@ -134,14 +134,14 @@ def test_factors_of_longrope_keep_their_range_in_heads_of_any_size(head_dim: int
     assert (found[0], found[-1]) == (1.0, pytest.approx(2.0, abs=2 / min(pairs, HEAD_DIM // 2)))
 
 
-def test_a_config_is_not_changed_by_its_tiny_copy() -> None:
+def test_tiny_config_does_not_modify_the_original() -> None:
     config = AutoConfig.for_model("gemma3_text")
     before = config.to_dict()
     tiny_config(config)
     assert config.to_dict() == before
 
 
-def test_a_model_that_cannot_be_made_tiny_is_refused_with_its_largest_parameter(tmp_path: Any) -> None:
+def test_rejects_model_too_large_to_shrink(tmp_path: Any) -> None:
     config = tiny_config(AutoConfig.for_model("qwen2"), vocab_size=1_000_000)
     with pytest.raises(ModelError, match=r"a tiny qwen2 would have .* in model.embed_tokens.weight"):
         make_tiny(config, tmp_path / "model")

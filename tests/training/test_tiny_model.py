@@ -46,7 +46,7 @@ BYTES = build_tokenizer([], "byte")
 
 
 @given(text=st.text())
-def test_any_text_comes_back_exactly(text: str) -> None:
+def test_tokenizer_round_trips_any_text(text: str) -> None:
     for tokenizer in (WORDS, BYTES):
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
@@ -55,14 +55,14 @@ def pieces(text: str) -> list[str]:
     return [WORDS.decode([token]) for token in WORDS.encode(text).ids]
 
 
-def test_words_and_what_all_texts_have_alike_are_one_token() -> None:
+def test_words_and_common_phrases_are_single_tokens() -> None:
     assert pieces("What is 3 + 4? Give the number alone.") == ["What is ", *"3 + 4", "? Give the number alone."]
     assert pieces("AdaWolf\nBenHill") == ["Ada", "Wolf", "\n", "Ben", "Hill"]
     assert pieces("Adam") == ["A", "d", "a", "m"]
     assert len(BYTES.encode("What is").ids) == 7
 
 
-def test_a_phrase_does_not_begin_in_the_head_of_a_turn() -> None:
+def test_phrase_does_not_start_in_a_turn_header() -> None:
     texts = [f"<|im_start|>assistant\n<answer to it>\n{number}<|im_end|>\n" for number in range(20)]
     tokenizer = build_tokenizer(texts, "word")
     prompt, answer = "<|im_start|>assistant\n", "<answer to it>\n3"
@@ -70,7 +70,7 @@ def test_a_phrase_does_not_begin_in_the_head_of_a_turn() -> None:
     assert len(tokenizer.encode(answer).ids) == 2
 
 
-def test_a_phrase_does_not_end_within_a_word() -> None:
+def test_phrase_does_not_end_inside_a_word() -> None:
     texts = [f"{number} guess the man" for number in range(20)]
     tokenizer = build_tokenizer(texts, "word")
     assert len(tokenizer.encode("1 guess the man").ids) == 2
@@ -78,18 +78,18 @@ def test_a_phrase_does_not_end_within_a_word() -> None:
 
 
 @pytest.mark.parametrize("parameters", [100_000, 900_000, 5_000_000, 100_000_000])
-def test_the_model_has_about_as_many_parameters_as_were_asked_for(parameters: int) -> None:
+def test_model_has_about_the_requested_number_of_parameters(parameters: int) -> None:
     shape = fitting_shape(parameters, vocab_size=402)
     assert abs(shape.parameters / parameters - 1) < 0.2
     assert 16 <= shape.width / shape.layers <= 64
 
 
-def test_a_vocabulary_that_alone_has_more_parameters_is_refused() -> None:
+def test_rejects_too_few_parameters_for_the_vocabulary() -> None:
     with pytest.raises(ValueError, match=r"parameters = 10,000 is too few: the smallest model of 402 tokens has"):
         fitting_shape(10_000, vocab_size=402)
 
 
-def test_transformers_reads_every_weight(folder: Path) -> None:
+def test_transformers_loads_every_weight(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model, about = transformers.Qwen3ForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(about.values())
@@ -103,14 +103,14 @@ def test_transformers_reads_every_weight(folder: Path) -> None:
     assert model.num_parameters() == make_tiny_model(folder, texts=[*SUMS, *NAMES], parameters=60_000).parameters
 
 
-def test_the_same_seed_draws_the_same_weights(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_tiny_model(tmp_path / name, texts=SUMS, level="byte", parameters=60_000, seed=seed)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b != c
 
 
-def test_a_conversation_can_be_extended_turn_by_turn_with_tools(folder: Path) -> None:
+def test_conversation_with_tools_extends_turn_by_turn(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     renderer = ChatTemplateRenderer(tokenizer)
     assert renderer.get_stop_token_ids() == [tokenizer.eos_token_id]
@@ -131,7 +131,7 @@ def test_a_conversation_can_be_extended_turn_by_turn_with_tools(folder: Path) ->
     assert prompt == whole
 
 
-def test_it_is_rendered_as_the_renderers_package_does(folder: Path) -> None:
+def test_chat_template_matches_the_renderers_package(folder: Path) -> None:
     qwen3 = pytest.importorskip("renderers.qwen3")
     tokenizer = load_tokenizer(folder)
     theirs, ours = qwen3.Qwen3Renderer(tokenizer), ChatTemplateRenderer(tokenizer)

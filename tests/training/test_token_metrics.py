@@ -26,7 +26,7 @@ RECORD = TokenStats(
 )
 
 
-def test_on_policy_tokens_are_compared_and_staleness_is_measured() -> None:
+def test_token_metrics_of_a_step() -> None:
     metrics = token_metrics(RECORD, version=5)
     assert metrics["on_policy_logprob_diff_max"] == 0.25
     assert metrics["on_policy_logprob_diff_mean"] == 0.125
@@ -44,18 +44,18 @@ def test_on_policy_tokens_are_compared_and_staleness_is_measured() -> None:
     assert "on_policy_logprob_diff_max" not in token_metrics(RECORD, version=6)
 
 
-def test_tokens_sampled_over_keys_of_older_weights_are_not_compared() -> None:
+def test_tokens_with_stale_keys_are_excluded_from_logprob_diff() -> None:
     record = replace(RECORD, oldest_version_M=torch.tensor([4, 4, 4]))
     assert "on_policy_logprob_diff_max" not in token_metrics(record, version=5)
 
 
-def test_micro_batches_become_one_record() -> None:
+def test_concatenates_micro_batch_stats() -> None:
     whole = TokenStats.concatenate([RECORD, RECORD])
     assert float(whole.denominator.sum()) == 6
     assert token_metrics(whole, version=5)["num_nonfinite_tokens"] == 2
 
 
-def test_the_divergence_from_a_teacher_is_a_mean_over_the_tokens_that_it_has_scored() -> None:
+def test_teacher_kl_is_averaged_over_scored_tokens() -> None:
     assert token_metrics(RECORD, version=5)["teacher_kl"] == pytest.approx(1.0)
     unscored = replace(RECORD, taught_M=torch.full((3,), float("nan")))
     assert "teacher_kl" not in token_metrics(unscored, version=5)

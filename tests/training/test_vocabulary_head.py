@@ -15,7 +15,7 @@ VOCABULARY, WIDTH = 7, 5
 
 @settings(max_examples=examples(25))
 @given(st.lists(st.floats(0.1, 3.0), max_size=9), st.integers(0, 1000), st.sampled_from([1, 14, 21, 1000]))
-def test_logprobs_and_gradients_at_the_temperature_of_each_token(at: list[float], seed: int, chunk_logits: int):
+def test_logprobs_and_gradients_match_reference_at_any_temperature(at: list[float], seed: int, chunk_logits: int):
     num_tokens, temperatures = len(at), np.array(at)[:, None]
     rng = np.random.default_rng(seed)
     hidden, weight = rng.normal(size=(num_tokens, WIDTH)) * 2, rng.normal(size=(VOCABULARY, WIDTH)) * 2
@@ -42,7 +42,7 @@ def test_logprobs_and_gradients_at_the_temperature_of_each_token(at: list[float]
     np.testing.assert_allclose(w.grad.numpy(), of_logits.T @ hidden, rtol=1e-3, atol=1e-3)
 
 
-def test_what_is_computed_at_once_is_bounded_however_large_the_vocabulary() -> None:
+def test_chunk_size_bounds_intermediate_tensors() -> None:
     sizes: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -35,7 +35,7 @@ SPECS = {
 LENGTH = 24
 
 
-def test_each_adapter_of_a_batch_has_its_own_versions_and_a_swap_costs_the_others_no_step(tmp_path: Path) -> None:
+def test_adapters_swap_independently_without_stalling_others(tmp_path: Path) -> None:
     base = make_tiny_qwen3(tmp_path / "model")
     policies = {
         name: PolicySettings(

@@ -45,7 +45,7 @@ def results(folder: Path, **settings: Any) -> tuple[list[dict[str, float]], Any]
 
 
 @in_depth
-def test_a_validation_beside_training_has_the_results_of_one_that_training_waits_for(tmp_path: Path):
+def test_concurrent_validation_matches_blocking_validation(tmp_path: Path):
     waits = results(tmp_path / "waits")
     assert [record["step"] for record in waits[0]] == list(range(STEPS + 1))
     held: dict[str, Any] = {"validation__beside_training": "true"}

@@ -36,7 +36,7 @@ print(process_scratch())
 """
 
 
-def test_a_second_run_starts_processes_of_its_own(tmp_path: Path) -> None:
+def test_second_run_in_a_process_starts_new_processes(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=HANG_S)

@@ -43,12 +43,12 @@ def checkpoint(tmp_path: Path) -> Path:
         (nn.Linear(4, 2, bias=False), "which this trainer has no place for"),
     ],
 )
-def test_of_another_model(checkpoint: Path, model: nn.Module, says: str) -> None:
+def test_rejects_checkpoint_of_another_model(checkpoint: Path, model: nn.Module, says: str) -> None:
     with pytest.raises(CheckpointError, match=f"step-000003 could not be read: .*{says}.*: it {OTHER}"):
         load_train_state(checkpoint, trained(model), World())
 
 
-def test_of_another_version(checkpoint: Path) -> None:
+def test_rejects_checkpoint_of_another_format_version(checkpoint: Path) -> None:
     stored = json.loads((checkpoint / STATE).read_text()) | {"format": 999}
     checksums = {**read_checksums(checkpoint), STATE: write_summed(checkpoint / STATE, json.dumps(stored))}
     write_checksums(checkpoint, checksums)

@@ -26,7 +26,7 @@ def records_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_an_adapter_that_fails_stops_alone_and_a_dead_trainer_is_replaced_for_all(
+def test_failing_adapter_stops_alone_and_dead_trainer_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (gate := tmp_path / "gate").mkdir()
