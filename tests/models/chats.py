@@ -1,7 +1,7 @@
-"""Chat templates of model families, with tokenizers of bytes that have the special tokens of each family.
+"""Chat templates of model families, with byte tokenizers that have the special tokens of each family.
 
-Templates come from trl, which has those of many models, or are written here after the format of a family. A family
-that is missing here has none installed: its renderer is chosen when its folder is read.
+Templates come from trl or are written here in the format of the family. For families not listed here no template is
+installed, and the renderer is chosen when a model folder is read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MISTRAL = (
     "{%- elif m.role == 'assistant' -%}{{- m.content + eos_token -}}"
     "{%- endif -%}{%- endfor -%}"
 )
-"""Mistral's, without a system message: tools are shown before the last user's message."""
+"""Mistral's template, without a system message: tools are shown before the last user message."""
 
 OLMO3 = (
     "{%- for m in messages -%}{{- '<|im_start|>' + ('environment' if m.role == 'tool' else m.role) + '\n' -}}"
@@ -67,7 +67,7 @@ class Chat:
         template: name of a file of trl, or the text of a template.
         eos: end of sequence of the tokenizer.
         stops: tokens in `eos_token_id` of generation_config.json.
-        special: special tokens of the vocabulary that the template does not have.
+        special: special tokens of the vocabulary that are missing from the template.
         folder: name of the model's folder.
     """
 

@@ -1,5 +1,5 @@
-"""Fixtures of the families, and the record of the checks of all of them: tests/models/results.json, from which
-`scripts/write_model_docs.py` writes docs/reference/models.md."""
+"""Fixtures of the model families, and recording of check results in tests/models/results.json, from which
+`scripts/write_model_docs.py` generates docs/reference/models.md."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     if check is not None and callspec is not None and (report.when == "call" or report.failed):
         outcome = "-" if report.skipped else "yes" if report.passed else "no"
         if dict(item.user_properties).get("works") is False:
-            outcome = "no"  # as the test expects
+            outcome = "no"  # the test expects the failure
         _results[callspec.params["name"]][check.args[0]] = outcome
     return report
 
 
 def pytest_sessionfinish() -> None:
-    """Write the results. Those of checks that did not run stay."""
+    """Write the results, keeping those of checks that did not run."""
     if ALL and _results:
         before = json.loads(RESULTS.read_text(encoding="utf-8"))
         merged = {name: before.get(name, {}) | _results[name] for name in FAMILIES}

@@ -1,4 +1,4 @@
-"""Families of transformers with a tiny random model of each, and the checks that they are refused."""
+"""Model families of transformers, each with a tiny random model, and their known problems."""
 
 from __future__ import annotations
 
@@ -87,11 +87,10 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {},
     "nemotron_h, dense": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
 }
-"""Fields of a tiny config, besides those of `tiny_config`, by the name of the test: the model_type, and what is special
-about it after a comma."""
+"""Extra fields of a tiny config, by test name: the model_type, and a variant after a comma."""
 
 MOST_DIFFERENT = ("qwen2", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "glm4_moe")
-"""Families that every run of the tests includes; `make test-models` includes all."""
+"""Families included in every test run; `make test-models` includes all."""
 
 RESULTS = Path(__file__).with_name("results.json")
 """Results of the last `make test-models`: "yes", "no", or "-" where there is nothing to check."""
@@ -120,23 +119,23 @@ ENGINE_PROBLEMS: Mapping[str, str] = {
     "nemotron_h": "vLLM's experts on a CPU have only gated activations",
     "nemotron_h, dense": "logprobs of vLLM's Mamba layers differ by 0.0002",
 }
-"""Families that the vLLM engine does not run right on a CPU, with the reason."""
+"""Families that the vLLM engine does not run correctly on a CPU, with the reason."""
 
 ON_ONE_RANK = "its recurrent layers need all tokens of a document on one rank"
 """Reason why ranks do not share the rows of families in `RECURRENT`."""
 
 REPLAY_PROBLEMS: Mapping[str, str] = {"phimoe": "its router does not choose by top-k"}
-"""Mixtures that refuse given experts, with the reason."""
+"""Mixtures that reject replayed experts, with the reason."""
 
 SHARED_BY_RANKS = tuple(FAMILIES) if ALL else ("gemma2", "gpt_oss")
-"""Families whose rows or experts are shared by two ranks in the tests."""
+"""Families tested with two ranks that share rows or experts."""
 
 ENGINES = tuple(FAMILIES) if ALL else ("qwen2", "gemma3_text")
-"""Families whose engine is started by the tests."""
+"""Families tested in the vLLM engine."""
 
 
 ADAPTED_TARGETS: Mapping[str, tuple[str, ...]] = {"glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")}
-"""Targets of an adapter for families that have layers without one."""
+"""Adapter targets of families with layers that cannot be adapted."""
 
 
 def model_type(name: str) -> str:

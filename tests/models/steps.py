@@ -1,4 +1,4 @@
-"""Trainers of a family, and the steps that each rank of a test makes."""
+"""Trainers of a family, and the functions that each rank of a test runs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def make(folder: Path, implementation: Any = "transformers", num_threads: int = 
 def scores_and_gradient(
     folder: Path, out: Path, implementation: Any = "transformers", **settings: Any
 ) -> list[list[float]]:
-    """Logprobs of sequences, and a step of plain gradient descent, which subtracts the gradient from the weights and
-    exports them to `out`."""
+    """Score sequences, make a step of plain gradient descent and export the weights to `out`. Return the logprobs."""
     trainer = make(
         folder,
         implementation,
@@ -40,8 +39,8 @@ def scores_and_gradient(
 
 
 def gradient_error(folder: Path, ours: Path, theirs: Path) -> float:
-    """Largest relative difference of a tensor's gradient between two exports of `scores_and_gradient`; of gradients
-    that are 0 but for rounding, the difference itself."""
+    """Largest relative difference between the gradients of two exports of `scores_and_gradient`. For gradients that are
+    zero up to rounding, the absolute difference."""
     begin, mine, other = ({k: v for f in sorted(each.glob("*.safetensors")) for k, v in load_file(f).items()}
                           for each in (folder, ours, theirs))  # fmt: skip
     assert mine.keys() == other.keys()
@@ -52,7 +51,7 @@ def gradient_error(folder: Path, ours: Path, theirs: Path) -> float:
 
 
 def two_steps(folder: Path, out: Path, **settings: Any) -> list[float]:
-    """Losses and gradient norms of two steps with a reference model, whose result is exported to `out`."""
+    """Make two steps with a reference model and export to `out`. Return the losses and gradient norms."""
     trainer = make(folder, **{"lr": 1e-4, "kl_coef": 0.1, "activation_checkpointing": "full", **settings})
     samples = on_policy_samples(trainer, 50, 20, 33, 41)
     found: list[float] = []

@@ -1,4 +1,4 @@
-"""Adapters of families that transformers trains: the trainer, PEFT and vLLM compute the same logprobs with them."""
+"""Adapters in the transformers implementation: the trainer, PEFT and merged exports agree on logprobs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_exports_match_the_trainer_and_resume_is_bitwise_identical(name: str, fo
     merge_peft(folder, tmp_path / "adapter", tmp_path / "same", renderer="chat_template")
     same, exported = (load_file(tmp_path / each / "model.safetensors") for each in ("same", "merged"))
     assert all(torch.equal(same[key], exported[key]) for key in exported)
-    eager = {"dtype": torch.float32, "attn_implementation": "eager"}  # the default leaves out caps on scores
+    eager = {"dtype": torch.float32, "attn_implementation": "eager"}  # the default attention ignores softcapping
     merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **eager).eval()
     base: Any = AutoModelForCausalLM.from_pretrained(folder, **eager)
     with_peft = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
@@ -80,7 +80,7 @@ def test_reference_is_the_base_and_only_adapted_layers_change(name: str, folder:
 
 
 @pytest.mark.parametrize(
-    ("name", "targets", "complaint"),
+    ("name", "targets", "message"),
     [
         ("phi3", [], "'phi3' is trained without adapters"),
         ("gpt2", [], "'gpt2' is trained without adapters"),
@@ -88,9 +88,9 @@ def test_reference_is_the_base_and_only_adapted_layers_change(name: str, folder:
         ("mixtral", ["gate_proj"], r"targets has 'gate_proj', and the model has no linear layer of that name"),
     ],
 )
-def test_rejects_layers_that_cannot_be_adapted(name: str, targets: list[str], complaint: str, tmp_path: Path) -> None:
+def test_rejects_layers_that_cannot_be_adapted(name: str, targets: list[str], message: str, tmp_path: Path) -> None:
     folder = make_family(name, tmp_path / "model")
-    with pytest.raises(ModelError, match=complaint):
+    with pytest.raises(ModelError, match=message):
         make(folder, adapter=ADAPTER | {"targets": targets})
 
 
@@ -110,14 +110,14 @@ def test_trainer_starts_only_from_a_peft_folder_of_its_model(tmp_path: Path) -> 
     found = torch.tensor(make(folder, adapter=start).score([sequence])[0])
     torch.testing.assert_close(found, transformers_logprobs(model.eval(), sequence), rtol=0, atol=1e-5)
 
-    for changed, complaint in (
+    for changed, message in (
         (
             {"targets": ["q_proj", "o_proj", "down_proj"]},
             r"lacks model.layers.0.self_attn.o_proj.lora_A.* and 3",
         ),
         ({"rank": 2}, "has r 4, and training.adapter.rank is 2"),
     ):
-        with pytest.raises(ModelError, match=complaint):
+        with pytest.raises(ModelError, match=message):
             make(folder, adapter=start | changed)
     other = make_family("gemma3_text", tmp_path / "other")
     with pytest.raises(ModelError, match=r"has shape \(.*\); this model needs \(|lacks model.layers"):

@@ -1,4 +1,4 @@
-"""The page of chats is that of the templates which the tests have."""
+"""The page about chats is generated from the templates in the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats of model families: renderers, turns that extend, tool calls and stop tokens, with templates of real models."""
+"""Chats of model families: renderers, prompt extension, tool calls and stop tokens, with real chat templates."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def test_each_prompt_extends_the_previous_tokens(family: str) -> None:
     stop = renderer.get_stop_token_ids()[0]
     for answer in ("A word", "A pronoun"):
         text = f"<think>\nHm.\n</think>\n\n{answer}"
-        # Not how the tokenizer would write it: sampled tokens need not be canonical.
-        said = [*ids_of(tokenizer, text[:10]), *ids_of(tokenizer, text[10:]), stop]
-        extended = renderer.bridge_to_next_turn(prompt, said, [MORE])
+        # Sampled tokens need not be the canonical tokenization.
+        answered = [*ids_of(tokenizer, text[:10]), *ids_of(tokenizer, text[10:]), stop]
+        extended = renderer.bridge_to_next_turn(prompt, answered, [MORE])
         assert extended is not None
-        assert list(extended.token_ids)[: len(prompt) + len(said)] == [*prompt, *said]
-        assert "Longer." in tokenizer.decode(list(extended.token_ids)[len(prompt) + len(said) :])
+        assert list(extended.token_ids)[: len(prompt) + len(answered)] == [*prompt, *answered]
+        assert "Longer." in tokenizer.decode(list(extended.token_ids)[len(prompt) + len(answered) :])
         prompt = list(extended.token_ids)
 
 
 ANSWER_FIRST = ("qwen3", "qwen3_moe", "glm4_moe", "glm4", "deepseek_v3")
-"""Families whose answers begin with reasoning, with the end of one, or with a line break."""
+"""Families whose answers begin with reasoning, its end tag or a line break."""
 
 
 @pytest.mark.parametrize("family", [name for name in CHATS if name not in ANSWER_FIRST])
@@ -68,8 +68,8 @@ def test_extended_prompt_matches_the_rendered_template(family: str) -> None:
     prompt = list(renderer.render_ids([USER], add_generation_prompt=True))
     messages = [USER, {"role": "assistant", "content": "A word."}, MORE]
     whole = list(renderer.render_ids(messages, add_generation_prompt=True))
-    said = ids_of(tokenizer, "A word.")
-    assert list(renderer.bridge_to_next_turn(prompt, said, [MORE]).token_ids) == whole
+    answered = ids_of(tokenizer, "A word.")
+    assert list(renderer.bridge_to_next_turn(prompt, answered, [MORE]).token_ids) == whole
 
 
 @pytest.mark.parametrize("family", CHATS)
@@ -88,17 +88,17 @@ def test_tool_call_is_parsed_and_its_result_extends_the_prompt(family: str) -> N
     asked = [USER, {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]}]
     whole = list(renderer.render_ids(asked, tools=tools))
     assert whole[: len(prompt)] == prompt
-    said = whole[len(prompt) :]
+    answered = whole[len(prompt) :]
     stops = renderer.get_stop_token_ids()
-    ends = [place for place, token in enumerate(said) if token in stops]
-    said = said[: ends[0] + 1] if ends else [*said, *tokenizer.convert_tokens_to_ids(["<|observation|>"])]
+    ends = [place for place, token in enumerate(answered) if token in stops]
+    answered = answered[: ends[0] + 1] if ends else [*answered, *tokenizer.convert_tokens_to_ids(["<|observation|>"])]
 
-    (read,) = renderer.parse_response(said, tools=tools, prompt_ids=prompt).tool_calls
+    (read,) = renderer.parse_response(answered, tools=tools, prompt_ids=prompt).tool_calls
     assert (read.name, read.arguments, read.status) == ("look_up", {"word": "it"}, "ok")
 
     result = {"role": "tool", "name": "look_up", "tool_call_id": read.id or "abcdefghi", "content": "a pronoun"}
-    extended = list(renderer.bridge_to_next_turn(prompt, said, [result], tools=tools).token_ids)
-    assert extended[: len(prompt) + len(said)] == [*prompt, *said]
+    extended = list(renderer.bridge_to_next_turn(prompt, answered, [result], tools=tools).token_ids)
+    assert extended[: len(prompt) + len(answered)] == [*prompt, *answered]
     rendered = tokenizer.decode(list(renderer.render_ids([*asked, result], tools=tools, add_generation_prompt=True)))
     assert tokenizer.decode(extended) == rendered
 
@@ -106,9 +106,9 @@ def test_tool_call_is_parsed_and_its_result_extends_the_prompt(family: str) -> N
 def test_mistral_repeats_tools_before_the_last_user_message() -> None:
     renderer, tokenizer = renderer_of("mistral"), load_tokenizer(folder_of("mistral"))
     prompt = renderer.render_ids([USER], tools=list(TOOLS), add_generation_prompt=True)
-    said = ids_of(tokenizer, "A word.</s>")
-    extended = renderer.bridge_to_next_turn(prompt, said, [MORE], tools=list(TOOLS)).token_ids
-    assert extended[: len(prompt) + len(said)] == [*prompt, *said]
+    answered = ids_of(tokenizer, "A word.</s>")
+    extended = renderer.bridge_to_next_turn(prompt, answered, [MORE], tools=list(TOOLS)).token_ids
+    assert extended[: len(prompt) + len(answered)] == [*prompt, *answered]
     assert tokenizer.decode(extended).count("[AVAILABLE_TOOLS]") == 2
 
 
@@ -146,15 +146,15 @@ def test_malformed_tool_call_has_an_error_status(answer: str, status: str) -> No
 
 def test_text_before_calls_excludes_special_tokens_and_reasoning() -> None:
     renderer, tokenizer = renderer_of("qwen2"), load_tokenizer(folder_of("qwen2"))
-    said = (
+    answered = (
         "<think>\nhm <tool_call>\n</think>\n\nWait<|im_start|>.\n"
         '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
         '\n<tool_call>\n{"name": "b", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
     )
-    parsed = renderer.parse_response(ids_of(tokenizer, said), tools=list(TOOLS))
+    parsed = renderer.parse_response(ids_of(tokenizer, answered), tools=list(TOOLS))
     assert (parsed.content, parsed.reasoning_content) == ("Wait.", "hm <tool_call>")
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("a", {}), ("b", {"x": 1})]
-    assert not renderer.parse_response(ids_of(tokenizer, said)).tool_calls, "calls need tools"
+    assert not renderer.parse_response(ids_of(tokenizer, answered)).tool_calls, "calls need tools"
 
 
 def test_renderer_is_chosen_by_family() -> None:
@@ -179,7 +179,7 @@ def test_package_renderer_gains_stop_tokens_of_generation_config(tmp_path: Path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [start, 65]}))
     renderer = make_renderer(ModelConfig(path=str(folder)))
     assert start in renderer.get_stop_token_ids()
-    assert 65 not in renderer.get_stop_token_ids(), "65 is a letter, and no end"
+    assert 65 not in renderer.get_stop_token_ids(), "65 is a letter, not a stop token"
     assert renderer.parse_response([*ids_of(tokenizer, "yes"), start]).content == "yes"
 
 

@@ -1,5 +1,4 @@
-"""The implementation of a policy is chosen from config.json, and a model that none can train is refused before a run
-begins, with the reason."""
+"""Choice of a policy's implementation from config.json. Untrainable models are rejected before a run starts."""
 
 from __future__ import annotations
 

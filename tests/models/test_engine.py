@@ -1,5 +1,5 @@
-"""Every family in vLLM: the engine's logprobs are the trainer's, of an export and after each of three swaps with
-requests running."""
+"""Model families in vLLM: the engine matches the trainer's logprobs for an export and after three swaps with requests
+running."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ from titan_rl.weights.verification import SwapCheck
 
 TOLERANCE = 2e-5
 PROMPT = [5, 6, 7, 8]
-GATED_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # of the least size that vLLM's kernel has
+GATED_HEADS = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}  # the smallest size that vLLM's kernel supports
 
 
 @pytest.mark.check("b")
@@ -49,14 +52,14 @@ def test_engine_matches_trainer_logprobs_after_each_swap(
         compare_engine(folder, tmp_path)
         return
     record_property("works", False)
-    # In a process of its own, because an engine that fails to start leaves vLLM's settings in transformers' modules.
+    # In a separate process, because an engine that fails to start leaves vLLM's settings in transformers' modules.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         error = pool.submit(error_of_engine, folder, tmp_path).result(timeout=HANG_S)
     assert error is not None, f"{name} works; remove it from ENGINE_PROBLEMS"
 
 
 def error_of_engine(folder: Path, out: Path) -> str | None:
-    """Reason why `compare_engine` fails; None if it does not."""
+    """Error of `compare_engine`, or None if it passes."""
     try:
         compare_engine(folder, out)
     except Exception as error:
@@ -81,7 +84,7 @@ def compare_engine(folder: Path, out: Path) -> None:
             trainer.step(on_policy_samples(trainer, 40, 33))
             engine.load_state_dict(list(trainer.named_tensors()), version)
             assert difference(engine, trainer) < TOLERANCE, version
-            assert steps(engine, 5), "the requests go on"
+            assert steps(engine, 5), "the requests continue"
     finally:
         engine.close()
 
@@ -101,7 +104,7 @@ def test_engine_matches_trainer_logprobs_after_adapter_swaps(name: str, folder: 
             trainer.step(on_policy_samples(trainer, 40, 33))
             engine.load_state_dict([(key, piece.tensor) for key, piece in trainer.held_slices()], version)
             assert difference(engine, trainer) < TOLERANCE, version
-            assert steps(engine, 5), "the requests go on"
+            assert steps(engine, 5), "the requests continue"
     finally:
         engine.close()
 
@@ -122,7 +125,7 @@ def test_packed_bfloat16_convolutions_are_swapped_and_read_back(tmp_path: Path) 
             held = [each for each in engines[0].held_weights() if each.name.endswith("conv1d.weight")]
             assert held
             assert all(torch.equal(each.tensor, published[each.name]) for each in held)
-            assert steps(engines[0], 5), "the request goes on"
+            assert steps(engines[0], 5), "the request continues"
         trainer.export_hf(tmp_path / "export")
         engines.append(bfloat16_engine(tmp_path / "export"))
         swapped, fresh = (engine.score(draw_sequences(40, 17)) for engine in engines)

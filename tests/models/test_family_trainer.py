@@ -1,5 +1,4 @@
-"""Every family in the trainer: its numbers are transformers' own, alone or packed, on one rank or two, and after a
-resume."""
+"""Model families in the trainer: results match transformers, packed or not, on one rank or two, and after a resume."""
 
 from __future__ import annotations
 
@@ -55,8 +54,8 @@ def test_proved_families_are_the_tested_ones() -> None:
 
 
 def tolerance_of(name: str, folder: Path, sequences: list[list[int]]) -> float:
-    """Largest difference between logprobs of the trainer and of transformers in float64. Recurrent layers round more
-    than others, also in transformers, whose gated delta rule computes in float32 whatever the dtype of the model is."""
+    """Tolerance of the trainer's logprobs compared with transformers in float64. Recurrent layers round more: in
+    transformers, too, the gated delta rule always computes in float32."""
     least = TOLERANCES.logprobs
     return logprob_tolerance(folder, sequences, least) if model_type(name) in RECURRENT else least
 
@@ -149,7 +148,7 @@ def test_context_parallel_ranks_match_one_rank(
             choose_implementation(read_hf_config(folder), context_parallel=2)
         return
     if name not in SHARED_BY_RANKS:
-        pytest.skip("make test-models includes it")
+        pytest.skip("included in make test-models")
     compare_with_one_rank(folder, tmp_path, context_parallel=2)
 
 
@@ -158,7 +157,7 @@ def test_expert_parallel_ranks_match_one_rank(name: str, folder: Path, policy: P
     if not policy._routers:  # pyright: ignore[reportPrivateUsage]
         pytest.skip("a dense model")
     if name not in SHARED_BY_RANKS:
-        pytest.skip("make test-models includes it")
+        pytest.skip("included in make test-models")
     compare_with_one_rank(folder, tmp_path, data_parallel=2, expert_parallel=2)
 
 

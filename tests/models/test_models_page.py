@@ -1,4 +1,4 @@
-"""The page of model families is that of the tests."""
+"""The page of model families is generated from the test results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Families whose layers pass a state from token to token: packed sequences do not see each other, and a layer that is
-not divided into documents is found."""
+"""Recurrent families: packed sequences are independent, and layers that are not divided into documents are detected."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def test_packed_sequences_match_separate_sequences(folder: Path) -> None:
         (alone,) = policy.score([sequence])
         assert found == pytest.approx(alone, abs=TOLERANCE)
     assert leakage(policy) < TOLERANCE
-    error, frozen = packing_error(policy)  # of sequences that share a prompt, too
+    error, frozen = packing_error(policy)  # includes sequences that share a prompt
     assert error < 1e-4
     assert not frozen
 

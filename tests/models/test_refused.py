@@ -1,4 +1,4 @@
-"""Families that no test knows are tried with a tiny model, and refused if their numbers are others'."""
+"""Untested families are checked with a tiny model and rejected if its results are wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(model_type: str, folder: Path) -> Path:
 
 
 def test_accepts_family_with_gradients_of_rounding_error_only(tmp_path: Path) -> None:
-    trainer = make(write("biogpt", tmp_path / "model"))  # biases of keys change no attention
+    trainer = make(write("biogpt", tmp_path / "model"))  # key biases do not affect attention
     assert trainer.step(on_policy_samples(trainer, 40, 33)).metrics["grad_norm"] > 0
 
 
@@ -62,7 +62,7 @@ def test_tolerance_follows_the_rounding_error_of_the_family(tmp_path: Path, monk
 
 
 def longrope(folder: Path, short: int) -> Path:
-    """A tiny Phi-3 with two sets of frequencies: of sequences of up to `short` tokens, and of longer ones."""
+    """A tiny Phi-3 with two sets of frequencies: for sequences of up to `short` tokens, and for longer ones."""
     write("phi3", folder)
     config = json.loads((folder / "config.json").read_text())
     rope = {

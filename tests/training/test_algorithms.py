@@ -1,4 +1,4 @@
-"""Algorithms: presets of settings that a run names, each of which may be given for itself."""
+"""Algorithms: named presets of training settings, each of which can also be set individually."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ def test_user_defined_algorithm_is_loaded_from_a_module(own: Path, capsys: pytes
     assert (training.average, training.kl_coef, training.kl) == ("constant", 0.5, "k2")
     assert str(own) in config.pythonpath
     assert main(["algorithms", "own_algorithms:mine"]) == 0
-    said = capsys.readouterr().out
-    assert "A_i = r_i^2" in said
-    assert "KL to the reference model: 0.5 * d^2 / 2" in said
-    assert "divided by the sequences of the batch times model.max_context" in said
-    assert "the initial model as reference" in said
+    output = capsys.readouterr().out
+    assert "A_i = r_i^2" in output
+    assert "KL to the reference model: 0.5 * d^2 / 2" in output
+    assert "divided by the sequences of the batch times model.max_context" in output
+    assert "the initial model as reference" in output
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_unloadable_algorithm_error_gives_the_reason(own: Path, name: str, reaso
 
 def test_algorithms_command_prints_formula_terms_and_source(capsys: pytest.CaptureFixture[str]):
     assert main(["algorithms"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
 
     for name, algorithm in BY_NAME.items():
-        assert f"{name}: {algorithm.about}" in said
+        assert f"{name}: {algorithm.about}" in output
     for word in ("advantage", "term", "divided by the", "source", "settings"):
-        assert said.count(f"{word}") >= len(BY_NAME)
+        assert output.count(f"{word}") >= len(BY_NAME)
     assert main(["algorithms", "gspo"]) == 0
     assert capsys.readouterr().out.startswith("gspo: ")
 

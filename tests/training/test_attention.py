@@ -1,4 +1,4 @@
-"""Attention inside documents against dense attention under an explicit mask."""
+"""Document attention compared with dense attention under an explicit mask."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def test_repeating_kv_heads_does_not_change_attention(monkeypatch: pytest.Monkey
 def test_attention_does_not_save_scores_for_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The math kernel, which torch takes on CUDA for a mask and grouped heads, keeps 12 bytes a score."""
+    """The math kernel, which torch chooses on CUDA for masked grouped-query attention, saves 12 bytes per score."""
     heads, kv_heads, head_dim, prefix, suffix, siblings = 4, 2, 16, 192, 128, 4
     documents = [Document(prefix), *(Document(suffix, 0, prefix) for _ in range(siblings))]
     tokens = prefix + siblings * suffix
     scores = heads * (prefix**2 + siblings * suffix * (prefix + suffix))
 
-    def kept(kernel: Kernel) -> int:
+    def saved_bytes(kernel: Kernel) -> int:
         monkeypatch.setattr(attention_module, "choose_kernel", lambda *_, **__: kernel)
         qkv = [torch.randn(1, tokens, count, head_dim, requires_grad=True) for count in (heads, kv_heads, kv_heads)]
         found: dict[int, int] = {}
@@ -103,9 +103,9 @@ def test_attention_does_not_save_scores_for_the_backward_pass(
 
     vectors = 4 * heads * head_dim * (2 * tokens + 2 * (tokens + siblings * prefix))  # q, out, repeated k and v
     mask = 4 * siblings * suffix * (prefix + suffix)
-    fused = kept(Kernel((SDPBackend.FLASH_ATTENTION,), takes_groups=False))
+    fused = saved_bytes(Kernel((SDPBackend.FLASH_ATTENTION,), takes_groups=False))
     assert fused < 1.1 * (vectors + mask)
-    assert kept(Kernel((SDPBackend.MATH,))) > 4 * scores > fused
+    assert saved_bytes(Kernel((SDPBackend.MATH,))) > 4 * scores > fused
 
 
 def test_documents_of_similar_length_share_a_bucket():
@@ -123,7 +123,7 @@ def test_documents_of_similar_length_share_a_bucket():
     st.integers(0, 99),
 )
 def test_suffixes_attend_to_their_prefix_and_themselves(families: list[tuple[int, list[int]]], seed: int):
-    """The same as each suffix behind a prefix of its own, with the gradients of a prefix added up."""
+    """Equal to attention of each suffix after its own copy of the prefix, with the prefix gradients summed."""
     generator = torch.Generator().manual_seed(seed)
     documents: list[Document] = []
     spans: list[tuple[range, range]] = []  # (prefix, own tokens) of each document

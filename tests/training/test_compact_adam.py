@@ -1,4 +1,4 @@
-"""Adam in few bytes, against torch's own in float32, within the errors that the docs state."""
+"""CompactAdam compared with torch's Adam in float32, within the errors stated in the docs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 def gradients(step: int) -> list[torch.Tensor]:
-    """Of rows that differ by orders of magnitude, and of entries that are often 0."""
+    """Gradients whose rows differ by orders of magnitude and contain many zeros."""
     generator = torch.Generator().manual_seed(step)
     found: list[torch.Tensor] = []
     for shape in SHAPES:
@@ -89,11 +89,11 @@ def test_low_precision_moments_match_float32_within_documented_error(state_dtype
     difference = (moved(trained) - moved(expected)).norm() / moved(expected).norm()
     assert difference < error
     along = torch.dot(moved(trained), moved(expected)) / moved(expected).square().sum()
-    assert along == pytest.approx(1, abs=0.02), "the noise of a root below a fraction makes steps 1% longer"
+    assert along == pytest.approx(1, abs=0.02), "noise in the second moment makes steps 1% longer"
 
 
 def test_bfloat16_weights_accumulate_updates_below_half_an_ulp() -> None:
-    lr = 1e-5  # the last digit of a number near 1 is 2^-8
+    lr = 1e-5  # an ulp of a number near 1 is 2^-8
     trained, expected = parameters(torch.bfloat16), parameters()
     start = [parameter.detach().float() for parameter in trained]
     run(compact(trained, lr=lr), range(400))
@@ -137,14 +137,18 @@ def test_8bit_codes_are_unbiased_and_preserve_zero() -> None:
     signed = decode_signed(encode_signed(exact, scale, generator), scale)
     square = decode_square(encode_square(exact.abs() ** 2, scale**2, generator), scale**2)
     for found, expected in ((signed, exact), (square, exact**2)):
-        assert ((found - expected).abs() <= 0.0906 * expected.abs() * (1 + 1e-4)).all(), "a step of 2^(1/8)"
+        assert ((found - expected).abs() <= 0.0906 * expected.abs() * (1 + 1e-4)).all(), (
+            "codes are spaced by a factor of 2^(1/8)"
+        )
         torch.testing.assert_close(found.mean(0), expected[0], rtol=4e-3, atol=0)
     zeros, ones = torch.zeros(3, 4), torch.ones(3, 1)
     assert not decode_signed(encode_signed(zeros, ones, generator), ones).any()
     assert not decode_square(encode_square(zeros, ones, generator), ones).any()
     assert not decode_signed(encode_signed(zeros, 0 * ones, generator), 0 * ones).any()
     tiny = torch.full((3, 4), 1e-30)
-    assert (decode_square(encode_square(tiny, ones, generator), ones) > 0).all(), "a root is never divided by 0"
+    assert (decode_square(encode_square(tiny, ones, generator), ones) > 0).all(), (
+        "a tiny second moment must not become 0"
+    )
 
 
 def test_stochastic_rounding_is_unbiased_and_keeps_bfloat16_values() -> None:

@@ -1,8 +1,8 @@
-"""What training takes from texts that were sampled under a constraint, by enumeration.
+"""Expected gradients of training on constrained samples, computed by enumeration.
 
-The policy is a table of logits by position and last token, small enough that every text it can say is gone through. The
-constraint forbids some tokens, so that the sampler draws from pi(t | s) [t allowed] / Z(s). Each text goes through
-`build_samples` and the objective with its probability under the sampler: their sum is the expected gradient.
+The policy is a table of logits by position and last token, small enough to enumerate every text. The constraint forbids
+some tokens, so the sampler draws from pi(t | s) [t allowed] / Z(s). Each text passes through `build_samples` and the
+objective, weighted by its probability under the sampler. The sum is the expected gradient.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ MODES = ("masked", "trained", "corrected", "corrected_by_token")
 
 
 def policy() -> torch.Tensor:
-    """[LENGTH, VOCAB, VOCAB], by position and last token"""
+    """Logits by position and last token.  # [LENGTH, VOCAB, VOCAB]"""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(LENGTH, VOCAB, VOCAB, generator=generator, dtype=torch.float64).requires_grad_()
 
 
 def allowed(position: int, last: int) -> list[int]:
-    """At the last position after a 2 anything goes."""
+    """Allowed tokens: all at the last position after a 2, otherwise neither 3 nor the last token."""
     if position == LENGTH - 1 and last == 2:
         return list(range(VOCAB))
     return [token for token in range(VOCAB) if token != 3 and token != last]
@@ -50,15 +50,15 @@ def reward(text: Sequence[int]) -> float:
 
 
 def logprobs(logits: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
-    """[LENGTH], at the temperature of the sampler"""
+    """Logprobs at the sampling temperature.  # [LENGTH]"""
     table = (logits / TEMPERATURE).log_softmax(-1)
     return torch.stack(
         [table[at, last, token] for at, (last, token) in enumerate(itertools.pairwise([*PROMPT, *text]))]
     )
 
 
-def left(logits: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
-    """[LENGTH], log Z"""
+def log_allowed_mass(logits: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
+    """Log probability of the allowed tokens, log Z.  # [LENGTH]"""
     table = (logits / TEMPERATURE).log_softmax(-1)
     before = [*PROMPT, *text][:LENGTH]
     chances = [(table[at, last], allowed(at, last)) for at, last in enumerate(before)]
@@ -66,7 +66,7 @@ def left(logits: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
 
 
 def texts() -> list[tuple[int, ...]]:
-    """All that the constraint allows."""
+    """All texts that the constraint allows."""
     return [
         text
         for text in itertools.product(range(VOCAB), repeat=LENGTH)
@@ -75,14 +75,14 @@ def texts() -> list[tuple[int, ...]]:
 
 
 def expected_gradient(logits: torch.Tensor, constrained: Any, **training: Any) -> torch.Tensor:
-    """Of the loss, as the library computes it, over what the constrained sampler draws."""
+    """Expected gradient of the library's loss under the constrained sampler."""
     settings = TrainingConfig(**{"loss": "reinforce", "average": "constant", **training})
     objective = Objective(settings, CorrectionConfig(constrained=constrained), max_context=CONTEXT)
     total = torch.zeros_like(logits)
     for text in texts():
         with torch.no_grad():
-            own, log_z = logprobs(logits, text), left(logits, text)
-        sampled = (own - log_z).tolist()  # what the engine gives: the logprobs of its own distribution
+            own, log_z = logprobs(logits, text), log_allowed_mass(logits, text)
+        sampled = (own - log_z).tolist()  # engines return logprobs of the constrained distribution
         spans = (VersionSpan(0, LENGTH),)
         completion = Completion(
             "r", text, sampled, FinishReason.LENGTH, spans, allowed_logprobs=log_z.clamp(max=0).tolist()
@@ -102,10 +102,10 @@ def expected_gradient(logits: torch.Tensor, constrained: Any, **training: Any) -
 
 
 def policy_gradient(logits: torch.Tensor, *, weights: Any) -> torch.Tensor:
-    """-sum over the texts allowed of their advantage times the weighted gradients of their tokens' logprobs."""
+    """-sum over allowed texts of the advantage times the weighted gradients of the token logprobs."""
     loss = torch.zeros((), dtype=torch.float64)
     for text in texts():
-        own, log_z = logprobs(logits, text), left(logits, text)
+        own, log_z = logprobs(logits, text), log_allowed_mass(logits, text)
         loss = loss - reward(text) * (weights(own.detach(), log_z.detach()) * own).sum()
     (gradient,) = torch.autograd.grad(loss, logits)
     return gradient
@@ -113,7 +113,9 @@ def policy_gradient(logits: torch.Tensor, *, weights: Any) -> torch.Tensor:
 
 def test_enumerated_text_probabilities_sum_to_one() -> None:
     logits = policy().detach()
-    under_constraint = [(logprobs(logits, text) - left(logits, text)).sum().exp().item() for text in texts()]
+    under_constraint = [
+        (logprobs(logits, text) - log_allowed_mass(logits, text)).sum().exp().item() for text in texts()
+    ]
     alone = [logprobs(logits, text).sum().exp().item() for text in texts()]
     assert sum(under_constraint) == pytest.approx(1)
     assert sum(alone) < 0.6
@@ -146,7 +148,7 @@ def test_masked_mode_trains_only_unconstrained_tokens() -> None:
     logits = policy()
     got = expected_gradient(logits, "masked")
     free = torch.zeros_like(logits, dtype=torch.bool)
-    free[LENGTH - 1, 2] = True  # the only context in which nothing is left out
+    free[LENGTH - 1, 2] = True  # the only context in which every token is allowed
     assert (got[~free] == 0).all()
     wanted = policy_gradient(logits, weights=lambda own, log_z: (own - log_z).sum().exp() * (log_z == 0))
     assert got[free].abs().max() > 0.01
@@ -155,12 +157,12 @@ def test_masked_mode_trains_only_unconstrained_tokens() -> None:
 
 @pytest.mark.parametrize("constrained", MODES)
 def test_on_policy_ratios_are_one_under_a_constraint(constrained: Any) -> None:
-    """No token is clipped on policy, and none looks off policy."""
+    """On-policy tokens have a log-ratio of 0 and are not clipped."""
     logits, settings = policy(), TrainingConfig(loss="grpo", clip=(0.01, 0.01))
     objective = Objective(settings, CorrectionConfig(constrained=constrained), max_context=CONTEXT)
     text = (1, 2, 0)
     with torch.no_grad():
-        own, log_z = logprobs(logits, text), left(logits, text)
+        own, log_z = logprobs(logits, text), log_allowed_mass(logits, text)
     spans = (VersionSpan(0, LENGTH),)
     completion = Completion(
         "r", text, (own - log_z).tolist(), FinishReason.LENGTH, spans, allowed_logprobs=log_z.clamp(max=0).tolist()

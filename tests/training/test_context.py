@@ -1,4 +1,4 @@
-"""What ranks that share the tokens of a batch attend to together, against one rank that has them all."""
+"""Attention of context-parallel ranks compared with one rank that holds all tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_rl.training.attention.documents import Document
 from titan_rl.training.attention.flex_attention import BLOCK, layout_blocks
 
 Families = list[tuple[int, list[int]]]
-"""The lengths of a prefix, 0 for none, and of the documents that continue it."""
+"""(prefix length or 0, lengths of the documents that continue the prefix) of each family."""
 
 
 def documents_of(families: Families) -> list[Document]:

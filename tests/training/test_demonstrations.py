@@ -1,4 +1,4 @@
-"""Demonstrations in tokens: those of a rollout whose policy says the same."""
+"""Tokenized demonstrations equal those of a rollout with the same conversation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assistant(text: str) -> dict[str, Any]:
 
 
 class Script:
-    """Asks the questions one after the other."""
+    """An environment that asks the questions in turn."""
 
     def __init__(self, questions: Sequence[str]) -> None:
         self._questions = list(questions)
@@ -75,7 +75,7 @@ async def test_demonstration_tokens_match_an_equivalent_rollout(turns: list[tupl
     answers = [answer for _, answer in turns]
     left = list(answers)
 
-    async def says(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+    async def generate(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
         ids = TOKENIZER.encode(left.pop(0) + "<|im_end|>", add_special_tokens=False)
         return Completion(request_id, ids, [-1.0] * len(ids), FinishReason.STOP, [VersionSpan(0, len(ids))])
 
@@ -84,7 +84,7 @@ async def test_demonstration_tokens_match_an_equivalent_rollout(turns: list[tupl
     )
     sampling = SamplingParams(max_tokens=1000)
     questions = [question for question, _ in turns]
-    group = await rollouter.run_group(says, questions, group_id="g", group_size=1, sampling=sampling)
+    group = await rollouter.run_group(generate, questions, group_id="g", group_size=1, sampling=sampling)
     group.rollouts[0].advantage = 1.0
     (sample,) = build_samples(group)
     messages = [message for question, answer in turns for message in (user(question), assistant(answer))]
@@ -120,7 +120,7 @@ def test_tool_calls_are_trained_in_the_model_format() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "complaint"),
+    ("messages", "error"),
     [
         ([user("a")], "the assistant says nothing"),
         ([assistant("a")], "begins with the assistant"),
@@ -130,8 +130,8 @@ def test_tool_calls_are_trained_in_the_model_format() -> None:
         ([{"role": "user"}, assistant("b")], r"before messages\[1\] cannot be rendered"),
     ],
 )
-def test_rejects_conversations_that_no_rollout_can_produce(messages: list[Any], complaint: str) -> None:
-    with pytest.raises(DataError, match=complaint):
+def test_rejects_conversations_that_no_rollout_can_produce(messages: list[Any], error: str) -> None:
+    with pytest.raises(DataError, match=error):
         encode(RENDERER, Demonstration(messages))
 
 

@@ -1,4 +1,4 @@
-"""Distillation against float64 references: values and gradients of each kind, and the denominator of its term."""
+"""Distillation compared with float64 references: values, gradients and the denominator of the loss term."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ KINDS: tuple[DistillKind, ...] = ("forward", "reverse")
 
 
 def expected(kind: DistillKind, p: Any, q: Any) -> float:
-    """KL divergence of K tokens and the rest, token by token in NumPy."""
+    """KL divergence over K tokens and the remaining mass, computed in NumPy."""
     p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
     one, other = (q, p) if kind == "forward" else (p, q)
     return float(sum(a * (np.log(a) - np.log(b)) for a, b in zip(one, other, strict=True)))
 
 
 def distributions(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits of the policy, and the teacher's likeliest tokens with their logprobs, in float64."""
+    """Policy logits, and the teacher's top tokens with their logprobs, in float64."""
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(size, VOCAB, generator=random, dtype=torch.float64)
     taught = torch.randn(size, VOCAB, generator=random, dtype=torch.float64).log_softmax(-1)

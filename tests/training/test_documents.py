@@ -1,4 +1,4 @@
-"""Sequences of packed documents, for layers that pass a state from token to token."""
+"""Recurrent layers over packed documents."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ families = st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(1, 20), m
 @given(families.filter(lambda found: len(found) <= 5), st.integers(0, 99))
 def test_packed_documents_match_separate_documents(drawn: list[tuple[int, list[int]]], seed: int) -> None:
     documents: list[Document] = []
-    places: list[list[int]] = []  # of the tokens of each document, its prefix included
+    places: list[list[int]] = []  # token positions of each document, including its prefix
     end = 0
     for prefix, lengths in drawn:
         start = end

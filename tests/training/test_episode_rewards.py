@@ -1,4 +1,4 @@
-"""Placement of a rollout's rewards at its tokens, from which a critic computes advantages."""
+"""Placement of a rollout's rewards at its tokens, for computing advantages with a critic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrices of a mixture of experts, against a loop over the experts in float64."""
+"""Grouped expert matrices compared with a loop over the experts in float64."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_grouped_linear_respects_autocast_dtype() -> None:
     assert grouped_linear(x, weight, torch.tensor(COUNTS)).dtype is torch.float32
 
 
-class Made(TorchDispatchMode):
+class AllocationCounter(TorchDispatchMode):
     """Counts the elements of the tensors that operations return."""
 
     def __init__(self) -> None:
@@ -77,8 +77,8 @@ def test_backward_allocations_scale_linearly_with_experts(hidden_dim: int) -> No
         module = experts(num_experts, 32, hidden_dim)
         x_RD = torch.randn(2 * num_experts, 32)
         out = module(x_RD, torch.full((num_experts,), 2)).sum()
-        with Made() as made:
+        with AllocationCounter() as allocated:
             out.backward()
-        return made.elements / sum(parameter.numel() for parameter in module.parameters())
+        return allocated.elements / sum(parameter.numel() for parameter in module.parameters())
 
     assert per_parameter(128) < 1.2 * per_parameter(8)

@@ -1,4 +1,4 @@
-"""Samples that begin alike are laid out once, and nothing is trained or predicted from the shared part."""
+"""Families of samples: a common prefix is stored once, is untrained and predicts no trained token."""
 
 from __future__ import annotations
 

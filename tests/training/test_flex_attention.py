@@ -1,4 +1,4 @@
-"""Flex attention over blocks against attention over buckets, and its blocks against the mask that they stand for."""
+"""Flex attention compared with bucketed document attention, and its block mask with the dense mask."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_rl.training.attention.flex_attention import BLOCK, layout_blocks
 from titan_rl.training.models.torchtitan_families import DocumentAttention
 
 Families = list[tuple[int, list[int]]]
-"""The lengths of a prefix, 0 for none, and of the documents that continue it."""
+"""(prefix length or 0, lengths of the documents that continue the prefix) of each family."""
 
 
 def families(longest: int) -> st.SearchStrategy[Families]:
@@ -98,7 +98,7 @@ def test_blocks_inside_a_document_and_its_prefix_are_full():
 
 
 def listed(counts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.Tensor:
-    """The blocks that a mask lists.  # bool [queries, keys]"""
+    """Blocks listed by a mask.  # bool [queries, keys]"""
     assert counts is not None
     assert indices is not None
     blocks = torch.zeros(indices.shape[2:], dtype=torch.bool)
@@ -110,14 +110,14 @@ def listed(counts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.T
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("seed", range(3))
 def test_torch_flex_attention_matches_bucket_attention(monkeypatch: pytest.MonkeyPatch, seed: int):
-    """What runs on GPUs, uncompiled. On CPUs torch refuses gradients, which its reference implementation has."""
+    """The uncompiled GPU operator. Torch rejects gradients on CPUs, though its reference implementation has them."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     lengths = torch.randint(1, 200, (3, 4), generator=torch.Generator().manual_seed(seed)).tolist()
     documents = documents_of([(prefix, suffixes) for prefix, *suffixes in lengths])  # several blocks
     qkv = random_qkv(documents, seed)
     q, k, v = (x.transpose(1, 2) for x in qkv)
     block_mask = layout_blocks(documents).block_mask
-    with torch._dynamo.config.patch(disable=False):  # an engine in this process may have left it so
+    with torch._dynamo.config.patch(disable=False):  # an engine in this process may have disabled dynamo
         found = torch_flex.flex_attention(q, k, v, block_mask=block_mask, scale=0.3, enable_gqa=True)
     assert isinstance(found, torch.Tensor)
     found = found.transpose(1, 2)

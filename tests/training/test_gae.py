@@ -17,7 +17,7 @@ def mixture_of_returns(
     rewards: list[float], values: list[float], last_value: float, gamma: float, lam: float
 ) -> list[float]:
     """A_k = sum_n w_n * (G_k^n - V_k): the n-step returns G_k^n = r_k + ... + gamma^n * V_{k+n} with the weights
-    (1 - lam) * lam^(n-1), and all the weight that is left for the longest (arXiv:1506.02438, eq. 11 to 16)."""
+    (1 - lam) * lam^(n-1), and the remaining weight on the longest (arXiv:1506.02438, eq. 11 to 16)."""
     states = [*values, last_value]
     advantages: list[float] = []
     for k in range(len(rewards)):

@@ -1,4 +1,4 @@
-"""What an exported folder takes over from the one that the model came from."""
+"""Contents of an exported model folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
         for index, name in enumerate(names):
-            assert sum(each() is not None for each in alive) <= 1, "those that are written are kept"
+            assert sum(each() is not None for each in alive) <= 1, "tensors already written must be freed"
             tensor = expected * index
             alive.append(weakref.ref(tensor))
             yield name, tensor

@@ -1,4 +1,4 @@
-"""What a dry run says of a loss of one's own."""
+"""Trial of a custom loss, as in a dry run."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def named(monkeypatch: pytest.MonkeyPatch) -> str:
     ],
 )
 def test_invalid_loss_error_names_the_problem(named: str, loss: str, problem: str) -> None:
-    said = loss_problem(f"{named}:{loss}", ClipRange(0.2, 0.3))
-    assert said is not None
-    assert re.search(problem, said)
-    assert said.startswith(f"training.loss = '{named}:{loss}' on four tokens")
+    message = loss_problem(f"{named}:{loss}", ClipRange(0.2, 0.3))
+    assert message is not None
+    assert re.search(problem, message)
+    assert message.startswith(f"training.loss = '{named}:{loss}' on four tokens")
 
 
 def test_valid_loss_has_no_problem(named: str) -> None:

@@ -1,6 +1,6 @@
-"""Every loss, correction and average against a float64 NumPy reference that shares no code with them.
+"""Losses, corrections and averages compared with a float64 NumPy reference that shares no code with them.
 
-The reference goes token by token in plain loops, with derivatives worked out by hand.
+The reference loops over tokens and uses derivatives worked out by hand.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Row = dict[str, Any]  # one token
 
 
 def reference(rows: list[Row], training: TrainingConfig, correction: CorrectionConfig) -> dict[str, Any]:
-    """Loss, its derivative by each logprob, and the denominator."""
+    """Loss, its derivative with respect to each logprob, and the denominator."""
     for row in rows:
         age = max(0, VERSION - row["version"])
         row["old"] = {
@@ -159,13 +159,13 @@ def check(rows: list[Row], training: TrainingConfig, correction: CorrectionConfi
 
 
 logprob = st.floats(-60, 0)
-strange = st.sampled_from([NAN, -INF, INF])
+nonfinite = st.sampled_from([NAN, -INF, INF])
 token = st.fixed_dictionaries(
     {
         "policy": logprob,
-        "behaviour": st.one_of(logprob, strange),
-        "start": st.one_of(logprob, logprob, strange),
-        "reference": st.one_of(logprob, logprob, strange),
+        "behaviour": st.one_of(logprob, nonfinite),
+        "start": st.one_of(logprob, logprob, nonfinite),
+        "reference": st.one_of(logprob, logprob, nonfinite),
         "advantage": st.floats(-5, 5),
         "loss_weight": st.sampled_from([1.0, 1.0, 0.25, 0.0]),
         "version": st.integers(0, VERSION),
@@ -246,7 +246,7 @@ def test_masked_tokens_stay_in_the_denominator() -> None:
 
 
 def test_interpolated_proximal_uses_the_version_of_each_token() -> None:
-    """A hot swap in the middle: the newest token keeps its behaviour logprob, the oldest nearly the policy's."""
+    """A hot swap mid-sequence: the newest token keeps its behaviour logprob, the oldest gets nearly the policy's."""
     rows = [row_of(policy=-1.0, behaviour=-2.0, version=version) for version in (VERSION, VERSION - 1, VERSION - 9)]
     correction = CorrectionConfig(proximal="interpolated", weight="token", cap=None)
     expected = check(rows, TrainingConfig(loss="reinforce"), correction)

@@ -1,4 +1,4 @@
-"""What lies at a bound of a mask or a veto is kept, though float32 rounds the logprobs it is made of."""
+"""Ratios exactly at a mask bound or veto threshold are kept despite float32 rounding of the logprobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEHAVIOUR = [0.0, -0.7, -3.3, -11.1]  # logprobs
 
 
 def kept(ratio: float, behaviour: float, length: int, **settings) -> list[bool]:
-    """Of a sequence of so many tokens with this ratio each."""
+    """Whether each token is kept, for a sequence of `length` tokens that all have this ratio."""
     behaviour_N = torch.full((length,), behaviour, dtype=torch.float32)
     proximal_N = torch.full((length,), behaviour + math.log(ratio), dtype=torch.float32)
     correction = correct(

@@ -1,4 +1,4 @@
-"""The computed memory of a trainer's rank against what a trainer holds on a CPU, and against known models."""
+"""Estimated memory of a trainer rank compared with measurements on a CPU and with known models."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_weight_and_moment_memory_matches_estimate(folder: Path, given: dict[str
     assert sum(each.nbytes for each in trainer._model.parameters()) == weights  # pyright: ignore[reportPrivateUsage]
     parts = trainer._optimizers.parts  # pyright: ignore[reportPrivateUsage]
     states = [tensor for part in parts for state in part.state.values() for tensor in state.values()]
-    # Rows of a tiny model are short, so that the scales of 8-bit moments, 8 bytes a row, count for more.
+    # A tiny model has short rows, so the scales of 8-bit moments, 8 bytes per row, weigh more.
     assert sum(tensor.nbytes for tensor in states) == pytest.approx(computed["optimizer states"], rel=0.15)
 
 
@@ -125,7 +125,7 @@ def test_update_memory_matches_estimate(optimizer_dtype: Any, master_dtype: Any)
 
 
 def bytes_of_a_rank(folder: Path) -> tuple[int, int]:
-    """Weights and moments of this rank after a step."""
+    """Bytes of weights and moments on this rank after a step."""
     training = TrainingConfig(steps=2, row_tokens=64, rows_per_micro_batch=2, data_parallel=2)
     trainer = TrainerCore(ModelConfig(path=str(folder), dtype="bfloat16"), training, seed=0)
     model: Any = trainer._model  # pyright: ignore[reportPrivateUsage]
@@ -151,11 +151,11 @@ def policy_of(folder: Path, implementation: Implementation = "auto") -> Policy:
     return Policy(model, TrainingConfig(row_tokens=1024), World())
 
 
-def kept(policy: Policy, tokens: int) -> int:
-    """Bytes that the layers keep for the backward pass, beside the parameters."""
+def saved_bytes(policy: Policy, tokens: int) -> int:
+    """Bytes that the layers save for the backward pass, excluding parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
     found: dict[int, int] = {}
-    alive: list[torch.Tensor] = []  # so that no address serves twice
+    alive: list[torch.Tensor] = []  # so that addresses are not reused
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         alive.append(tensor)
@@ -176,7 +176,7 @@ def test_activation_memory_matches_estimate(folder: Path, implementation: Any, t
     policy = policy_of(folder, implementation)
     source = DecoderSpec(json.dumps(config_of(folder)), implementation)
     computed = measure_activations(source, MicroBatchShape(1, tokens, tokens, gathers_documents=True)).kept
-    assert kept(policy, tokens) == pytest.approx(computed, rel=0.05)
+    assert saved_bytes(policy, tokens) == pytest.approx(computed, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "mamba2", "mamba"])
@@ -185,7 +185,7 @@ def test_recurrent_activation_memory_matches_estimate(name: str, tmp_path: Path)
     policy = policy_of(folder)
     source = DecoderSpec(json.dumps(config_of(folder)), "transformers")
     computed = measure_activations(source, MicroBatchShape(1, 512, 512, gathers_documents=True)).kept
-    assert kept(policy, 512) == pytest.approx(computed, rel=0.05)
+    assert saved_bytes(policy, 512) == pytest.approx(computed, rel=0.05)
 
 
 def test_extrapolated_layers_match_running_all_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint of another model, optimizer or version is refused, with what to do about it."""
+"""Checkpoints of another model, optimizer or format version are rejected with advice."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "message"),
     [
         (nn.Linear(4, 3), r"has shape \(2, 4\); this trainer's has \(3, 4\)"),
         (nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)), "it lacks model"),
         (nn.Linear(4, 2, bias=False), "which this trainer has no place for"),
     ],
 )
-def test_rejects_checkpoint_of_another_model(checkpoint: Path, model: nn.Module, says: str) -> None:
-    with pytest.raises(CheckpointError, match=f"step-000003 could not be read: .*{says}.*: it {OTHER}"):
+def test_rejects_checkpoint_of_another_model(checkpoint: Path, model: nn.Module, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"step-000003 could not be read: .*{message}.*: it {OTHER}"):
         load_train_state(checkpoint, trained(model), World())
 
 

@@ -1,4 +1,4 @@
-"""Each optimizer against its formula, and what `training.optimizer` may be."""
+"""Optimizers compared with their formulas, and validation of `training.optimizer`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LR, WEIGHT_DECAY, BETAS, EPS = 0.01, 0.1, (0.8, 0.9), 1e-3
 
 
 class Model(nn.Module):
-    """The names of a decoder with one matrix, one norm and an embedding."""
+    """A model with the parameter names of a decoder: one matrix, one norm and an embedding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ def row_lengths(packing: Packing) -> list[int]:
 
 
 def padding_fraction(packing: Packing) -> float:
-    """The share of padding when every row is as long as the longest."""
+    """Fraction of padding when all rows are padded to the longest."""
     lengths = row_lengths(packing)
     return 1 - sum(lengths) / (len(lengths) * max(lengths))
 

@@ -1,4 +1,4 @@
-"""Folders in PEFT's format that are written."""
+"""Adapter folders written in PEFT's format."""
 
 from __future__ import annotations
 

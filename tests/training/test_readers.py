@@ -1,4 +1,4 @@
-"""The wait for those who read the weights."""
+"""Waiting for concurrent readers of the weights."""
 
 from __future__ import annotations
 

@@ -129,9 +129,7 @@ def test_rejects_sampling_parameters_that_the_loss_cannot_account_for(settings: 
     with pytest.raises(ValueError, match=f"turn 'r' of rollout 'g/0' was sampled with {message}"):
         build_samples(group(rollout(wrong)))
     context = [wrong, sampled(turn([7, 5, 9], [6], version=4))]
-    (sample,) = build_samples(
-        group(rollout(*context)), oldest_version=4
-    )  # what is not trained may be sampled as it likes
+    (sample,) = build_samples(group(rollout(*context)), oldest_version=4)  # untrained tokens may use any sampling
     assert sample.temperature == 1.0
 
 
@@ -206,7 +204,7 @@ def test_constrained_tokens_are_masked_trained_or_corrected(
     constrained: Any, mask: list[int], weights: list[float] | None
 ):
     turns = [
-        constrained_turn([7, 8], [5, 6, 1], [math.log(0.25), 0.0, math.log(0.5)]),  # at 6 nothing was left out
+        constrained_turn([7, 8], [5, 6, 1], [math.log(0.25), 0.0, math.log(0.5)]),  # every token was allowed at 6
         constrained_turn([7, 8, 5, 6, 1, 9], [4, 1], None),
     ]
     (sample,) = build_samples(group(rollout(*turns)), constrained=constrained)
@@ -214,7 +212,7 @@ def test_constrained_tokens_are_masked_trained_or_corrected(
     assert sample.loss_weights is None if weights is None else list(sample.loss_weights) == pytest.approx(weights)
     own = [0, 0, -0.5 + math.log(0.25), -0.5, -0.5 + math.log(0.5), 0, -0.5, -0.5]
     expected = [logprob if trained else 0 for logprob, trained in zip(own, mask, strict=True)]
-    assert list(sample.behaviour_logprobs) == pytest.approx(expected), "those of the policy without its constraint"
+    assert list(sample.behaviour_logprobs) == pytest.approx(expected), "logprobs of the unconstrained policy"
     assert list(sample.advantages) == [1.5 * trained for trained in mask]
     assert list(sample.versions) == [3 if trained else -1 for trained in mask]
 
@@ -237,9 +235,9 @@ def test_fully_masked_rollout_gives_no_sample():
 
 
 def test_rejects_constrained_completion_without_allowed_logprobs():
-    nowhere = replace(constrained_turn([7], [5], None), sampling=CONSTRAINED)
+    unmeasured = replace(constrained_turn([7], [5], None), sampling=CONSTRAINED)
     with pytest.raises(ValueError, match="sampled under a constraint, and its completion has no allowed_logprobs"):
-        build_samples(group(rollout(nowhere)))
+        build_samples(group(rollout(unmeasured)))
 
 
 @pytest.mark.parametrize(

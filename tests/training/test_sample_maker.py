@@ -1,4 +1,4 @@
-"""Samples of a batch: advantages that compare over it, and tokens that are too old."""
+"""SampleMaker: advantages compared across a batch, and tokens that are too old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank trains which rows: nothing twice, nothing lost, and nobody idle for longer than it must be."""
+"""Assignment of rows to ranks: no sample is lost or trained twice, and ranks are balanced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titan_rl.training.settings import TrainingConfig
 
 
 def sample(index: int, length: int, group: int, prompt: int = 0) -> TrainingSample:
-    """One whose first `prompt` of `length` tokens are not trained, and those of its group."""
+    """A sample of `length` tokens, of which the first `prompt` are untrained."""
     zeros, mask = [0.0] * length, [t >= prompt for t in range(length)]
     return TrainingSample(f"g{group}", f"r{index}", [1] * length, mask, zeros, zeros, [0] * length, 1.0)
 
@@ -43,7 +43,7 @@ def planned(
 
 
 def rows_of(plan: StepPlan) -> list[list[list[Family]]]:
-    """For each minibatch the rows of a rank."""
+    """Rows of a rank, by minibatch."""
     return [[row for micro_batch in minibatch.micro_batches for row in micro_batch] for minibatch in plan]
 
 
@@ -126,12 +126,12 @@ def test_no_rank_idles_while_work_can_be_split(
         assert all(sum(family.num_tokens for family in row) <= 48 for part in minibatch for row in part)
         num_rows = [len(part) for part in minibatch]
         num_samples = [sum(len(family.samples) for row in part for family in row) for part in minibatch]
-        if min(num_rows) == 0:  # not for want of splitting
+        if min(num_rows) == 0:  # then every family is already split into single samples
             assert num_samples == num_rows
 
 
 def imbalance(plans: list[StepPlan], costs: Costs) -> float:
-    """How much longer the slowest rank computes than the mean rank."""
+    """Relative excess cost of the slowest rank over the mean."""
     by_rank = [sum(costs.micro_batch(rows) for part in plan for rows in part.micro_batches) for plan in plans]
     return max(by_rank) * len(by_rank) / sum(by_rank) - 1
 
@@ -146,7 +146,7 @@ def long_tailed(seed: int) -> list[TrainingSample]:
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_rank_costs_are_equal_for_long_tailed_lengths(rows: int, share_prompts: bool) -> None:
-    costs = Costs(pair=4e-4)  # half of the cost of the longest answers is attention
+    costs = Costs(pair=4e-4)  # attention is half of the cost of the longest answers
     for seed in range(5):
         plans = plan_step(
             long_tailed(seed),

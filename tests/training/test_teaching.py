@@ -1,4 +1,4 @@
-"""Teachers score finished rollouts: which tokens they read, outages, and the journal."""
+"""Teachers that score finished rollouts: the tokens they read, outages, and the journal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from titan_rl.types import Completion, FinishReason, PromptScores, SamplingParam
 SAMPLING = SamplingParams(max_tokens=8)
 
 
-def turn(prompt: Sequence[int], said: Sequence[int], logprob: float = -1.0) -> Turn:
-    completion = Completion("r", list(said), [logprob] * len(said), FinishReason.STOP, [VersionSpan(0, len(said))])
+def turn(prompt: Sequence[int], answer: Sequence[int], logprob: float = -1.0) -> Turn:
+    spans = [VersionSpan(0, len(answer))]
+    completion = Completion("r", list(answer), [logprob] * len(answer), FinishReason.STOP, spans)
     return Turn(list(prompt), completion, sampling=SAMPLING)
 
 
@@ -35,7 +36,7 @@ def group_of(*rollouts: Sequence[Turn]) -> RolloutGroup:
 
 
 class ScriptedTeacher:
-    """Scores prompts as a `ScriptedEngine` does.
+    """A teacher that scores prompts like `ScriptedEngine`.
 
     Args:
         fails: Called before each answer; it may raise.
@@ -103,12 +104,15 @@ async def test_privileged_context_replaces_only_the_prompt():
     assert second.teacher is not None
     assert second.teacher.logprobs == whole[6:]
     for old, new in zip(before, group.rollouts[0].turns, strict=True):
-        assert replace(new, teacher=None) == old  # the student's tokens are the same bits
+        assert replace(new, teacher=None) == old  # the student's turns are otherwise unchanged
 
 
 async def test_privileged_context_precedes_an_edited_history():
     generate = ScriptedTeacher()
-    edited, other = turn([7, 8, 3, 2], [6]), turn([9, 8], [4])  # an answer is shortened; the first prompt is gone
+    edited, other = (
+        turn([7, 8, 3, 2], [6]),
+        turn([9, 8], [4]),
+    )  # the first shortens an answer, the second drops the first prompt
     group = group_of([turn([7, 8], [5, 1]), edited, other])
     await Teacher("t", generate, max_context=64, prompt=lambda rollout: [7, 42, 8]).score(group)
 
@@ -195,7 +199,7 @@ async def test_queueing_at_a_slow_teacher_is_not_an_outage():
     async def slow(prompt_token_ids: Sequence[int], **asked: Any) -> Completion:
         await asyncio.sleep(100)
         if next(failures, False):
-            raise GenerationError("a moment of weakness")
+            raise GenerationError("a single failure")
         return await scripted(prompt_token_ids, **asked)
 
     group = group_of(*[[turn([7], [5, number])] for number in range(2 * MOST_IN_FLIGHT + 1)])

@@ -1,4 +1,4 @@
-"""An exported folder renders conversations as training does, also where the model's own chat template does not."""
+"""An exported folder renders conversations as in training, even if the model's own chat template does not."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ QUESTIONS = """{%- set ns = namespace(last_query_index=0) -%}
 {%- endfor -%}
 """
 SHOWS = "loop.index0 > ns.last_query_index"
-"""As the templates of Qwen3 have it."""
+"""The condition in Qwen3's templates."""
 
 
 def dropping(shows: str) -> str:
-    """The template, which shows reasoning where that condition says."""
+    """The template, showing reasoning only where the condition holds."""
     changed = KEEPING.replace("macro said(message)", "macro said(message, shows)")
     changed = changed.replace("if message.reasoning_content", "if shows and message.reasoning_content")
     return QUESTIONS + changed.replace("said(message))", f"said(message, {shows}))")
@@ -48,7 +48,7 @@ def folder_with(template: str, folder: Path) -> ModelConfig:
 
 
 def talk(model: ModelConfig) -> tuple[list[dict[str, Any]], list[int]]:
-    """A conversation with reasoning, and the prompt behind it that training uses: what was sampled, extended."""
+    """A conversation with reasoning, and the prompt used in training: the sampled tokens, extended."""
     renderer, tokenizer = make_renderer(model), byte_tokenizer()
     messages: list[dict[str, Any]] = [{"role": "user", "content": "2 + 2?"}]
     prompt = list(renderer.render_ids(messages, add_generation_prompt=True))
@@ -81,11 +81,11 @@ def test_exported_template_renders_the_training_tokens(tmp_path: Path, renderer:
     assert rendered(model.path, messages) != prompt
     out = exported(model, tmp_path / "out")
     assert rendered(out, messages) == prompt
-    told = template_note(model) or ""
-    assert told.startswith(
+    note = template_note(model) or ""
+    assert note.startswith(
         f"model.renderer = '{renderer}' keeps earlier reasoning in the prompt, which the model's own"
     )
-    assert told.endswith("the chat template of the exported folder keeps it, too")
+    assert note.endswith("the chat template of the exported folder keeps it, too")
     again = ModelConfig(path=str(out), renderer="renderers:Qwen3Renderer")
     assert fit_template(again.path, again.renderer) == TemplateFit()
 

@@ -1,4 +1,4 @@
-"""Slices of tensors on disk: however they are cut when they are written, any other slice can be read."""
+"""Tensor slices on disk: any slice can be read, regardless of the slices written."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ def test_written_file_is_readable_by_safetensors(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "complaint"),
+    ("wanted", "message"),
     [
         (torch.zeros(4, 3), "10 of the 12 elements of w are there"),
         (torch.zeros(4, 4), r"w has shape \(4, 3\); this trainer's has \(4, 4\)"),
     ],
 )
-def test_missing_elements_and_wrong_shapes_are_named(tmp_path: Path, wanted: torch.Tensor, complaint: str):
+def test_missing_elements_and_wrong_shapes_are_named(tmp_path: Path, wanted: torch.Tensor, message: str):
     matrix = torch.randn(4, 3)
     files = []
     for rank, (start, end) in enumerate([((0, 0), (2, 3)), ((2, 0), (4, 2))]):
         files.append(tmp_path / f"rank-{rank}.safetensors")
         write_slices(files[-1], {"w": cut(matrix, start, end)})
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=message):
         TensorFiles(files).read({"w": whole(wanted)})
 
 

@@ -1,4 +1,4 @@
-"""A tiny config keeps all that is peculiar to a model: only sizes change."""
+"""Tiny configs keep the specifics of a model and change only sizes."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_chat_template_matches_the_renderers_package(folder: Path) -> None:
             renderer.render_ids(messages, tools=TOOLS, add_generation_prompt=True) for renderer in (theirs, ours)
         ]
         assert prompts[0] == prompts[1]
-    asked = [*conversation, tool]  # thoughts are rendered in the last message alone
+    asked = [*conversation, tool]  # reasoning is rendered only in the last message
     shown = [tokenizer.decode(renderer.render_ids(asked, tools=TOOLS)) for renderer in (theirs, ours)]
     assert shown[0] == shown[1]
     called = ours.render_ids(conversation[:2], tools=TOOLS)

@@ -1,4 +1,4 @@
-"""What is said of a step's tokens."""
+"""Metrics of a step's tokens."""
 
 from __future__ import annotations
 

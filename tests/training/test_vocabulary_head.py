@@ -1,4 +1,4 @@
-"""Logprobs, entropies and their gradients against float64 NumPy, in chunks of any size."""
+"""Chunked logprobs and entropies, and their gradients, compared with float64 NumPy."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_logprobs_and_gradients_match_reference_at_any_temperature(at: list[floa
     assert not entropies.requires_grad
     assert x.grad is not None
     assert w.grad is not None
-    of_logits = (one_hot - probs) * upstream[:, None] / temperatures
-    np.testing.assert_allclose(x.grad.numpy(), of_logits @ weight, rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(w.grad.numpy(), of_logits.T @ hidden, rtol=1e-3, atol=1e-3)
+    logits_grad = (one_hot - probs) * upstream[:, None] / temperatures
+    np.testing.assert_allclose(x.grad.numpy(), logits_grad @ weight, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(w.grad.numpy(), logits_grad.T @ hidden, rtol=1e-3, atol=1e-3)
 
 
 def test_chunk_size_bounds_intermediate_tensors() -> None:
