@@ -1,4 +1,4 @@
-"""An agent as others write them."""
+"""An agent written with an OpenAI client."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import openai
 
 
 class Agent:
-    """A program with an openai client that asks, and asks again, and knows of nothing else."""
+    """A multi-turn chat program that knows only its OpenAI client."""
 
     def __init__(self, client: openai.AsyncOpenAI, number: int) -> None:
         self._client = client
         self._questions = [f"Sort: {number} b a", f"And {number}?", "Why?", "Again!"]
-        self.said: list[str] = []
-        self.token_ids: list[list[int]] = []  # of each turn: prompt and completion
+        self.answers: list[str] = []
+        self.token_ids: list[list[int]] = []  # prompt and completion of each turn
         self.sampled: list[list[int]] = []
         self.versions: set[str] = set()
 
@@ -28,16 +28,16 @@ class Agent:
                 stream=True,
                 extra_body={"ignore_eos": True, "return_token_ids": True},
             )
-            said, prompt, sampled = "", list[int](), list[int]()
+            answer, prompt, sampled = "", list[int](), list[int]()
             async for event in stream:
                 (choice,) = event.choices
-                said += choice.delta.content or ""
+                answer += choice.delta.content or ""
                 prompt += getattr(event, "prompt_token_ids", None) or []
                 sampled += getattr(choice, "token_ids", None) or []
                 self.versions |= {span["version"] for span in getattr(choice, "weight_versions", None) or ()}
             assert choice.finish_reason == "length"
-            messages.append({"role": "assistant", "content": said})
-            self.said.append(said)
+            messages.append({"role": "assistant", "content": answer})
+            self.answers.append(answer)
             self.sampled.append(sampled)
             self.token_ids.append(prompt + sampled)
-        return self.said
+        return self.answers

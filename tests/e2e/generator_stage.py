@@ -59,7 +59,7 @@ class Stage:
         """Publish the trainer's weights, have all generators pull them, and return their version.
 
         Args:
-            host: Name of the host that is announced as the one with the weights' memory.
+            host: Host name to announce as the owner of the weights' memory.
         """
         await self.processes.training.trainer.begin_publish()
         manifest = await self.processes.training.trainer.finish_publish()
@@ -78,7 +78,7 @@ class Stage:
         assert [replica.version for replica in self.router.replicas] == [self.version] * 2
 
     async def swap_the_same_until(self, done: asyncio.Future[Any]) -> None:
-        """Announce and pull the same weights as ever newer versions, ten times a second."""
+        """Announce and pull the same weights under increasing versions, ten times a second."""
         manifest = self.published.manifest_of(self.version)
         while not done.done():
             self.version += 1

@@ -1,4 +1,4 @@
-"""An engine as a user writes one: vLLM's, which counts its steps."""
+"""A user-defined engine: vLLM's engine with a step counter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands run in processes of their own, with access to their output, files, processes and leftovers."""
+"""Commands run in separate processes, with access to their output, files, processes and leftovers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_rl.metrics.table import find_metric
 
 REPOSITORY = Path(__file__).parents[2]
 RUN_S = 480.0
-"""Limit of a wait for a run, on a busy machine too, and less than that of a test, after which pytest's process ends."""
+"""Limit of a wait for a run: enough on a busy machine, and below the test timeout, which ends pytest's process."""
 QUICK = {
     "generation.num_generators": 1,
     "training.steps": 3,
@@ -32,12 +32,12 @@ QUICK = {
 
 
 class Run:
-    """A started `titan-rl train`, or another command, made short by `QUICK`. A variable marks all its processes."""
+    """A `titan-rl train` or another command, shortened by `QUICK`. An environment variable marks its processes."""
 
     def __init__(self, folder: Path, config: str, settings: dict[str, object], command: str = "train") -> None:
         self._command = command
         self._mark = f"TITAN_RL_TEST_RUN={uuid.uuid4().hex}"
-        self.scratch = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: there are sockets in it
+        self.scratch = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short, because it contains sockets
         self._runs = folder / "runs"
         self._output = folder / "output.txt"
         arguments = [config]
@@ -59,7 +59,7 @@ class Run:
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                preexec_fn=_heed_ctrl_c,
+                preexec_fn=_restore_sigint,
             )
 
     @property
@@ -130,7 +130,7 @@ class Run:
         run_id = self.folder.name
         processes = [f"process {pid}" for pid in self.processes()]
         segments = [str(path) for path in Path("/dev/shm").glob(f"*{run_id}*")]
-        scratch = [  # os.walk passes over what is removed meanwhile
+        scratch = [  # os.walk skips files that are removed meanwhile
             os.path.join(folder, name)
             for folder, folders, files in os.walk(self.scratch)
             for name in (*folders, *files)
@@ -138,13 +138,13 @@ class Run:
         return processes + segments + scratch
 
 
-def _heed_ctrl_c() -> None:
-    """Restore the default effect of SIGINT, which a shell makes its background commands, and their children, ignore."""
+def _restore_sigint() -> None:
+    """Restore the default handler of SIGINT, which shells make background commands and their children ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def process_writing_to(log: Path) -> int:
-    """Id of the living actor process whose standard output is this file. Its helpers write to the same file."""
+    """Id of the actor process whose standard output is this file. Its helper processes write to the same file."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):  # not a process, gone by now, or another user's
             command = (entry / "cmdline").read_bytes()
@@ -158,7 +158,7 @@ def process_writing_to(log: Path) -> int:
 def run_training(
     folder: Path, *, config: str = "examples/alphabet_sort/cpu.toml", command: str = "train", **settings: object
 ) -> Iterator[Run]:
-    """Start a run, and kill it with its children if the test ends before it does.
+    """Start a run, and kill it and its children if the test ends first.
 
     Settings are named with double underscores for dots: `training__steps=2`.
     """

@@ -1,4 +1,4 @@
-"""What each rank of a trainer that publishes does."""
+"""Functions that each rank runs in tests of publishing."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Rank:
         self.trainer = TrainerCore(model, training, seed=0)
         self.world = self.trainer.world
         self.transport = SharedMemoryTransport(f"sharded-{self.world.rank}")
-        with patch.object(publishing, "PROBE_TOKENS", 4):  # they are drawn one by one, by all ranks
+        with patch.object(publishing, "PROBE_TOKENS", 4):  # all ranks draw them one by one
             self.publisher = WeightPublisher(self.trainer, self.transport, num_probes=2)
         self.samples = on_policy_samples(self.trainer, 50, 41, at_once=True)
         self.reference: Any = None
 
     def publish(self) -> list[Manifest]:
-        """Of all ranks."""
+        """Publish the next version and gather the manifests of all ranks."""
         own = self.publisher.publish()
         return self.world.gather(own)
 
     def compare(self, manifests: list[Manifest]) -> dict[str, Any]:
-        """What a reader gets, with what an export gathers."""
+        """Compare the tensors that a reader pulls with those that an export gathers."""
         expected = dict(self.trainer.named_tensors())
         found = dict(SharedMemoryTransport("reader").pull(join(manifests)))
         assert list(found) == list(expected)
@@ -63,19 +63,19 @@ class Rank:
         }
 
     def probe_error(self, published: dict[str, torch.Tensor], manifest: Manifest) -> float:
-        """How far the probes are from what transformers computes in float32 with what is published."""
+        """Largest difference between the probes' logprobs and transformers' in float32 with the published weights."""
         if self.reference is None:
             self.reference = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
         model = self.reference
         if model.load_state_dict(published, strict=False).unexpected_keys:
-            return 0.0  # transformers keeps experts in other tensors
+            return 0.0  # transformers stores experts in other tensors
         return max(
             float((transformers_logprobs(model, probe.token_ids) - torch.tensor(probe.logprobs)).abs().max())
             for probe in manifest.probes
         )
 
     def failure(self) -> str:
-        """Why the current version cannot be published."""
+        """Error of publishing the current version, or an empty string."""
         try:
             self.publisher.publish()
         except StateDictError as error:
@@ -83,13 +83,13 @@ class Rank:
         return ""
 
     def count_gathered(self) -> int:
-        """How many parameters are gathered for a version."""
+        """Number of parameters gathered for a version."""
         with patch.object(DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor) as gather:
             self.trainer.held_slices()
         return gather.call_count
 
     def three_versions(self) -> dict[str, Any]:
-        """Versions 0 to 2. Version 0 is published twice, and of version 1 rank 1 has no room at first."""
+        """Publish versions 0 to 2. Version 0 is published twice, and rank 1 has no space for version 1 at first."""
         first = self.publish()
         compared = [self.compare(first)]
         failures = [self.failure()]
@@ -103,7 +103,7 @@ class Rank:
         self.trainer.step(self.samples)
         compared.append(self.compare(self.publish()))
         kept.append(sorted(self.transport.versions))
-        dist.barrier()  # nobody's part goes before all have compared
+        dist.barrier()  # no rank releases its shard before all have compared
         self.publisher.close()
         return {
             "num_gathered": self.count_gathered(),
@@ -115,7 +115,7 @@ class Rank:
 
 
 def publish_and_export(folder: str, out: Path, **training: Any) -> list[str]:
-    """Digests of the model as it is when it is loaded: what a reader gets of it, and what an export writes."""
+    """Digests of the freshly loaded model, as pulled by a reader and as exported."""
     rank = Rank(ModelConfig(path=folder), TrainingConfig(row_tokens=64, **training))
     found = dict(SharedMemoryTransport("reader").pull(join(rank.publish())))
     rank.trainer.export_hf(out)
@@ -124,7 +124,7 @@ def publish_and_export(folder: str, out: Path, **training: Any) -> list[str]:
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Of their names, shapes and bytes."""
+    """SHA-256 digest of names, dtypes, shapes and bytes."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -133,6 +133,6 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def publish_models(models: list[tuple[str, str]], **training: Any) -> list[dict[str, Any]]:
-    """`three_versions` of each model (folder, dtype), one after the other."""
+    """Run `three_versions` for each model (folder, dtype)."""
     settings = TrainingConfig(steps=10, lr=1e-3, row_tokens=64, rows_per_micro_batch=2, **training)
     return [Rank(ModelConfig(path=folder, dtype=dtype), settings).three_versions() for folder, dtype in models]  # pyright: ignore[reportArgumentType]

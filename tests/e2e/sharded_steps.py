@@ -1,4 +1,4 @@
-"""What each rank of a trainer under test does."""
+"""Functions that each rank runs in tests of sharded trainers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTHS = (50, 20, 33, 41, 64, 12, 27)
 
 
 def three_steps(folder: Path, out: Path, *, resume: Path | None = None, **training: Any) -> list[dict[str, float]]:
-    """Three steps, a checkpoint and an export in `out`, and with `resume` one step more from that checkpoint."""
+    """Make three steps and write a checkpoint and an export to `out`. With `resume`, make one more step from it."""
     settings = TrainingConfig(
         **{"steps": 10, "lr": 1e-4, "row_tokens": 64, "rows_per_micro_batch": 2, "kl_coef": 0.1, **training}
     )
@@ -46,12 +46,12 @@ def three_steps(folder: Path, out: Path, *, resume: Path | None = None, **traini
 
 
 def logprobs_and_kept_weights(folder: Path, *, data_parallel: int) -> tuple[list[float], int]:
-    """Logprobs of a sequence in bfloat16, and how many bytes of the layers' weights are kept in bfloat16 for the
-    backward pass. The head's shape must be none of theirs."""
+    """Logprobs of a sequence in bfloat16, and the bytes of layer weights saved in bfloat16 for the backward pass. The
+    head must not have the shape of a layer weight."""
     world = World.join(data_parallel=data_parallel)
     model = ModelConfig(path=str(folder), max_context=128, dtype="bfloat16")
     policy = Policy(model, TrainingConfig(row_tokens=80), world)
-    size = 70  # no row, padded or not, has the shape of a weight
+    size = 70  # so that no row, padded or not, has the shape of a weight
     blank = [0.0] * size
     sample = TrainingSample("", "", range(1, size + 1), [True] * size, blank, blank, [0] * size, temperature=1.0)
     batch = make_tensor_batch([[Family((sample,))]], policy.device, policy.lay_out)
@@ -71,8 +71,8 @@ def logprobs_and_kept_weights(folder: Path, *, data_parallel: int) -> tuple[list
 
 
 def gradients_of_given_experts(folder: Path, **layout: int) -> tuple[list[float], dict[str, NDArray[np.float32]]]:
-    """Logprobs of a sequence whose tokens all use the first experts, so that the rank of the last ones has none, and
-    the gradients of their sum, in which all ranks have the same sequence."""
+    """Logprobs of a sequence routed only to the first experts, and the gradients of their sum. The rank of the last
+    experts gets no tokens. All ranks have the same sequence."""
     world = World.join(**layout)
     policy = Policy(ModelConfig(path=str(folder), max_context=128), TrainingConfig(row_tokens=80), world)
     size = 70
@@ -89,7 +89,7 @@ def gradients_of_given_experts(folder: Path, **layout: int) -> tuple[list[float]
 
 
 def step_without_one_rank(folder: Path, **training: Any) -> None:
-    """A step in which the last rank fails instead of sending its tokens."""
+    """Make a step in which the last rank fails instead of sending its tokens."""
     trainer = TrainerCore(ModelConfig(path=str(folder)), TrainingConfig(**training), CorrectionConfig(), seed=0)
     samples = on_policy_samples(trainer, *LENGTHS, at_once=True)
     if trainer.world.rank == trainer.world.size - 1:
@@ -99,8 +99,8 @@ def step_without_one_rank(folder: Path, **training: Any) -> None:
 
 
 def step_skipped_and_step_made(folder: Path, **training: Any) -> tuple[list[StepResult], list[bool]]:
-    """A step with one sample that cannot be trained on, and one without it; and which of the weights are those of one
-    that made the second step alone."""
+    """Make a step with an untrainable sample, which is skipped, and one without it. Also return, for each weight,
+    whether it equals that of a trainer that made only the second step."""
     settings = TrainingConfig(**{"steps": 10, "row_tokens": 64, "rows_per_micro_batch": 2, **training})
     trainers = [TrainerCore(ModelConfig(path=str(folder)), settings, CorrectionConfig(), seed=0) for _ in range(2)]
     samples = on_policy_samples(trainers[0], *LENGTHS, at_once=True)
@@ -111,8 +111,8 @@ def step_skipped_and_step_made(folder: Path, **training: Any) -> tuple[list[Step
     return results, [torch.equal(found, expected) for (_, found), (_, expected) in pairs]
 
 
-def a_long_row(model: dict[str, Any], training: dict[str, Any]) -> tuple[list[float], dict[str, float]]:
-    """The logprobs of a sequence as long as a row, by the weights as they are published, and the metrics of a step."""
+def long_row(model: dict[str, Any], training: dict[str, Any]) -> tuple[list[float], dict[str, float]]:
+    """Logprobs of a sequence as long as a row under the published weights, and the metrics of a step."""
     config = ModelConfig(**model)
     trainer = TrainerCore(config, TrainingConfig(**training), CorrectionConfig(), seed=0)
     (sequence,) = sequences(config.max_context)
@@ -122,10 +122,10 @@ def a_long_row(model: dict[str, Any], training: dict[str, Any]) -> tuple[list[fl
 def steps_and_resumed_steps(
     folder: Path, out: Path, saved: Path | None = None, **training: Any
 ) -> tuple[list[float], list[float]]:
-    """The losses of four steps in bfloat16, and of the last two again, from a checkpoint of the first two.
+    """Losses of four steps in bfloat16, and of the last two repeated from a checkpoint of the first two.
 
     Args:
-        saved: that checkpoint; by default the one that is written here, to `out / "saved"`.
+        saved: Checkpoint to resume from. Defaults to the one written here, `out / "saved"`.
     """
     settings = TrainingConfig(**{"steps": 10, "lr": 1e-3, "row_tokens": 64, "rows_per_micro_batch": 2, **training})
     config = ModelConfig(path=str(folder), dtype="bfloat16")
@@ -139,8 +139,8 @@ def steps_and_resumed_steps(
 
 
 def devices_of_a_policy(folder: Path, *, offload_parameters: bool, **layout: int) -> tuple[set[str], set[str], bool]:
-    """The types of the devices that hold parameters and buffers where the model computes on torch's device without
-    memory, and whether FSDP moves the parameters there for each pass."""
+    """Device types of the parameters and of the buffers of a model that computes on the meta device, and whether FSDP
+    moves the parameters there for each pass."""
     training = TrainingConfig(row_tokens=8, offload=("parameters",) if offload_parameters else ())
     with patch.object(policy_module, "local_device", return_value=torch.device("meta")):
         model = Policy(ModelConfig(path=str(folder), max_context=8), training, World.join(**layout)).model
@@ -151,14 +151,14 @@ def devices_of_a_policy(folder: Path, *, offload_parameters: bool, **layout: int
 
 
 def drawn(folder: Path, **training: Any) -> list[list[int]]:
-    """Sequences of the policy's own."""
+    """Sequences sampled from the policy."""
     settings = TrainingConfig(**{"steps": 1, "lr": 1e-4, **training})
     trainer = TrainerCore(ModelConfig(path=str(folder)), settings, CorrectionConfig(), seed=0)
     return trainer.draw(3, 6, seed=0)
 
 
 def with_rewards(samples: list[TrainingSample]) -> list[TrainingSample]:
-    """The samples with a reward of 1 and 0 in turn at the last token, and no advantages."""
+    """Samples with alternating rewards of 1 and 0 at the last token, and zero advantages."""
     return [
         replace(
             sample,
@@ -173,7 +173,7 @@ def with_rewards(samples: list[TrainingSample]) -> list[TrainingSample]:
 
 
 def steps_with_a_critic(folder: Path, out: Path, **training: Any) -> list[dict[str, float]]:
-    """Three steps with a critic, and a checkpoint and an export in `out`."""
+    """Make three steps with a critic, and write a checkpoint and an export to `out`."""
     settings = TrainingConfig(**{"steps": 10, "lr": 1e-4, "row_tokens": 64, "rows_per_micro_batch": 2, **training})
     trainer = TrainerCore(ModelConfig(path=str(folder)), settings, CorrectionConfig(), seed=0)
     samples = with_rewards(on_policy_samples(trainer, *LENGTHS, at_once=True))

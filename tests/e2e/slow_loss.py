@@ -1,7 +1,7 @@
-"""GRPO's loss in a step that takes time, and that tells when it is in its middle.
+"""GRPO's loss in a slow step that signals when it is in the middle.
 
-A folder that `GATE` names holds what the test and the step say to each other. A step makes `begun`, and where there is
-`hold` it makes `held`, too, and waits until `hold` is gone. Each micro-batch takes `SECONDS` more.
+The test and the step communicate through files in the folder named by `GATE`. A step creates `begun`. If `hold` exists,
+it also creates `held` and waits until `hold` is removed. Each micro-batch takes `SECONDS` longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def slow_grpo(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
     deadline = time.monotonic() + LONGEST_HOLD_S
     while (gate / "hold").exists() and time.monotonic() < deadline:
         (gate / "held").touch()
-        sum(range(200_000))  # what waits for so long and computes nothing is taken for hung
+        sum(range(200_000))  # a long wait without computation would count as a hang
         time.sleep(0.01)
     time.sleep(float(os.environ.get(SECONDS, "0")))
     return grpo_loss(tokens, clip)

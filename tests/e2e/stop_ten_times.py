@@ -1,9 +1,8 @@
-"""Stop a real run at random moments in the middle of a step, go on with it each time, and check what it was trained on.
+"""Stop a real run at random moments within a step, resume it each time, and check the samples it was trained on.
 
     PYTHONPATH=.:tests python -m e2e.stop_ten_times [--stops 10] [--seed 0]
 
-Takes some minutes; prints a line a stop, and ends with an error where a sample was trained twice, left out, or out of
-order.
+Takes some minutes and prints a line per stop. Fails if a sample was trained twice, left out, or out of order.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ def main() -> None:
                 assert_trained_once_and_in_order(run.folder, state.step)
                 assert state.next_index >= state.step * GROUPS > 0
                 print(
-                    f"stop {number}: {sent.name} {delay:.2f} s into a step; saved at step {state.step}, the data at "
-                    f"{state.next_index}, of which {len(state.unsettled)} samples wait",
+                    f"stop {number}: {sent.name} {delay:.2f} s into a step; saved at step {state.step}, next index "
+                    f"{state.next_index}, {len(state.unsettled)} samples pending",
                     flush=True,
                 )
                 run.resume("--training.steps", str(state.step + 2 if number == arguments.stops else steps))

@@ -1,4 +1,4 @@
-"""Answers of actors at a port that stays open, over real Monarch: values, errors, and what calls leave in memory."""
+"""Calls to actors with answers over a persistent Monarch port: values, errors and memory use."""
 
 import asyncio
 import re
@@ -25,7 +25,7 @@ LIMIT_S = 240
 
 
 class TwoArguments(Exception):
-    """Pickles, and cannot be read again."""
+    """An exception that pickles but cannot be unpickled."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
@@ -131,8 +131,8 @@ async def test_calls_in_flight_fail_when_their_process_ends(worker: ActorHandle)
 
 
 async def test_calls_do_not_leak_memory(worker: ActorHandle) -> None:
-    """Monarch itself would keep some 12 MB of these calls in this process, and 4 MB in the actor's. Allocators grow by
-    a megabyte at times."""
+    """Plain Monarch calls would leak about 12 MB in this process and 4 MB in the actor's. Allocators may grow by a
+    megabyte."""
 
     async def calls(number: int) -> None:
         for _ in range(number // 100):

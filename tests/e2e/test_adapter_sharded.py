@@ -1,4 +1,4 @@
-"""With an adapter, FSDP, context and tensor parallelism make the steps that one rank makes, on gloo."""
+"""Adapter training with FSDP, context and tensor parallelism matches one rank, on gloo."""
 
 from __future__ import annotations
 

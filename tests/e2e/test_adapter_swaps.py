@@ -1,7 +1,6 @@
-"""Every token of a run with an adapter has the logprob that transformers with PEFT gives it, and a faulty swap is
-caught.
+"""Hot swaps of adapters: token logprobs match transformers with PEFT, and faulty swaps are detected.
 
-The reference keeps its KV cache when a new version of the adapter arrives, as the engine does.
+The reference keeps its KV cache across versions of the adapter, as the engine does.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def peft_model(base: Path, trainer: TrainerCore, folder: Path) -> Any:
         (make_tiny_qwen3, 8, 32.0, 1, NUM_VERSIONS),
         (make_tiny_llama3, 3, 8.0, 1, NUM_VERSIONS),
         (make_tiny_qwen3, 1, 8.0, NUM_VERSIONS + 1, NUM_VERSIONS),
-        (partial(make_family, "qwen2"), 8, 32.0, 1, 3),  # trained with transformers, as the next
+        (partial(make_family, "qwen2"), 8, 32.0, 1, 3),  # this and the next are trained with transformers
         pytest.param(partial(make_family, "gemma3_text"), 8, 32.0, 1, 3, marks=in_depth),
     ],
     ids=["qwen3", "llama3", "pinned", "qwen2", "gemma3_text"],
@@ -90,7 +89,7 @@ async def test_logprobs_match_the_adapter_version_of_each_token(
         return asyncio.create_task(loop.stream(EngineRequest(name, asked[name], sampling), on_chunk))
 
     async def ask_and_wait() -> asyncio.Task[Completion]:
-        """A request that has tokens, and lacks most of them."""
+        """Start a request and wait for its first tokens."""
         begun = asyncio.Event()
         task = ask(lambda _: begun.set())
         await asyncio.wait_for(begun.wait(), HANG_S)
@@ -114,7 +113,7 @@ async def test_logprobs_match_the_adapter_version_of_each_token(
             )
             assert result.readback is not None
             unread = {name.rpartition(".lora_")[2] for name in result.readback.unread}
-            assert unread == (set() if rank != 3 else {"B.weight"})  # 8 / 3 is no power of two
+            assert unread == (set() if rank != 3 else {"B.weight"})  # the scale 8 / 3 is not a power of two
 
         await publish_and_pull()
         running.update(ask() for _ in range(IN_FLIGHT))
@@ -139,7 +138,7 @@ async def test_logprobs_match_the_adapter_version_of_each_token(
 
 
 class Faults:
-    """Faulty deliveries of an adapter: each takes the tensors of a version and of the version before."""
+    """Faulty updates of an adapter. Each takes the tensors of a version and of the previous one."""
 
     @staticmethod
     def withheld(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
@@ -225,12 +224,14 @@ def test_moe_and_bfloat16_engines_match_each_version(
     if make is not make_tiny_moe:
         assert swap_and_verify(base, dtype) == [0.0, 0.0, 0.0]
         return
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as own_process:  # vLLM joins groups of experts once
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn")
+    ) as own_process:  # vLLM creates expert groups once per process
         assert own_process.submit(swap_and_verify, base, dtype).result(timeout=HANG_S) == [0.0, 0.0, 0.0]
 
 
 def swap_and_verify(base: Path, dtype: DType) -> list[float]:
-    """Shares of three versions that could not be read back from an engine that gives the trainer's logprobs."""
+    """Unread shares of three versions, each loaded into an engine and verified against the trainer's logprobs."""
     training = TrainingConfig.model_validate({"lr": 1e-2, "adapter": {"rank": 16}})
     trainer = TrainerCore(ModelConfig(path=str(base), dtype=dtype), training, seed=0)
     adapter = AdapterSpec(16, 32.0, TARGETS)
@@ -269,7 +270,7 @@ def test_rejects_version_without_a_free_slot_until_requests_end(tmp_path: Path) 
     engine.pin(3)
     for version in (4, 5, 6):
         engine.load_state_dict(tensors.items(), version)
-        engine.add(EngineRequest(f"pinned beside {version}", [5, 6, 7], sampling, version=3))
+        engine.add(EngineRequest(f"pinned with {version}", [5, 6, 7], sampling, version=3))
     with pytest.raises(GenerationError, match=r"version 4 of the adapter is not loaded; loaded are"):
         engine.add(EngineRequest("gone", [5, 6, 7], sampling, version=4))
     assert len(engine.step()) == 3

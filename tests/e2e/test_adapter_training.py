@@ -1,4 +1,4 @@
-"""LoRA adapters in the trainer: what is trained, saved, published and exported, compared with PEFT."""
+"""LoRA adapters in the trainer: training, checkpoints, publishing and export, compared with PEFT."""
 
 from __future__ import annotations
 

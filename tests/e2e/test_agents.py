@@ -1,4 +1,4 @@
-"""A policy of real engines, trained with a program for each rollout."""
+"""A policy on real engines, trained with an agent program per rollout."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ SAMPLES = [{"question": f"Sort: {name} a", "worth": worth} for name, worth in ((
 
 
 def test_agent_programs_train_on_the_tokens_they_received(tmp_path: Path) -> None:
-    """On policy: the trainer's logprobs of all branches are the engine's, and nothing of the agents is left. Requests
-    have no seeds of their own, as by default in runs that are not on policy."""
+    """On policy, the trainer's logprobs of all branches equal the engine's, and no agent process is left. Requests are
+    unseeded, which is the default of off-policy runs."""
     samples, config = tmp_path / "samples.jsonl", tmp_path / "agents.toml"
     samples.write_text("".join(json.dumps(sample) + "\n" for sample in SAMPLES))
     base = REPOSITORY / "examples" / "alphabet_sort" / "base"
@@ -64,7 +64,7 @@ def test_agent_programs_train_on_the_tokens_they_received(tmp_path: Path) -> Non
         rollouts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
         assert {rollout["reward"] for rollout in rollouts} <= {sample["worth"] for sample in SAMPLES}
         assert len(list((run.folder / "agents").iterdir())) >= 2 * 2 * 4
-        deadline = time.monotonic() + HANG_S  # what watches over agents ends after the worker
+        deadline = time.monotonic() + HANG_S  # the process that watches agents ends after the worker
         while run.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert run.leftovers() == []

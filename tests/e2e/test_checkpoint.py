@@ -188,7 +188,7 @@ def test_damaged_file_is_detected_before_anything_is_loaded(
 
 
 class Attack:
-    """Makes a file where it is unpickled."""
+    """Creates a file when unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -210,7 +210,7 @@ def test_loading_does_not_execute_pickled_code(saved: tuple[TrainerCore, Path], 
 
 
 def save_on_a_full_disk(folder: str, target: str, num_bytes: int) -> None:
-    """In a process of its own, whose files beyond `num_bytes` cannot be written. Both writes fail as they should."""
+    """Check that saving and exporting fail if files are limited to `num_bytes`. Runs in a separate process."""
     trainer = make_trainer(Path(folder))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))

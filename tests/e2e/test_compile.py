@@ -1,4 +1,4 @@
-"""What torch compiles on the CPU: blocks that make the same steps, no shape compiled for itself, and flex attention."""
+"""torch.compile on CPUs: equal steps without recompilation per shape, and flex attention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def empty_cache(tmp_path_factory: pytest.TempPathFactory):
-    # An engine in this process may have disabled dynamo. Compiling processes would each import torch, for few kernels.
+    # An engine in this process may have disabled dynamo. Compile workers would each import torch for a few kernels.
     settings = torch._dynamo.config.patch(disable=False), torch._inductor.config.patch(compile_threads=1)
     with pytest.MonkeyPatch.context() as patch, settings[0], settings[1]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
@@ -58,14 +58,14 @@ def test_compiled_steps_match_eager_without_recompiling_per_shape(folder: Path, 
     reference, published = weights(eager), weights(compiled)
     assert published.keys() == reference.keys()
     for name, tensor in published.items():
-        # AdamW divides gradients by their own size, rounding included; a wrong one moves by `lr`, 1e-4, a step.
+        # AdamW normalizes gradients and amplifies their rounding; a wrong one moves a weight by `lr`, 1e-4, per step.
         torch.testing.assert_close(tensor, reference[name], rtol=0, atol=2e-5)
 
 
 @needs_compiler
 @in_depth
 def test_compiled_flex_attention_matches_bucket_attention():
-    """Forward alone: the uncompiled operator reads no blocks, and on CPUs the compiled one has no gradients."""
+    """Forward only: the uncompiled operator ignores blocks, and the compiled one has no gradients on CPUs."""
     documents = [Document(290), Document(150, 0, 290), Document(33, 0, 290), Document(200)]
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(1, 673, heads, 32, generator=generator) for heads in (4, 2, 2)]

@@ -1,5 +1,5 @@
-"""A validation of an adapter beside training gives the bits of one that training waits for, with real engines.
-`test_train.py` has one of the whole model."""
+"""Validation of an adapter concurrent with training is identical to one that training waits for, with real engines.
+`test_train.py` covers validation of a full model."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,6 @@
-"""Forced tools, schemas, penalties and biases, from the clients that agents have to vLLM and on to training.
+"""Tool choice, JSON schemas, penalties and logit biases, from the clients of agents through vLLM to training.
 
-The model's weights are random and its vocabulary is bytes: whatever it says in the form that was asked for, it says
-because it was held to it.
+The model has random weights and a byte vocabulary, so well-formed answers can only come from the constraint.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ ASKED: list[Any] = [{"role": "user", "content": "Where to?"}]
 @dataclass
 class Stage:
     url: str
-    model: Any  # of transformers
+    model: Any  # of transformers, the reference
     store: EpisodeStore
     loop: asyncio.AbstractEventLoop
     router: GeneratorRouter
@@ -185,7 +184,7 @@ class TestChat:
             schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": wrong}}
             with pytest.raises(openai.BadRequestError, match=r"constraint|JSON schema"):
                 self.ask(client, response_format=schema)
-        assert self.ask(client, max_tokens=2).choices[0].finish_reason == "length", "others go on"
+        assert self.ask(client, max_tokens=2).choices[0].finish_reason == "length", "other requests continue"
 
     def test_logprobs_are_normalized_over_allowed_tokens(self, client: openai.OpenAI) -> None:
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a"]}}}
@@ -261,7 +260,7 @@ class TestOtherProtocols:
 
 class TestTraining:
     def test_trainer_sees_unconstrained_policy_logprobs(self, stage: Stage) -> None:
-        """The trainer's logprob of each token is what was sampled with, and what the constraint had left of it."""
+        """The trainer's logprob of a token is the sampled logprob plus the log mass that the constraint allowed."""
         temperature = 0.7
 
         async def open_one() -> Any:
@@ -330,7 +329,7 @@ class TestPenaltiesAndBiases:
     def reference(
         self, logits: torch.Tensor, prompt: list[int], said: list[int], asked: SamplingParams
     ) -> torch.Tensor:
-        """The distribution of the token behind `said`."""
+        """Log distribution of the token after `said`."""
         logits = logits.clone()
         for token, value in asked.logit_bias:
             logits[token] += value

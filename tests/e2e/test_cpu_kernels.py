@@ -1,4 +1,4 @@
-"""Corrections of vLLM's layers on CPUs."""
+"""Replacements of vLLM's layers on CPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ torch: Any = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 
-@pytest.mark.parametrize("size", [24, 32, 128])  # the kernels take no rows of 24
+@pytest.mark.parametrize("size", [24, 32, 128])  # the kernels do not support rows of 24
 @pytest.mark.parametrize("is_strided", [False, True])
 def test_cpu_rms_norm_matches_vllm(size: int, is_strided: bool) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config

@@ -1,4 +1,4 @@
-"""A critic beside the policy: learning, advantages, checkpoints, and several ranks."""
+"""Critics: learning, advantages, checkpoints and several ranks."""
 
 from __future__ import annotations
 

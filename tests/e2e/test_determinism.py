@@ -1,4 +1,4 @@
-"""Why one seed gives one run on a CPU, to the bit: no token depends on what else is in its batch."""
+"""Determinism on CPUs: no token depends on the rest of its batch."""
 
 import random
 
@@ -15,7 +15,7 @@ from titan_rl.types import SamplingParams
 
 
 def test_cpu_tokens_are_independent_of_the_batch(tmp_path):
-    """Why runs need no fixed order of admission there: on one thread each row of a batch is computed alike."""
+    """With one thread, rows of a batch are computed independently, so runs need no fixed order of admission."""
     engine = VLLMEngine(EngineSpec(str(make_tiny_qwen3(tmp_path)), max_context=128, max_running=16, kv_cache_gib=0.1))
     rng = random.Random(0)
     prompts = [[rng.randrange(128) for _ in range(rng.randint(3, 40))] for _ in range(16)]

@@ -1,4 +1,4 @@
-"""Ranks that divide the experts of each layer train, publish and go on as one rank does, on gloo."""
+"""Expert-parallel ranks train, publish and resume like one rank, on gloo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from e2e.warm import run_world
 from models.families import make_family
 from safetensors.torch import load_file
 
-TORCHTITAN = "qwen3_moe"  # of six experts, in torchtitan's implementation
+TORCHTITAN = "qwen3_moe"  # six experts, in torchtitan's implementation
 TWO = {"data_parallel": 2, "expert_parallel": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP 2": TWO,
@@ -74,7 +74,7 @@ def test_expert_parallel_steps_and_resume_match_one_rank(
     exported = load_file(tmp_path / "all" / "export" / "model.safetensors")
     assert exported.keys() == expected.keys()
     for key, tensor in exported.items():
-        # AdamW divides gradients by their own size, rounding included; a wrong one moves by `lr`, 1e-4, a step.
+        # AdamW normalizes gradients and amplifies their rounding; a wrong one moves a weight by `lr`, 1e-4, per step.
         torch.testing.assert_close(tensor, expected[key], rtol=0, atol=2e-5)
     (*_, resumed) = three_steps(folder, tmp_path / "again", resume=tmp_path / "all" / "checkpoint")
     assert math.isclose(resumed["loss"], alone[-1]["loss"], rel_tol=2e-4, abs_tol=2e-6)

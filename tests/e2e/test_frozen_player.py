@@ -1,5 +1,4 @@
-"""A checkpoint that plays a seat is served beside the run. Its engine is scripted: that real ones generate is shown
-elsewhere."""
+"""Frozen players: a checkpoint that plays a seat is served alongside the run. Engines are scripted."""
 
 from __future__ import annotations
 
@@ -72,10 +71,10 @@ async def test_one_server_plays_all_league_versions_and_is_restarted(
     settings = LeagueSeat(league="hard", settings={"generation.engine": "own_engine:make"})
     run = RunContext(str(tmp_path / "model"), None, 48, tmp_path / "run", LOG)  # pyright: ignore[reportArgumentType]
     async with open_opponents(settings, run, versions) as opponents:
-        shutil.copytree(tmp_path / "model", versions / "step-000010")  # frozen while the run goes on
+        shutil.copytree(tmp_path / "model", versions / "step-000010")  # frozen during the run
 
         async def play(version: int, number: int) -> int:
-            """Count of the loads by which the engine came to the weights of this answer."""
+            """Number of weight loads before this answer."""
             generate = opponents.player(version).generate
             request_id = f"g/{number}/other/0"
             sampling = SamplingParams(max_tokens=5)
@@ -85,7 +84,7 @@ async def test_one_server_plays_all_league_versions_and_is_restarted(
 
         assert await play(0, 0) == 0, "the server begins with the initial model"
         assert await play(10, 1) == 1
-        assert await play(10, 2) == 1, "the weights are there"
+        assert await play(10, 2) == 1, "the weights are loaded already"
         assert await play(0, 3) == 2
         with pytest.raises(RequestError, match="no model of this name"):
             await play(20, 4)
@@ -102,7 +101,7 @@ def server_of(folder: Path) -> int:
 
 
 async def answer(player: TokenPlayer, request_id: str) -> Sequence[int]:
-    """Tokens of a player, as soon as its server answers."""
+    """Tokens of a player, retrying until its server answers."""
     async with asyncio.timeout(HANG_S):
         while True:
             try:

@@ -1,5 +1,5 @@
-"""Generators that hang, end or die while they start are replaced. Their processes are real and their engines scripted:
-such a process starts in a second."""
+"""Generators that hang, fail or die while starting are replaced. Processes are real; engines are scripted, so that they
+start in a second."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every token of a training run with hot swaps has the logprob that the weights of its version give it.
+"""Hot swaps during training: the logprob of every token matches the weights of its version.
 
-The reference is transformers in float32: each version's weights go on with the KV cache that the versions before left
-behind, as the engine does.
+The reference is transformers in float32. Each version continues with the KV cache of the previous ones, as the engine
+does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real run whose fork servers are killed, and with them its trainer and its generators."""
+"""A real run whose fork servers are killed together with its trainer and generators."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from e2e.runs import Run, run_training
 
 
 def fork_server(run: Run) -> int:
-    """Process id of the server from which the other was forked."""
+    """Process id of the fork server from which the other one was forked."""
     children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children}
     (server,) = [pid for pid, words in commands.items() if any(word.startswith(b"generator=") for word in words)]

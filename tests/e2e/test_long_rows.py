@@ -1,4 +1,4 @@
-"""The settings of docs/how_to/long_rows.md, for the model that it names and on a tiny one."""
+"""Settings of docs/how_to/long_rows.md, for the model that it names and for a tiny one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
 import torch
-from e2e.sharded_steps import a_long_row
+from e2e.sharded_steps import long_row
 from e2e.tiny_policy import make_tiny_qwen3, sequences, transformers_logprobs
 from e2e.warm import run_world
 from safetensors.torch import save_file
@@ -25,7 +25,7 @@ from titan_rl.core.errors import ConfigError
 from titan_rl.training.settings import ModelConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how_to" / "long_rows.md").read_text()
-LENGTH = 512  # of a row of the tiny model, in the place of 131,072
+LENGTH = 512  # row length of the tiny model, in place of 131,072
 QWEN3_8B = {
     "model_type": "qwen3",
     "hidden_size": 4096,
@@ -68,7 +68,7 @@ def test_context_parallel_long_row_matches_transformers(tmp_path: Path) -> None:
     (sequence,) = sequences(LENGTH)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
     expected = transformers_logprobs(reference, sequence)
-    for scores, metrics in run_world(a_long_row, 2, model=model, training=training):
+    for scores, metrics in run_world(long_row, 2, model=model, training=training):
         torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=1e-4)
         assert metrics["num_tokens"] == LENGTH // 2
         assert metrics["on_policy_logprob_diff_mean"] < 0.1

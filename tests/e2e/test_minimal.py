@@ -1,4 +1,4 @@
-"""The readable loop learns from real generations, in one process."""
+"""The minimal example trains on real generations in one process."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Every model family: the trainer, transformers and vLLM agree on it, and it trains."""
+"""Model families: the trainer, transformers and vLLM agree, and training works."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def with_experts(sample: Any, experts: Any) -> Any:
 
 
 def own_choice(folder: Path, token_ids: list[int]) -> Any:
-    """[num_tokens, num_layers, top_k] by transformers' routers, of the forward that produced each token."""
+    """Experts that transformers' routers choose for each token.  # [num_tokens, num_layers, top_k]"""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logits = model(torch.tensor([token_ids]), output_router_logits=True).router_logits
     chosen = torch.stack([layer.topk(TOP_K).indices for layer in logits], dim=1)
@@ -156,7 +156,7 @@ def test_replaying_own_routing_does_not_change_the_step(moe: Path) -> None:
 def test_replayed_experts_are_used_in_forward_and_backward(moe: Path, activation_checkpointing: str) -> None:
     trainer = make_trainer(moe, activation_checkpointing=activation_checkpointing)
     (sample,) = on_policy_samples(trainer, 30)
-    # All tokens but the first are trained, so each position with a loss takes the experts that are given.
+    # All tokens but the first are trained, so each position with a loss uses the replayed experts.
     trained = [False, *[True] * 29]
     sample = replace(sample, loss_mask=trained, versions=[-1, *[0] * 29], advantages=[0.0, *[1.0] * 29])
     before = weights(trainer)

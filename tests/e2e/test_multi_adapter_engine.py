@@ -1,4 +1,4 @@
-"""vLLM with several adapters of different ranks in one batch, and swaps that cost the others no step."""
+"""vLLM with several adapters of different ranks in one batch, and swaps that do not stall the others."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_adapters_swap_independently_without_stalling_others(tmp_path: Path) -> 
         swap(name)
         scoring = engine._scheduler.current_step - before
         assert 0 < scoring < 4
-        step()  # brings the tokens of the steps in which the probes were scored, too
+        step()  # also returns the tokens of the steps in which probes were scored
         steps += scoring + 1
         assert {len(tokens) for tokens in deltas.values()} == {steps}  # each request had a token in every step
     while any(len(tokens) < LENGTH for tokens in deltas.values()):
@@ -112,7 +112,7 @@ def test_adapters_swap_independently_without_stalling_others(tmp_path: Path) -> 
 
 
 def check(models: dict[tuple[str, int], Any], name: str, tokens: list[tuple[int, float, int]]) -> None:
-    """Compare each token's logprob with PEFT's, whose KV cache continues over the swaps."""
+    """Compare each token's logprob with PEFT's, which keeps its KV cache across swaps."""
     context, cache = [5, 6, 7], None
     for token, logprob, version in tokens:
         new = torch.tensor([context if cache is None else context[-1:]])

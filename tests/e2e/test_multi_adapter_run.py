@@ -1,5 +1,4 @@
-"""A run of several adapters on the whole stack: its trainer dies, one adapter fails, and the other is trained to its
-end."""
+"""A run with two adapters on the full stack: the trainer dies, one adapter fails and the other finishes."""
 
 from __future__ import annotations
 

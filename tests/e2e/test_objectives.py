@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stale(samples: list[TrainingSample], by: float) -> list[TrainingSample]:
-    """The same samples from a policy that thought each token less likely."""
+    """The same samples with lower behaviour logprobs."""
     return [replace(s, behaviour_logprobs=[p - by for p in s.behaviour_logprobs]) for s in samples]
 
 
@@ -57,13 +57,13 @@ def test_on_policy_ratios_are_one_without_clipping_or_masking(folder: Path, loss
     metrics = trainer.step(on_policy_samples(trainer, *LENGTHS)).metrics
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
-    assert metrics["clip_fraction"] == 0 or loss == "cispo"  # which marks a weight that differs from 1 in its last bit
+    assert metrics["clip_fraction"] == 0 or loss == "cispo"  # cispo counts a weight that differs from 1 by an ulp
     assert metrics["correction_masked_fraction"] == 0
     assert metrics["correction_weight_max"] == pytest.approx(1, abs=1e-4)
 
 
 def test_reward_losses_have_equal_gradients_on_policy(folder: Path) -> None:
-    """Where all ratios are 1, each of them is the policy gradient. The negative log-likelihood asks for no rewards."""
+    """If all ratios are 1, each loss gives the policy gradient. The negative log-likelihood ignores rewards."""
     norms: list[float] = []
     for loss in set(BY_NAME) - {"nll"}:
         trainer = make_trainer(folder, loss=loss, average="sequence")
@@ -79,7 +79,7 @@ def test_recomputed_proximal_removes_staleness_from_the_ratio(folder: Path) -> N
     decoupled = TrainerCore(ModelConfig(path=str(folder)), TrainingConfig(steps=2), correction, seed=0)
     metrics = decoupled.step(stale(on_policy_samples(decoupled, *LENGTHS), by=1.0)).metrics
     assert metrics["clip_fraction"] == 0
-    assert metrics["correction_weight_mean"] == pytest.approx(2.0)  # exp(1) is cut to the cap
+    assert metrics["correction_weight_mean"] == pytest.approx(2.0)  # exp(1) is capped
 
 
 def test_minibatches_are_optimizer_steps_over_whole_groups(folder: Path) -> None:
@@ -88,7 +88,7 @@ def test_minibatches_are_optimizer_steps_over_whole_groups(folder: Path) -> None
     result = trainer.step(samples)
     assert result.version == 1
     assert result.metrics["num_samples"] == 4
-    assert result.metrics["ratio_max"] > 1.0001  # the second half is scored by weights that the first has moved
+    assert result.metrics["ratio_max"] > 1.0001  # the first half has already changed the weights
     by_hand.step(samples[:2])
     by_hand.step(samples[2:])
     expected = weights(by_hand)

@@ -1,5 +1,5 @@
-"""What waits in the host's memory leaves the device, and changes no bit of a step. On CPUs both are memory, and what is
-left where a model computes is counted."""
+"""Offloading to host memory frees the device and leaves steps bitwise identical. On CPUs, the tests count the bytes
+that the storages of the model hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With staleness 0 the scheduler changes nothing: data, losses and weights are those of a plain loop, to the bit."""
+"""With staleness 0, data, losses and weights are bitwise identical to those of a synchronous loop."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def noting_loss(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
 
 
 class LateTransport(SharedMemoryTransport):
-    """Begins to copy once a forward pass of the next step is done, and then looks whether the step comes to its end."""
+    """Copies after a forward pass of the next step, and checks that the step does not finish before the copy."""
 
     late = False
 
@@ -113,7 +113,7 @@ def test_publishes_a_version_without_probes(tmp_path: Path) -> None:
 
 
 class SendingTransport(SharedMemoryTransport):
-    """Uses the actor that calls it, as Monarch's transports do."""
+    """Records the actor context of its callers, which Monarch's transports depend on."""
 
     def publish(self, version: int, named_tensors: Any, **rest: Any) -> Manifest:
         callers.append(actor.get())
@@ -143,5 +143,5 @@ def test_transport_is_called_in_the_context_of_the_publishing_actor(tmp_path: Pa
     [(torch.float32, "cpu", 1e-6), (torch.float32, "cuda", 2e-3), (torch.bfloat16, "cuda", 2e-2)],
 )
 def test_probe_tolerance_covers_device_rounding(dtype: torch.dtype, device_type: str, rounding: float) -> None:
-    # as measured between this trainer and vLLM; on a GPU float32 is multiplied as TF32
+    # measured between this trainer and vLLM; GPUs multiply float32 as TF32
     assert 2 * rounding < ProbeDefaults.of(dtype, device_type).tolerance < 20 * rounding

@@ -1,4 +1,4 @@
-"""Weights read over the network by Monarch's RDMA, here in its TCP fallback: a reader that says it is elsewhere."""
+"""Weights read over the network by Monarch's RDMA in its TCP fallback, by readers that claim another host."""
 
 import asyncio
 import math
@@ -43,7 +43,7 @@ class Writer(Actor):
 
     @concurrent_endpoint
     async def publish_share(self, version: int, rank: int, size: int) -> Manifest:
-        """An even share of the rows of each matrix; the first one has the rest of the tensors whole."""
+        """Publish an even share of the rows of each matrix. Rank 0 also publishes the other tensors whole."""
 
         def share(tensor: torch.Tensor) -> TensorSlice:
             rows = len(tensor) // size if tensor.dim() > 1 else len(tensor) * (not rank)
@@ -89,7 +89,7 @@ async def test_local_and_remote_readers_get_complete_versions(tmp_path):
                 found = await call(reader.pull, manifests[-1], who="reader", timeout_s=300)
                 assert found.keys() == SHAPES.keys()
                 assert all(torch.equal(found[name], tensor) for name, tensor in tensors(version).items())
-        # Two versions are kept: the oldest one's memory has been written over, and its buffer dropped.
+        # Two versions are kept: the memory of the oldest was overwritten and its buffer dropped.
         for reader in readers:
             with pytest.raises(StateDictError, match=r"version 0|released|cannot be opened"):
                 await call(reader.pull, manifests[0], who="reader", timeout_s=300)

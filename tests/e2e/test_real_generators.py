@@ -1,6 +1,6 @@
-"""Real generators under pulls, pauses, aborts and SIGKILL: nothing is lost, and requests go on from what they had.
+"""Real generators under pulls, pauses, aborts and SIGKILL: requests resume from their tokens and none is lost.
 
-All tests share one set of processes, in which real engines run. The last ones kill some of them.
+All tests share one set of processes with real engines. The last tests kill some of them.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ SETTINGS = [
     ("generation.max_running", "2"),  # so that requests queue
     ("generation.stream_interval", "4"),
     ("hosts.max_respawns", "2"),
-    ("statedict.transport", "rdma"),  # by which readers on the trainer's host map its memory, as with shared_memory
+    ("statedict.transport", "rdma"),  # readers on the trainer's host map its memory, as with shared_memory
 ]
 STALL_S = 8.0
 
@@ -98,7 +98,7 @@ async def test_pause_keeps_or_drains_running_requests(stage: Stage) -> None:
     requests = stage.ask(4)
     await stage.running(requests)
     await stage.router.pause("keep")
-    await asyncio.wait(requests, timeout=0.2)  # whatever was on its way has arrived
+    await asyncio.wait(requests, timeout=0.2)  # let the tokens in flight arrive
     frozen = stage.router.tokens_so_far()
     done, _ = await asyncio.wait(requests, timeout=0.5)
     assert not done
@@ -157,13 +157,13 @@ async def test_drain_serves_requests_while_pulling(stage: Stage) -> None:
 async def test_sigkill_loses_no_request_and_keeps_streamed_tokens(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streamed: dict[str, list[int]] = {}  # engine id -> tokens told of
-    far: Counter[str] = Counter()  # requests of each generator that are some way on
+    streamed: dict[str, list[int]] = {}  # tokens streamed by request
+    far: Counter[str] = Counter()  # number of requests with 32 tokens, by generator
     enough = asyncio.Event()
     stream = ActorReplica.stream
 
     async def spy(replica: ActorReplica, request: EngineRequest, on_chunk: OnChunk) -> Completion:
-        def tell(chunk: TokenChunk) -> None:
+        def record(chunk: TokenChunk) -> None:
             tokens = streamed.setdefault(request.request_id, [])
             far[replica.name] += len(tokens) < 32 <= len(tokens) + len(chunk.token_ids)
             tokens.extend(chunk.token_ids)
@@ -171,7 +171,7 @@ async def test_sigkill_loses_no_request_and_keeps_streamed_tokens(
                 enough.set()
             on_chunk(chunk)
 
-        return await stream(replica, request, tell)
+        return await stream(replica, request, record)
 
     monkeypatch.setattr(ActorReplica, "stream", spy)
     requests = stage.ask(8)
@@ -235,17 +235,17 @@ async def test_agents_are_unaffected_by_swaps_pauses_and_deaths(stage: Stage) ->
         await asyncio.wait_for(running, LIMIT_S)
         await swapping
 
-    assert [agent.said for agent in disturbed] == [agent.said for agent in alone]
+    assert [agent.answers for agent in disturbed] == [agent.answers for agent in alone]
     assert [agent.token_ids for agent in disturbed] == [agent.token_ids for agent in alone]
     assert len(set[str]().union(*(agent.versions for agent in disturbed))) > 2
     for agent in disturbed:
         for before, after in pairwise(agent.token_ids):
-            assert after[: len(before)] == before, "a turn goes on from the tokens of the one before"
-    told = sorted(sampled for agent in disturbed for sampled in agent.sampled)
-    parts = defaultdict[str, list[int]](list)  # an aborted completion is gone on with under its request's id
+            assert after[: len(before)] == before, "each turn extends the tokens of the previous one"
+    received = sorted(sampled for agent in disturbed for sampled in agent.sampled)
+    parts = defaultdict[str, list[int]](list)  # an aborted completion continues under its request id
     for completion in generated:
         parts[completion.request_id] += completion.token_ids
-    assert told == sorted(parts.values())
+    assert received == sorted(parts.values())
 
 
 async def test_deaths_beyond_max_respawns_end_the_watch(stage: Stage) -> None:

@@ -47,7 +47,7 @@ def test_reference_stays_initial_without_an_interval(folder: Path):
 def test_resumed_trainer_restores_the_reference(folder: Path, tmp_path: Path):
     straight = trained(folder, reference_interval=2)
     samples = on_policy_samples(straight, *LENGTHS)
-    for _ in range(3):  # the reference is of version 2
+    for _ in range(3):  # the reference has version 2
         straight.step(samples)
     straight.save(tmp_path / "checkpoint")
     resumed = trained(folder, reference_interval=2)

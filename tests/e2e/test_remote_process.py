@@ -19,7 +19,7 @@ LIMIT_S = 240
 
 
 class Silent:
-    """An endpoint that takes every call and answers none."""
+    """An endpoint that accepts every call and never answers."""
 
     def __init__(self) -> None:
         self.called = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Requests to a process of its own and what it says of them, over real Monarch. No engine: a parrot answers."""
+"""Request streams to a generator process over real Monarch, with a parrot in place of an engine."""
 
 import asyncio
 import os
@@ -45,16 +45,16 @@ def chunk(request: EngineRequest, tokens: list[int]) -> TokenChunk:
 
 
 class Unpicklable(str):
-    """A session that goes nowhere."""
+    """A session id that cannot be pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError("it does not pickle")
 
 
 class Parrot(ProcessActor):
-    """Says back what it is asked, with the number of requests that came in the same message. The prompt [0] is refused,
-    [1] fails, [2] is told of and never answered, the answer to [3] cannot be sent, and that to [6] cannot be read. The
-    prompt [8, 8] is answered with the number of callers that the present one has replaced."""
+    """Echoes prompts, followed by the number of requests in the same message. The prompt [0] is rejected, [1] fails,
+    [2] streams a token and is never answered, the answer to [3] cannot be sent, and that to [6] cannot be read. The
+    prompt [8, 8] is answered with the number of callers that the current one has replaced."""
 
     @concurrent_endpoint
     async def reply_to(self, caller: str, port: Any, replaced: tuple[str, ...] = ()) -> None:
@@ -110,10 +110,10 @@ async def test_concurrent_requests_are_sent_in_one_message(replica) -> None:
 
 
 async def test_tokens_are_streamed_before_the_answer(replica) -> None:
-    told: list[TokenChunk] = []
+    chunks: list[TokenChunk] = []
     async with asyncio.timeout(LIMIT_S):
-        answer = await replica.stream(EngineRequest("a", [5, 6], SAMPLING), told.append)
-    assert [list(part.token_ids) for part in told] == [[5, 6]]
+        answer = await replica.stream(EngineRequest("a", [5, 6], SAMPLING), chunks.append)
+    assert [list(part.token_ids) for part in chunks] == [[5, 6]]
     assert list(answer.token_ids) == [5, 6, 1]
 
 
@@ -145,14 +145,14 @@ async def test_request_cancelled_at_once_is_not_sent(replica) -> None:
 
 
 async def test_process_death_fails_all_requests_at_once(replica) -> None:
-    told = asyncio.Event()
+    streamed = asyncio.Event()
 
     async def unanswered(name: str) -> Completion:
         async with asyncio.timeout(LIMIT_S):
-            return await replica.stream(EngineRequest(name, [2], SAMPLING), lambda _: told.set())
+            return await replica.stream(EngineRequest(name, [2], SAMPLING), lambda _: streamed.set())
 
     requests = [asyncio.ensure_future(unanswered(f"r{n}")) for n in range(3)]
-    await asyncio.wait_for(told.wait(), LIMIT_S)
+    await asyncio.wait_for(streamed.wait(), LIMIT_S)
     os.kill(replica.pid, signal.SIGKILL)
     for request in requests:
         with pytest.raises(GenerationError, match="parrot died"):
@@ -165,14 +165,14 @@ async def test_unsendable_answer_fails_its_request_only(replica) -> None:
     bad, good = await asyncio.gather(ask(replica, "a", 3), ask(replica, "c", 4), return_exceptions=True)
     assert isinstance(bad, GenerationError)
     assert "its answer could not be sent" in str(bad)
-    assert isinstance(good, Completion)  # of the same message
+    assert isinstance(good, Completion)  # sent in the same message
     assert list((await ask(replica, "b", 4)).token_ids) == [4, 1]
 
 
 async def test_disconnect_fails_pending_and_later_requests(replica) -> None:
-    told = asyncio.Event()
-    request = asyncio.ensure_future(replica.stream(EngineRequest("a", [2], SAMPLING), lambda _: told.set()))
-    await asyncio.wait_for(told.wait(), LIMIT_S)
+    streamed = asyncio.Event()
+    request = asyncio.ensure_future(replica.stream(EngineRequest("a", [2], SAMPLING), lambda _: streamed.set()))
+    await asyncio.wait_for(streamed.wait(), LIMIT_S)
     replica.disconnect()
     for unanswered in (request, ask(replica, "late", 4)):
         with pytest.raises(GenerationError, match="nobody listens to parrot"):
@@ -190,11 +190,11 @@ async def test_unsendable_request_fails_alone(replica) -> None:
 async def test_worker_reconnects_after_an_unreadable_message(replica) -> None:
     class Listener:
         def __init__(self) -> None:
-            self.told: list[str] = []
+            self.events: list[str] = []
             self.opened = asyncio.Event()
 
         def connection_changed(self, replica: ShardReplica) -> None:
-            self.told.append("opened" if replica.is_open else "lost")
+            self.events.append("opened" if replica.is_open else "lost")
             if replica.is_open:
                 self.opened.set()
             else:
@@ -217,6 +217,6 @@ async def test_worker_reconnects_after_an_unreadable_message(replica) -> None:
     for unanswered in await asyncio.gather(say("b", 2), say("c", 6), return_exceptions=True):
         assert isinstance(unanswered, GenerationError)
         assert "cannot be read" in str(unanswered)
-    assert await say("d", 8, 8) == [1], "the stream before is replaced"
-    assert listener.told == ["opened", "lost", "opened"]
+    assert await say("d", 8, 8) == [1], "the previous stream is replaced"
+    assert listener.events == ["opened", "lost", "opened"]
     await connection.close()

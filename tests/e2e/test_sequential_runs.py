@@ -1,4 +1,4 @@
-"""A notebook: one process whose runs come one after the other, while Monarch starts once."""
+"""Several runs in one process, as in a notebook, where Monarch starts only once."""
 
 from __future__ import annotations
 

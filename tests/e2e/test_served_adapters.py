@@ -1,4 +1,4 @@
-"""A server of a model with two adapters: real engines mix their requests, also after a generator has died."""
+"""A server with two adapters on real engines, also after the death of a generator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPT = [5, 9, 14, 33, 60, 7]
 
 
 def make_adapter(folder: Path, seed: int) -> Path:
-    """An adapter whose matrices are random."""
+    """Write an adapter with random matrices."""
     write_adapter(folder)
     generator = torch.Generator().manual_seed(seed)
     zeros = load_file(folder / WEIGHTS)
@@ -55,7 +55,7 @@ def expected_logprobs(adapter: Path | None, tokens: list[int]) -> torch.Tensor:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
-    """Its address."""
+    """Address of a running server."""
     adapters = ", ".join(f'{name} = "{make_adapter(tmp_path / name, seed)}"' for seed, name in enumerate(("a", "b")))
     options = ["--generation.num_generators", "1", "--generation.kv_cache_gib", "0.1", "--model.max_context", "128"]
     options += ["--server.port", "0", "--server.adapters", f"{{ {adapters} }}"]
@@ -69,9 +69,9 @@ def server(tmp_path: Path) -> Iterator[str]:
     )
     assert process.stdout is not None
     try:
-        told = [process.stdout.readline() for _ in range(2)]
-        assert "OPENAI_BASE_URL=" in told[1], (told, process.communicate(timeout=240))
-        yield told[1].split("=")[1].removesuffix("/v1 OPENAI_API_KEY")
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert "OPENAI_BASE_URL=" in lines[1], (lines, process.communicate(timeout=240))
+        yield lines[1].split("=")[1].removesuffix("/v1 OPENAI_API_KEY")
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)

@@ -1,5 +1,4 @@
-"""A server of generators in processes of their own. Its engines are scripted: that real ones generate is shown
-elsewhere."""
+"""A server with generators in separate processes. Engines are scripted."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def make(spec):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and where it listens."""
+    """The server process and its address."""
     (tmp_path / "own_engine.py").write_text(ENGINE)
     run, example = tmp_path / "run", ROOT / "examples" / "alphabet_sort"
     (run / "checkpoints" / "step-000003").mkdir(parents=True)
@@ -48,9 +47,9 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     )
     assert process.stdout is not None
     try:
-        told = [process.stdout.readline() for _ in range(2)]
-        assert "OPENAI_BASE_URL=http://127.0.0.1:" in told[1], (told, process.communicate(timeout=240))
-        yield process, told[1].split("=")[1].removesuffix(" OPENAI_API_KEY")
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert "OPENAI_BASE_URL=http://127.0.0.1:" in lines[1], (lines, process.communicate(timeout=240))
+        yield process, lines[1].split("=")[1].removesuffix(" OPENAI_API_KEY")
     finally:
         process.kill()
         process.communicate()

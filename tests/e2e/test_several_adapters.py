@@ -1,4 +1,4 @@
-"""Several adapters of one model in one trainer: the bits of each are those of training it alone."""
+"""Several adapters of one model in one trainer: each is bitwise identical to training it alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trainers(folder: Path, *names: str) -> AdapterTrainers:
 def step(trainers: AdapterTrainers, name: str) -> None:
     with trainers.turn(name) as trainer:
         trainer.step(on_policy_samples(trainer, 20, 30, 25, 18))
-        torch.rand(3)  # a loss of the user's may draw
+        torch.rand(3)  # a user-defined loss may draw random numbers
 
 
 def state(trainers: AdapterTrainers, name: str, folder: Path) -> dict[str, bytes]:

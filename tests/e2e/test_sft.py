@@ -1,4 +1,4 @@
-"""The command that teaches a model, on a trainer of two processes: stopped, and gone on with to the end."""
+"""`titan-rl sft` with a trainer of two ranks, stopped and resumed to the end."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def test_sft_trains_and_saves_a_tiny_model_across_a_resume(tmp_path: Path) -> No
         (done,) = (trace["steps"] for process, trace in lanes.items() if process == "controller")
         assert {one.args["step"] for one in done if one.name == "train step"} == set(range(1, 59))
         assert any(process.startswith("trainer") and "train" in found for process, found in lanes.items()), lanes.keys()
-        # The tokenizer's library makes an empty cache where it is first imported, before the run has its own TMPDIR.
+        # The tokenizer's library creates an empty cache on first import, before the run sets its own TMPDIR.
         assert [left for left in run.leftovers() if not left.endswith("tiktoken-rs-cache")] == []
     note = json.loads((base / "sft.json").read_text())
     assert note["held_out_loss"] == {"before": before, "after": after}
     model, about = Qwen3ForCausalLM.from_pretrained(base, output_loading_info=True)
     assert not any(about.values())
     assert not model.config.tie_word_embeddings
-    load_config("examples/alphabet_sort/cpu.toml", [("model.path", str(base))])  # which looks into the folder
+    load_config("examples/alphabet_sort/cpu.toml", [("model.path", str(base))])  # validates the folder

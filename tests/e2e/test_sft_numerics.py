@@ -1,4 +1,4 @@
-"""A supervised step is the one that plain transformers and torch make of the same conversations, and TRL's."""
+"""Supervised steps match those of plain transformers and torch, and of TRL, on the same conversations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def conversations(folder: Path) -> list[DemonstrationTokens]:
-    """Of one to four turns, so that they differ in length and in how much of them is learned."""
+    """Conversations of one to four turns, which differ in length and in the share of trained tokens."""
     renderer = ChatTemplateRenderer(load_tokenizer(folder))
     found = []
     for number in range(6):

@@ -1,4 +1,4 @@
-"""Ranks that save together fail together: one whose disk is full, and one whose file is damaged."""
+"""Sharded checkpoints: a full disk or a damaged file on one rank fails all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from titan_rl.training.state.train_state import TrainState, TrainStateWriter, lo
 
 
 def make_model(mesh: Any, seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """A matrix whose rows two ranks share unevenly, a vector that both hold, and the averages of AdamW."""
+    """A matrix sharded unevenly over two ranks, a replicated vector, and the moments of AdamW."""
     torch.manual_seed(seed)
     model = nn.Linear(6, 5)
     model.weight = nn.Parameter(distribute_tensor(model.weight.data, mesh, [Shard(0)]))
@@ -38,14 +38,14 @@ def make_model(mesh: Any, seed: int) -> tuple[nn.Module, list[torch.optim.Optimi
     return model, [optimizer]
 
 
-def complaint(call: Any) -> str:
+def error_of(call: Any) -> str:
     with pytest.raises(CheckpointError) as caught:
         call()
     return f"{caught.type.__name__}: {caught.value}"
 
 
 def save_and_load(root: Path) -> dict[str, Any]:
-    """On one of two ranks."""
+    """Save and load on one of two ranks, with a full disk and with a damaged file."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     world = World(data_parallel=2, rank=dist.get_rank())
@@ -63,7 +63,7 @@ def save_and_load(root: Path) -> dict[str, Any]:
         train_state, "write_slices", side_effect=no_room if world.rank == 1 else train_state.write_slices
     ):
         writer.begin(root / "step-000004", TrainState((model, optimizers)), 4, {})
-        full_disk = complaint(writer.finish)
+        full_disk = error_of(writer.finish)
     dist.barrier()
     if world.is_first:
         damaged = bytearray((whole / "rank-1.safetensors").read_bytes())
@@ -74,7 +74,7 @@ def save_and_load(root: Path) -> dict[str, Any]:
         "version": version,
         "equal": equal,
         "full_disk": full_disk,
-        "damage": complaint(lambda: load_train_state(whole, TrainState((other, its_optimizers)), world)),
+        "damage": error_of(lambda: load_train_state(whole, TrainState((other, its_optimizers)), world)),
     }
 
 

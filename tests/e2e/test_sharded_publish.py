@@ -1,4 +1,4 @@
-"""Ranks that publish what they hold publish together what an export gathers, to the bit, on gloo."""
+"""Sharded publishing on gloo: the shards of all ranks are bitwise identical to a gathered export."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
-    """(folder, dtype): Qwen3, of whose rows two ranks of four hold one less; tied; Llama; a mixture of experts."""
+    """(folder, dtype) of Qwen3 with rows not divisible by four, tied Qwen3, Llama and a mixture of experts."""
     folders = [tmp_path_factory.mktemp("model") for _ in range(4)]
     return [
         (str(make_tiny_qwen3(folders[0], vocab_size=130)), "float32"),
@@ -46,14 +46,14 @@ def test_published_shards_match_the_export_and_fail_together(models: list[tuple[
         tensor_parallel=tensor_parallel,
         offload=["parameters"] if offload else [],
     ):
-        # Only Llama's queries and keys are computed, in two layers.
+        # Only Llama's queries and keys are gathered, in two layers.
         assert [found["num_gathered"] for found in by_model] == [0, 0, 4, 0]
         for found in by_model:
             assert len(found["compared"]) == 3
             for compared in found["compared"]:
                 assert compared["wrong"] == []
                 assert compared["num_probes"] == [2] + [0] * (size - 1)
-                assert compared["probe_error"] < 2e-5, "they are rounded on the way"
+                assert compared["probe_error"] < 2e-5, "probes must not be rounded"
                 assert len(compared["part_bytes"]) == size
                 assert max(compared["part_bytes"]) < 1.4 / size * compared["whole_bytes"]
             twice, no_room = found["failures"]

@@ -1,4 +1,4 @@
-"""A real run whose trainer is two processes, which goes on with its model split otherwise, and deaths of one rank."""
+"""A real run with a trainer of two ranks: resume with another layout, and the death of a rank."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def test_sharded_run_resumes_with_another_layout_and_survives_a_rank_death(tmp_p
         assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
         assert [record["train/respawns"] for record in steps if "train/respawns" in record] == [1]
         for record in steps:
-            # Generators hold what the ranks hold together.
+            # Generators hold the combined weights of the ranks.
             assert record["sync/probe_diff"] <= 1e-5
             assert record["sync/unverified_share"] == 0
             assert record["train/on_policy_logprob_diff_mean"] <= 1e-6

@@ -1,4 +1,4 @@
-"""FSDP, context and tensor parallel, and FSDP with tensor parallel, make the steps that one rank makes, on gloo."""
+"""FSDP, context and tensor parallelism, alone and combined, match one rank, on gloo."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "FSDP 2 x TP 2, tied": {"data_parallel": 2, "tensor_parallel": 2},
 }
-ODD = 129  # entries of a vocabulary, of which ranks have unequal parts
+ODD = 129  # vocabulary size that ranks share unevenly
 EXACT = ["num_tokens", "num_samples", "num_dropped_samples", "num_nonfinite_tokens", "staleness_max", "lr"]
 
 
@@ -43,7 +43,7 @@ class OneRank:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, OneRank]:
-    """By whether embeddings are tied."""
+    """Results of one rank, by whether embeddings are tied."""
     found: dict[bool, OneRank] = {}
     for tied in (False, True):
         folder = make_tiny_qwen3(tmp_path_factory.mktemp("model"), tied=tied, vocab_size=ODD)
@@ -76,10 +76,10 @@ def test_sharded_steps_and_resume_match_one_rank(one_rank: dict[bool, OneRank], 
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert exported.keys() == expected.keys()
     for name, tensor in exported.items():
-        # AdamW divides gradients by their own size, rounding included; a wrong one moves by `lr`, 1e-4, a step.
+        # AdamW normalizes gradients and amplifies their rounding; a wrong one moves a weight by `lr`, 1e-4, per step.
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-6)
 
-    # One rank goes on from what several have written.
+    # One rank resumes from the checkpoint of several.
     (*_, resumed) = three_steps(alone.folder, tmp_path / "again", resume=tmp_path / "checkpoint")
     assert math.isclose(resumed["loss"], alone.metrics[-1]["loss"], rel_tol=2e-4, abs_tol=2e-6)
 
@@ -107,7 +107,7 @@ def test_other_optimizers_and_reference_updates_match_one_rank(
     initial = load_file(folder / "model.safetensors")
     expected = load_file(tmp_path / "one" / "export" / "model.safetensors")
     for name, tensor in load_file(tmp_path / "two" / "export" / "model.safetensors").items():
-        # Muon rounds to bfloat16 as it makes an update orthogonal; a matrix of a wrong update would differ throughout.
+        # Muon orthogonalizes in bfloat16. A wrong update would differ in every element.
         moved = (expected[name] - initial[name]).norm()
         assert (tensor - expected[name]).norm() < 0.02 * moved, name
     (*_, resumed) = three_steps(folder, tmp_path / "again", resume=tmp_path / "two" / "checkpoint", **settings)

@@ -1,4 +1,4 @@
-"""What a trainer keeps between two steps: no gradients, and weights and moments in as few bytes as the settings say."""
+"""Trainer state between steps: no gradients, and weights and moments in the configured dtypes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_resumes_bitwise_identically_and_exports_its_weights(folder: Path, name:
     assert all(torch.equal(tensor, exported[name]) for name, tensor in whole.named_tensors())
     expected = [whole.step(samples).metrics for _ in range(2)]
     resumed = make(folder, **SETTINGS[name])
-    resumed.step(samples[:1])  # its moments are replaced
+    resumed.step(samples[:1])  # creates moments, which loading replaces
     resumed.load(tmp_path / "step-000002")
     assert [resumed.step(samples).metrics for _ in range(2)] == expected
     assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in resumed.named_tensors())
@@ -135,7 +135,7 @@ def test_ranks_match_one_rank_and_resume_bitwise_identically(name: str, layout: 
         assert losses == pytest.approx(alone, abs=0.05)
         assert resumed == losses[-2:]
     _, resumed = steps_and_resumed_steps(folder, tmp_path / "three", tmp_path / "two" / "saved", **SETTINGS[name])
-    assert resumed == pytest.approx(alone[-2:], abs=0.05), "one rank goes on from what two have saved"
+    assert resumed == pytest.approx(alone[-2:], abs=0.05), "one rank resumes from the checkpoint of two"
 
 
 def test_rejects_master_dtype_below_model_dtype(folder: Path) -> None:

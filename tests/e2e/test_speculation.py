@@ -1,4 +1,4 @@
-"""vLLM guessing tokens: what is sampled stays the policy's distribution, token by token."""
+"""Speculative decoding in vLLM preserves the policy's distribution, token by token."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from titan_rl.testing.engine_contract import Batch
 from titan_rl.types import FinishReason, SamplingParams
 
 CONTEXT = 128
-VOCABULARY, LENGTH = (8, 2) if torch.cuda.is_available() else (4, 3)  # on GPUs vLLM starts by asking for 5 logprobs
-PROMPT = [0, 1, 2, 3] * 3 + [0, 1, 2]  # in which ngram finds what it looks for
+VOCABULARY, LENGTH = (8, 2) if torch.cuda.is_available() else (4, 3)  # on GPUs vLLM requests 5 logprobs at startup
+PROMPT = [0, 1, 2, 3] * 3 + [0, 1, 2]  # repetitive, so that ngram finds matches
 SAMPLES = 480
 PLAIN = SamplingParams(max_tokens=LENGTH)
 CUT = SamplingParams(max_tokens=LENGTH, temperature=0.7, top_p=0.95, top_k=3)
 TOLERANCE = 5e-3 if torch.cuda.is_available() else 1e-5  # of logprobs in float32
-MOST_CHI_SQUARED = 140.0  # of 63 degrees of freedom: one true distribution in ten million is above
+MAX_CHI_SQUARED = 140.0  # 63 degrees of freedom; a correct sampler exceeds it once in ten million
 
 
 def make_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
@@ -71,7 +71,7 @@ def policy(models: dict[str, tuple[Path, Qwen3ForCausalLM]]) -> Qwen3ForCausalLM
 
 @pytest.fixture(scope="module")
 def num_threads() -> int:
-    """Number of threads of a torch operation before any engine of this module exists."""
+    """Number of torch threads before any engine of this module starts."""
     return torch.get_num_threads()
 
 
@@ -85,14 +85,14 @@ def engine(
     request: pytest.FixtureRequest, models: dict[str, tuple[Path, Qwen3ForCausalLM]], num_threads: int
 ) -> Iterator[VLLMEngine]:
     small = str(models["small"][0]) if request.param == "draft_model" else None
-    guesses = SpeculativeConfig(method=request.param, num_speculative_tokens=2, model=small, prompt_lookup=(1, 4))
+    speculative = SpeculativeConfig(method=request.param, num_speculative_tokens=2, model=small, prompt_lookup=(1, 4))
     engine = VLLMEngine(
         EngineSpec(
             str(models["policy"][0]),
             max_context=CONTEXT,
             max_running=64,
             kv_cache_gib=0.125,
-            speculative=guesses.options(),
+            speculative=speculative.options(),
             prefix_cache=request.param == "ngram",
         )
     )
@@ -101,7 +101,7 @@ def engine(
 
 
 def draw(engine: VLLMEngine, sampling: SamplingParams, count: int) -> Batch:
-    """As many answers to one prompt, each with a seed of its own."""
+    """Sample `count` answers to one prompt, each with its own seed."""
     batch = Batch(engine)
     for seed in range(count):
         batch.add(f"{seed}", PROMPT, replace(sampling, seed=seed))
@@ -113,7 +113,7 @@ def draw(engine: VLLMEngine, sampling: SamplingParams, count: int) -> Batch:
 def exact_logprobs(
     policy: Qwen3ForCausalLM, answers: Sequence[Sequence[int]], sampling: SamplingParams
 ) -> list[list[float]]:
-    """Of each token of answers of one length to the prompt, under what it is sampled from."""
+    """Logprobs of the tokens of equally long answers under the sampling distribution."""
     answers_AT = torch.tensor(answers)
     ids_AT = torch.cat([torch.tensor([PROMPT]).expand(len(answers), -1), answers_AT], dim=1)
     logits_ATV = policy(ids_AT).logits[:, len(PROMPT) - 1 : -1] / sampling.temperature
@@ -151,13 +151,13 @@ def test_answers_follow_the_policy_distribution(
     counts = Counter(tuple(tokens) for tokens in drawn.tokens.values())
     expected = {answer: SAMPLES * math.exp(sum(logprobs)) for answer, logprobs in exact.items()}
     assert all(expected[answer] for answer in counts)
-    assert sum((counts[answer] - n) ** 2 / n for answer, n in expected.items() if n) < MOST_CHI_SQUARED
+    assert sum((counts[answer] - n) ** 2 / n for answer, n in expected.items() if n) < MAX_CHI_SQUARED
     for name, tokens in drawn.tokens.items():
         assert drawn.logprobs[name] == pytest.approx(exact[tuple(tokens)], abs=TOLERANCE)
 
 
 @NGRAM
-@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs round by what else is in the batch")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="rounding on GPUs depends on the batch")
 def test_seeded_sampling_is_independent_of_the_batch(engine: VLLMEngine, policy: Qwen3ForCausalLM) -> None:
     sampling = SamplingParams(max_tokens=20)
     engine.reset_prefix_cache()
@@ -170,7 +170,7 @@ def test_seeded_sampling_is_independent_of_the_batch(engine: VLLMEngine, policy:
 
 
 @NGRAM
-@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs round by what else is in the batch")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="rounding on GPUs depends on the batch")
 def test_scoring_does_not_disturb_running_requests(engine: VLLMEngine) -> None:
     undisturbed = draw(engine, SamplingParams(max_tokens=12), 20)
     disturbed = Batch(engine)
@@ -226,7 +226,7 @@ def test_counts_drafts_and_accepted_tokens(engine: VLLMEngine) -> None:
     grown = {name: value - before[name] for name, value in engine.gauges().items() if name.endswith("_total")}
     drafts, guessed, accepted = (grown[f"{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
     assert 0 < accepted < guessed <= 2 * drafts
-    # A forward pass of a request gives one token and those that were accepted. The last pass may give too many.
+    # A forward pass gives one token plus the accepted ones. The last pass may give too many.
     assert 16 * 20 - drafts <= accepted + 16 * batch.num_steps
     assert batch.num_steps <= 20
 

@@ -1,4 +1,4 @@
-"""A real run that is stopped while its trainer is in the middle of a step, and killed, and goes on each time."""
+"""A real run that is stopped in the middle of a step, then killed, and resumes each time."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def wait_until(condition: Callable[[], bool], run: Run, timeout_s: float = RUN_S
 
 
 def trained_groups(folder: Path) -> dict[int, list[str]]:
-    """step -> the groups that it was trained on, by their transcripts."""
+    """Groups that each step was trained on, from the transcripts."""
     found: dict[int, list[str]] = {}
     for line in (folder / "rollouts.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -71,7 +71,7 @@ def assert_trained_once_and_in_order(folder: Path, steps: int) -> None:
 
 
 def stop_within_a_step(run: Run, gate: Path, log: Path, signum: signal.Signals) -> int:
-    """Send a signal while the trainer is held in the middle of a step. The version that the step starts from."""
+    """Send a signal while the trainer is held in the middle of a step, and return the version at its start."""
     said = re.compile(r"stopped at version (\d+), with the trainer at work")
     times = len(said.findall(log.read_text()))
     (gate / "held").unlink(missing_ok=True)
@@ -81,12 +81,11 @@ def stop_within_a_step(run: Run, gate: Path, log: Path, signum: signal.Signals) 
     return int(said.findall(log.read_text())[-1])
 
 
-def others_may_reach(run: Run) -> list[str]:
-    """Files of a run, in its folder and its scratch folder, and sockets, that are not for its user alone: abstract
-    ones are for all."""
+def paths_accessible_to_others(run: Run) -> list[str]:
+    """Files and sockets of a run that other users can access, including all abstract sockets."""
     found = []
     for path in (path for root in (run.folder, run.scratch) for path in root.rglob("*")):
-        with contextlib.suppress(FileNotFoundError):  # the run goes on, and a checkpoint's folder gets its name
+        with contextlib.suppress(FileNotFoundError):  # the run renames checkpoint folders meanwhile
             if not path.is_symlink() and path.stat().st_mode & 0o077:
                 found.append(str(path))
     listeners = run.listeners()
@@ -95,7 +94,7 @@ def others_may_reach(run: Run) -> list[str]:
 
 
 def wait_until_nothing_is_left(run: Run) -> None:
-    """Of processes that the kernel ends once their controller is gone."""
+    """Wait for the kernel to end the processes of a controller that is gone."""
     deadline = time.monotonic() + HANG_S
     while left := run.leftovers():
         assert time.monotonic() < deadline, f"a controller that is gone leaves {left}"
@@ -115,13 +114,13 @@ def two_tasks(folder: Path, steps: int) -> AbstractContextManager[Run]:
     return run_training(folder, config=config, training__steps=steps, checkpoint__interval=2, **SETTINGS)
 
 
-@in_depth  # tests/run/test_stop_signals.py has programs that a second signal ends at once
+@in_depth  # tests/run/test_stop_signals.py tests this with small programs
 def test_second_signal_ends_run_at_once_and_keeps_the_checkpoint(tmp_path: Path, gate: Path):
     with two_tasks(tmp_path, steps=6) as run:
         run.wait_for_step(2)
         (gate / "hold").touch()
         stop_within_a_step(run, gate, run.folder / "logs" / "controller.log", signal.SIGINT)
-        time.sleep(0.4)  # two signals closer together are one
+        time.sleep(0.4)  # signals closer together count as one
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 130
         ended = f"ended at once; the earlier checkpoint stays; to continue: titan-rl train --resume {run.folder}"
@@ -137,7 +136,7 @@ def test_run_stopped_mid_step_or_killed_resumes_without_retraining(tmp_path: Pat
     with two_tasks(tmp_path, steps=1000) as run:
         run.wait_for_step(1)
         (gate / "hold").touch()
-        assert others_may_reach(run) == []
+        assert paths_accessible_to_others(run) == []
         before = stop_within_a_step(run, gate, run.folder / "logs" / "controller.log", signal.SIGTERM)
         (gate / "hold").unlink()
         assert run.wait() == 143, run.output
@@ -150,14 +149,14 @@ def test_run_stopped_mid_step_or_killed_resumes_without_retraining(tmp_path: Pat
         state = RunState.read(checkpoint)
         resume = f"with step {state.step} saved; to continue: titan-rl train --resume {run.folder}"
         assert resume in run.output.splitlines()[-1]
-        assert state.step == before + 1, "the step that was in flight counts, and it is the last"
+        assert state.step == before + 1, "the step in flight completes and is the last"
         assert state.next_index >= state.step * GROUPS
         assert state.unsettled == tuple(range(state.step * GROUPS, state.next_index))
         assert (run.folder / "journal" / f"step-{state.step:06d}.journal").exists()
         assert_trained_once_and_in_order(run.folder, state.step)
 
         with (run.folder / "journal" / f"step-{state.step:06d}.journal").open("ab") as segment:
-            segment.write(bytes(12))  # as a loss of power may leave
+            segment.write(bytes(12))  # as after a power loss
         run.resume()
         run.wait_for_step(state.step + 2)
         run.process.send_signal(signal.SIGKILL)

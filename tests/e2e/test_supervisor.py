@@ -1,4 +1,4 @@
-"""Real Monarch, by its own supervision alone: a process that dies fails its own calls, and no one else's."""
+"""Monarch's own supervision: the death of a process fails only its own calls."""
 
 import asyncio
 import os
@@ -41,7 +41,7 @@ class Echo(AnsweringActor):
 
 
 def test_process_death_is_reported_and_contained(tmp_path: Path) -> None:
-    """In a process of its own, since Monarch reads when it is imported how often it looks."""
+    """Runs in a separate process, because Monarch reads its polling interval on import."""
     polls = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
     environment = os.environ | polls | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, str(tmp_path)]
@@ -49,7 +49,7 @@ def test_process_death_is_reported_and_contained(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-async def see_a_death(tmp_path: Path) -> None:
+async def observe_a_death(tmp_path: Path) -> None:
     supervisor = this_proc().spawn("supervisor_under_test", Supervisor)
     first, second = [
         await call(supervisor.spawn, name, Echo, (str(tmp_path / name),), who="supervisor")
@@ -77,4 +77,4 @@ async def see_a_death(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(see_a_death(Path(sys.argv[1])))
+    asyncio.run(observe_a_death(Path(sys.argv[1])))

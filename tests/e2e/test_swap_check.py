@@ -1,4 +1,4 @@
-"""Whether a generator in bfloat16 has loaded a version, on a CPU, by vLLM and torchtitan."""
+"""Verification that a bfloat16 generator has loaded a version, with vLLM and torchtitan on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from titan_rl.weights.verification import ProbeFigures, SwapCheck
 
 
 class Run:
-    """A trainer that publishes, and an engine that is checked."""
+    """A publishing trainer and the engine under verification."""
 
     def __init__(self, folder: Path, engine: VLLMEngine, root: Path, *, lr: float, num_probes: int) -> None:
         self.trainer = TrainerCore(
@@ -38,7 +38,7 @@ class Run:
         self.manifest = self.publisher.publish()
 
     def pull(self, *, without: str | None = None) -> ProbeFigures:
-        """Of the newest version, without the tensors whose names have that in them."""
+        """Load the newest version, except tensors whose names contain `without`, and verify it."""
         items = [pair for pair in self.transport.pull(self.manifest) if without is None or without not in pair[0]]
         self.engine.load_state_dict(items, self.manifest.version)
         return self.verify()

@@ -27,8 +27,8 @@ SETTINGS = [
     ("generation.num_generators", "2"),
     ("generation.tensor_parallel_size", "2"),
     ("generation.stream_interval", "8"),
-    ("generation.max_running", "auto"),  # each rank decides by itself how many of them join
-    ("generation.kv_cache_gib", "0.0005"),  # which is not all that a generator is asked for
+    ("generation.max_running", "auto"),  # each rank decides independently how many requests to admit
+    ("generation.kv_cache_gib", "0.0005"),  # too small for all requests of a generator
 ]
 LENGTH = 120
 SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, seed=7)
@@ -46,7 +46,7 @@ async def test_tensor_parallel_ranks_generate_pull_and_are_replaced_together(tmp
             await publish(processes, published, router)
             alone = await asyncio.gather(*ask(router, "alone"))
 
-            # Two ranks in lockstep take in requests that come in the middle, and one that is refused.
+            # Two ranks in lockstep admit requests that arrive during generation, and reject an invalid one.
             early = ask(router, "early")
             await streamed(router, early)
             with pytest.raises(RequestError):
@@ -57,12 +57,14 @@ async def test_tensor_parallel_ranks_generate_pull_and_are_replaced_together(tmp
             completions = await asyncio.gather(*early, *late)
             assert {span.version for completion in completions for span in completion.version_spans} == {0, 1}
             gauges = [replica.gauges for replica in processes.replicas if replica.gauges is not None]
-            assert max(gauge.maxima["waiting_requests"] for gauge in gauges) > 0, "the KV cache held all"
+            assert max(gauge.maxima["waiting_requests"] for gauge in gauges) > 0, (
+                "the KV cache should have been too small"
+            )
             for completion, expected in zip(completions, alone * 2, strict=True):
                 before_swap = sum(span.num_tokens for span in completion.version_spans if span.version == 0)
                 assert completion.token_ids[:before_swap] == expected.token_ids[:before_swap]
 
-            # One rank dies: both are replaced, and the requests go on from what they had.
+            # One rank dies: both are replaced, and the requests resume from their tokens.
             doomed = ask(router, "doomed")
             await streamed(router, doomed)
             os.kill(process_writing_to(run_dir.logs / "generator-0-rank1.log"), signal.SIGKILL)
@@ -71,7 +73,7 @@ async def test_tensor_parallel_ranks_generate_pull_and_are_replaced_together(tmp
             assert [len(completion.token_ids) for completion in completions] == [LENGTH] * len(doomed)
             while [replica.serving for replica in router.replicas] != [True, True]:
                 await asyncio.wait([watch], timeout=0.2)
-            assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]  # nobody would remove it
+            assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]  # nothing would remove it
             watch.cancel()
         await router.close()
         await processes.training.trainer.close()

@@ -1,4 +1,4 @@
-"""The whole stack, as a user starts and stops it."""
+"""The full stack, started and stopped as by a user."""
 
 import json
 import os
@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 import torch
 from e2e.runs import Run, run_training
-from e2e.troubled_task import assert_troubles_are_named
+from e2e.troubled_task import assert_failures_are_reported
 from safetensors.torch import load_file
 
 ON_POLICY = {
@@ -21,13 +21,13 @@ ON_POLICY = {
     "scheduling__max_staleness": 0,
     "checkpoint__interval": 2,
     "validation__interval": 2,
-    "logging__transcripts_per_step": 8,  # all of a validation
+    "logging__transcripts_per_step": 8,  # all rollouts of a validation
 }
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A run of three steps, on policy, that has come to its end."""
+    """A finished on-policy run of three steps."""
     with run_training(tmp_path_factory.mktemp("finished"), **ON_POLICY) as run:
         assert run.wait() == 0, run.output
         yield run
@@ -45,7 +45,7 @@ def test_run_trains_verifies_and_leaves_only_its_files(finished: Run):
         assert record["train/clip_fraction"] == 0
         assert record["engine/running_requests_max"] >= record["engine/running_requests_mean"] > 0
         assert 1 >= record["engine/kv_cache_usage_max"] >= record["engine/kv_cache_usage_mean"] > 0
-        assert record["engine/prefix_cache_queries"] > record["engine/prefix_cache_hits"] > 0  # of later turns
+        assert record["engine/prefix_cache_queries"] > record["engine/prefix_cache_hits"] > 0  # hits of later turns
         assert record["engine/preemptions"] == 0
     validations = [record for record in run.metrics() if "validation/reward_mean" in record]
     assert [record["step"] for record in validations] == [0, 2, 3]
@@ -58,24 +58,24 @@ def test_run_trains_verifies_and_leaves_only_its_files(finished: Run):
     assert run.leftovers() == []
 
 
-def is_of_the_run(metric: str) -> bool:
-    """It says what was computed, and not how long that took."""
+def is_reproducible(metric: str) -> bool:
+    """Whether a metric depends only on the computation, not on timing."""
     if metric.endswith(("_s", "seconds", "in_flight")):
         return False
     return metric == "step" or metric.startswith(("train/", "validation/")) or metric.endswith("tokens_mean")
 
 
-def what_was_computed(run: Run) -> tuple[list[dict[str, float]], list[tuple[str, int, str]], dict[str, torch.Tensor]]:
+def computed_results(run: Run) -> tuple[list[dict[str, float]], list[tuple[str, int, str]], dict[str, torch.Tensor]]:
     """Metrics, answers and weights."""
     records = sorted(run.metrics(), key=lambda record: (record["step"], "train/loss" in record))
-    numbers = [{k: v for k, v in record.items() if is_of_the_run(k)} for record in records]
+    numbers = [{k: v for k, v in record.items() if is_reproducible(k)} for record in records]
     transcripts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
     answers = sorted((t["rollout_id"], t["step"], json.dumps(t["messages"])) for t in transcripts)
     return numbers, answers, load_file(run.folder / "export" / "model.safetensors")
 
 
 def test_same_seed_is_bitwise_reproducible_despite_a_trainer_hang(finished: Run, tmp_path: Path):
-    numbers, answers, weights = what_was_computed(finished)
+    numbers, answers, weights = computed_results(finished)
     assert sum("train/loss" in record for record in numbers) == 3
     others = {"generation__engine": "tests.e2e.own_engine:make", "validation__beside_training": "true"}
     with run_training(tmp_path, **ON_POLICY, **others, rollout__num_workers=1) as run:
@@ -86,7 +86,7 @@ def test_same_seed_is_bitwise_reproducible_despite_a_trainer_hang(finished: Run,
         assert "trainer is there again after" in run.output
         assert "training waits for the validation" not in run.output
         assert run.leftovers() == []
-        again = what_was_computed(run)
+        again = computed_results(run)
         for record in again[0]:
             record.pop("train/respawns", None)
         assert all(record["engine/own_steps"] > 0 for record in run.metrics() if "train/loss" in record)
@@ -96,8 +96,8 @@ def test_same_seed_is_bitwise_reproducible_despite_a_trainer_hang(finished: Run,
 
 
 def test_no_group_is_lost_through_interruptions_and_process_deaths(tmp_path: Path):
-    """Each batch interrupts what is in flight; a generator is killed and a rollout worker hangs, and both are
-    replaced. Environments block their workers, and judges hang, cancel themselves and raise."""
+    """Each batch interrupts the requests in flight; a killed generator and a hung rollout worker are replaced.
+    Environments block their workers, and judges hang, cancel themselves and raise."""
     with run_training(
         tmp_path,
         task__type="tests.e2e.troubled_task:TroubledSort",
@@ -132,5 +132,5 @@ def test_no_group_is_lost_through_interruptions_and_process_deaths(tmp_path: Pat
         assert all(record.get("rollout/status/error_generate", 0) == 0 for record in steps)
         assert any(record.get("completion/num_resumes", 0) > 0 for record in steps)
         assert all(record["train/staleness_max"] <= 4 for record in steps)  # (8 + 4 slots + a window of 8 - 2) // 4
-        assert_troubles_are_named(run, "rollout-worker-0")
+        assert_failures_are_reported(run, "rollout-worker-0")
         assert run.leftovers() == []

@@ -1,4 +1,4 @@
-"""The trainer on a real torchtitan model, against transformers and against itself."""
+"""The trainer on a real torchtitan model, compared with transformers and with other settings of itself."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_published_names_and_values_match_the_folder(folder: Path):
 
 
 def test_packed_rows_match_separate_passes(untied: Path):
-    """The loss of one packed step is the one computed from transformers' logprobs, one sequence at a time."""
+    """The loss of a packed step equals the one computed from transformers' logprobs, one sequence at a time."""
     trainer = make_trainer(untied, row_tokens=64)
     lengths, temperature = (30, 20, 14, 40, 9), 0.7
     samples = on_policy_samples(trainer, *lengths, temperature=temperature)
@@ -67,7 +67,7 @@ def test_packed_rows_match_separate_passes(untied: Path):
 
 
 def test_each_token_is_scored_at_its_own_temperature(untied: Path):
-    """Also where turns of one sample differ, and where the sample shares its prompt with others."""
+    """Includes a sample whose turns differ in temperature, and samples that share a prompt."""
     trainer = make_trainer(untied, row_tokens=128, share_prompts=True)
     (base,) = on_policy_samples(trainer, 24)
     reference = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
@@ -108,7 +108,7 @@ def test_threaded_micro_batches_are_bitwise_identical(folder: Path):
 
 
 class Failing:
-    """An objective whose values cannot be computed."""
+    """An objective that raises."""
 
     def __init__(self, objective: Any) -> None:
         self._objective = objective
@@ -133,7 +133,7 @@ def test_micro_batch_error_leaves_the_trainer_unchanged(untied: Path, monkeypatc
 
 
 def test_sharing_prompts_does_not_change_the_step(untied: Path):
-    """Two groups of siblings with a prompt of 30 tokens each, and one more that stands alone."""
+    """Two groups of siblings with a prompt of 30 tokens each, and one separate sample."""
     results: list[tuple[dict[str, float], dict[str, torch.Tensor]]] = []
     for share_prompts in (False, True):
         trainer = make_trainer(untied, share_prompts=share_prompts, row_tokens=128, lr=1e-4)
@@ -169,7 +169,7 @@ def test_sharing_prompts_does_not_change_the_step(untied: Path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_flex_attention_makes_the_same_step(untied: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch):
-    """Siblings that share a prompt, and one sample that stands alone, in several micro-batches."""
+    """Siblings that share a prompt, and one separate sample, in several micro-batches."""
     num_attended = 0
 
     def attend(layout: BlockLayout, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -199,7 +199,7 @@ def test_flex_attention_makes_the_same_step(untied: Path, dtype: Any, monkeypatc
             for sibling, answer in enumerate(sequences(5, 12, 1, 9))
         ]
         samples += [replace(sample, group_id="h") for sample in on_policy_samples(trainer, 80)]
-        assert (num_attended > 0) == (attention == "flex")  # by now, for scores
+        assert (num_attended > 0) == (attention == "flex")  # already used for scoring
         results.append((trainer.step(samples).metrics, weights(trainer)))
         scores.append(torch.tensor(trainer.score(sequences(20, 40))[1]))
     (document, expected), (flex, found) = results
@@ -236,7 +236,7 @@ def test_nonfinite_behaviour_logprob_removes_only_its_token(untied: Path):
     assert metrics["num_tokens"] == other.step([masked]).metrics["num_tokens"]
     expected = weights(other)
     for name, tensor in weights(trainer).items():
-        # AdamW's first step divides a gradient by its own size, rounding included; a wrong one moves by `lr`.
+        # AdamW's first step normalizes gradients and amplifies their rounding; a wrong one moves a weight by `lr`.
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-5)
 
 
@@ -310,7 +310,7 @@ def test_only_the_untrainable_minibatch_is_skipped(untied: Path, tmp_path: Path)
     assert (part.rollout_ids, part.at_fault) == (("g/1", "g/2"), ("g/2",))
     assert result.metrics["num_tokens"] == first.num_trained_tokens
     assert math.isfinite(result.metrics["loss"])
-    trainer.save(tmp_path / "step-000001")  # the weights are those of a version
+    trainer.save(tmp_path / "step-000001")  # the weights form a valid version
     with pytest.raises(UntrainableError, match=r"loss nan.*; rollouts: g/2$") as caught:
         trainer.step(second)
     assert pickle.loads(pickle.dumps(caught.value)).at_fault == ("g/2",)

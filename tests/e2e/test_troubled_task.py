@@ -9,7 +9,7 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 from depth import in_depth
 from e2e.runs import run_training
-from e2e.troubled_task import assert_troubles_are_named
+from e2e.troubled_task import assert_failures_are_reported
 
 
 @in_depth
@@ -18,5 +18,5 @@ def test_run_without_rollout_workers_reports_failures_and_finishes(tmp_path: Pat
     with run_training(tmp_path, task__type=task, rollout__num_workers=0) as run:
         assert run.wait() == 0, run.output
         assert [record["step"] for record in run.metrics() if "train/loss" in record] == [1, 2, 3]
-        assert_troubles_are_named(run, "controller")
+        assert_failures_are_reported(run, "controller")
         assert run.leftovers() == []

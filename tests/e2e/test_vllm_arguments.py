@@ -1,4 +1,4 @@
-"""Settings of generators as vLLM's own `EngineArgs`."""
+"""Conversion of generator settings to vLLM's `EngineArgs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM behind the engine loop, against a transformers forward of the same weights."""
+"""vLLM behind the engine loop, compared with a transformers forward pass of the same weights."""
 
 import asyncio
 import os
@@ -52,7 +52,7 @@ def weights(model: Qwen3ForCausalLM) -> list[tuple[str, object]]:
 
 @torch.no_grad()
 def reference_logprobs(model: Qwen3ForCausalLM, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-    """Of the tokens after the first."""
+    """Logprobs of all tokens after the first."""
     logits = model(torch.tensor([token_ids])).logits[0, :-1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
@@ -61,7 +61,7 @@ def reference_logprobs(model: Qwen3ForCausalLM, token_ids: list[int], temperatur
 def swapped_logprobs(
     old: Qwen3ForCausalLM, new: Qwen3ForCausalLM, prompt: list[int], completion: list[int], num_old: int
 ) -> list[float]:
-    """Of a completion whose first `num_old` tokens came from `old` and whose KV cache `new` went on with."""
+    """Logprobs of a completion whose first `num_old` tokens come from `old`. `new` continues with its KV cache."""
     cache = DynamicCache()
     logprobs, fed = list[float](), prompt
     for model, tokens in ((old, completion[:num_old]), (new, completion[num_old:])):
@@ -91,7 +91,7 @@ def engine(old_model: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory
 
 
 class Borrowed:
-    """The module's engine with fresh weights and cache, which a loop may close without ending it."""
+    """The module's engine with fresh weights and cache. Closing it does not shut it down."""
 
     def __init__(self, engine: VLLMEngine, model: Qwen3ForCausalLM) -> None:
         engine.load_state_dict(weights(model), 0)
@@ -135,7 +135,7 @@ def run(engine: VLLMEngine, request: EngineRequest) -> tuple[list[int], list[flo
 def crowded(
     request: pytest.FixtureRequest, old_model: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VLLMEngine]:
-    """With a KV cache for all requests, and with one that they outgrow."""
+    """An engine with a KV cache for all requests, and one with too small a cache."""
     folder = tmp_path_factory.mktemp("crowded")
     old_model.save_pretrained(folder)
     gib = {"roomy": 0.125, "full": FULL_CONTEXT_GIB}[request.param]
@@ -160,10 +160,10 @@ class TestContract(EngineContract):
 def test_adaptive_engine_preempts_less_and_finishes_all_requests(
     crowded: VLLMEngine, old_model: Qwen3ForCausalLM, tmp_path: Path
 ) -> None:
-    """How often is a matter of lengths, which are given here, and not of time."""
+    """The number of preemptions depends on lengths, which are fixed here, and not on timing."""
 
     def preemptions(engine: VLLMEngine) -> tuple[float, set[float]]:
-        """While 12 requests grow from one block to three, and how many places there were."""
+        """Preemptions while 12 requests grow from one block to three, and the numbers of places seen."""
         before, places, left = engine.gauges()["preemptions_total"], set[float](), 12
         for index in range(left):
             engine.add(EngineRequest(f"crowd-{index}", prompt(index), SamplingParams(max_tokens=60)))
@@ -224,7 +224,7 @@ def test_seeded_sampling_is_reproducible(engine: VLLMEngine) -> None:
 
 
 def test_seeded_prompts_exceeding_the_step_budget_all_finish(engine: VLLMEngine) -> None:
-    """vLLM cannot split a seeded prompt on a CPU; it has to take fewer at a time."""
+    """vLLM cannot chunk a seeded prompt on a CPU, so it must admit fewer at a time."""
     for index in range(48):
         sampling = SamplingParams(max_tokens=2, min_tokens=2, seed=index)
         engine.add(EngineRequest(f"long-{index}", prompt(index, CONTEXT - 3), sampling))
@@ -373,8 +373,8 @@ def test_running_requests_can_be_recomputed(engine: VLLMEngine, old_model: Qwen3
     assert largest_difference(logprobs[6:], expected[6:]) < 1e-5
 
 
-class AsVLLMReloads(VLLMEngine):
-    """Loads tied embeddings as vLLM does by itself."""
+class ReloadingEngine(VLLMEngine):
+    """Loads tied embeddings the way vLLM does by default."""
 
     def load_state_dict(self, items: Iterable[tuple[str, object]], version: int) -> None:
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": items})
@@ -391,7 +391,7 @@ async def test_verification_detects_stale_tied_lm_head(tmp_path: Path) -> None:
         if difference > 1e-5:
             raise VerificationError(f"logprobs differ by {difference:.3g}")
 
-    engine = AsVLLMReloads(EngineSpec(str(tmp_path), max_context=CONTEXT, kv_cache_gib=0.125))
+    engine = ReloadingEngine(EngineSpec(str(tmp_path), max_context=CONTEXT, kv_cache_gib=0.125))
     loop = EngineLoop(lambda: engine)
     await loop.start()
     with pytest.raises(VerificationError, match=r"logprobs differ by [1-9]"):

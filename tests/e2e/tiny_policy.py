@@ -1,4 +1,4 @@
-"""A random Qwen3 small enough to build in a test, a trainer of it, samples for it, and its logprobs by transformers."""
+"""Tiny random models for tests, with trainers, samples and reference logprobs by transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
 YARN = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 8.0, "original_max_position_embeddings": 128}
-"""Positions 0 to 1023 of a model that was trained on 128."""
+"""Rope settings that extend a context of 128 to 1024 positions."""
 
 
 def make_tiny_qwen3(
@@ -122,10 +122,10 @@ def sequences(*lengths: int) -> list[list[int]]:
 def on_policy_samples(
     trainer: TrainerCore, *lengths: int, temperature: float = 1.0, at_once: bool = False
 ) -> list[TrainingSample]:
-    """The second half of each sequence is the completion; advantages alternate in sign.
+    """On-policy samples whose completion is the second half of each sequence. Advantages alternate in sign.
 
     Args:
-        at_once: Whether one forward pass scores all sequences, which takes several ranks much less time.
+        at_once: Score all sequences in one forward pass, which is much faster on several ranks.
     """
     samples: list[TrainingSample] = []
     drawn = sequences(*lengths)

@@ -35,8 +35,8 @@ def raises(rollout: Rollout) -> float:
 
 
 class TroubledSort(AlphabetSort):
-    """The first step of the first environment sleeps. The weight of the judges, one of them in threads, is 0: they fail
-    all the same, on a group each."""
+    """The first step of the first environment sleeps. The judges, one of them in threads, have weight 0 and still fail
+    on one group each."""
 
     def make_env(self, sample: Any, renderer: Any) -> Any:
         env = super().make_env(sample, renderer)
@@ -62,11 +62,11 @@ class TroubledSort(AlphabetSort):
         )
 
 
-def assert_troubles_are_named(run: Run, process: str) -> None:
-    """Check what a run of `TroubledSort` that has ended said of its troubles, and that they cost only their groups.
+def assert_failures_are_reported(run: Run, process: str) -> None:
+    """Check that a finished run of `TroubledSort` reported each failure and lost only the affected groups.
 
     Args:
-        run: A run in which the other rollouts are without errors.
+        run: A finished run whose other rollouts had no errors.
         process: Name of a process of its rollouts.
     """
     output = " ".join(run.output.split())  # lines are wrapped

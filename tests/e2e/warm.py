@@ -1,4 +1,4 @@
-"""Worlds of ranks, in processes that are forked from a server that has already imported torch and torchtitan."""
+"""Worlds of ranks in processes forked from a server that has already imported torch and torchtitan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-LIMIT_S = 480.0  # what hangs fails before the limit of a test ends its process
+LIMIT_S = 480.0  # a hang fails before the test timeout ends the process
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["titan_rl.training.trainer", "e2e.sharded_steps", "e2e.sharded_publish"])
