@@ -61,14 +61,14 @@ def trl_task(section: str, module: str, data: str, folder: Path, monkeypatch: py
     return load_config("run.toml", BASE).tasks[0].task
 
 
-async def test_rows_and_reward_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trl_rows_and_reward_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = trl_task("Rows and reward functions of TRL", "rewards.py", "sums.jsonl", tmp_path, monkeypatch)
     row = task.train_sample(0, 0)
     group = await play(task, row, lambda _: row["answer"], lambda _: "?")
     assert [rollout.reward for rollout in group.rollouts] == pytest.approx([1 - len(row["answer"]) / 1000, -0.001])
 
 
-async def test_classes_with_tool_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trl_classes_with_tool_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = trl_task("Classes with tool methods", "counter.py", "counter.jsonl", tmp_path, monkeypatch)
     row = task.train_sample(0, 0)
 

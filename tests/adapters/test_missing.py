@@ -23,7 +23,7 @@ TASKS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("extra", TASKS)
-def test_the_command_that_installs_it_is_told(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_error_gives_the_install_command(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     modules, make = TASKS[extra]
     for name in modules:
         monkeypatch.setitem(sys.modules, name, None)

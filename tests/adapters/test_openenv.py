@@ -34,7 +34,7 @@ async def one(task: OpenEnv, *said: str | Message, **limits: Any) -> Any:
     return group.rollouts[0]
 
 
-async def test_a_rollout_is_an_episode_of_its_own_and_its_rewards_add_up() -> None:
+async def test_rollout_is_one_episode_with_summed_rewards() -> None:
     steps = at_step(observed({"echo": "a"}, reward=0.5), observed({"echo": "b"}, reward=1, done=True))
     async with serving(steps) as server:
         task = OpenEnv(url=server.url, reset={"level": 2}, prompt="Echo!", system="Be brief.")
@@ -68,7 +68,7 @@ async def test_functions_map_actions_and_observations() -> None:
     assert rollout.reward_breakdown == {"reward": 0.0, "invalid_actions": 1.0}
 
 
-async def test_actions_that_the_environment_does_not_take_are_told_and_end_the_rollout_at_last() -> None:
+async def test_rejected_actions_are_reported_and_eventually_end_the_rollout() -> None:
     async with serving(at_step(*[error("VALIDATION_ERROR")] * 2)) as server:
         task = OpenEnv(url=server.url, action="json", max_invalid_actions=2)
         rollout = await one(task, '{"move": 1}', '{"move": 2}', "[]")
@@ -78,7 +78,7 @@ async def test_actions_that_the_environment_does_not_take_are_told_and_end_the_r
     assert "JSON object" in rollout.messages[-1]["content"]
 
 
-async def test_tools_of_the_environment_are_the_policys() -> None:
+async def test_environment_tools_are_offered_to_the_policy() -> None:
     tool = {"name": "add", "description": "Add.", "input_schema": {"type": "object", "properties": {}}}
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def nothing(observation: Any) -> str:
         ({"type": "observation", "data": {"observation": 3}}, "observation that is not a table: 3"),
     ],
 )
-async def test_faults_of_the_server_are_no_doing_of_the_policy(fault: Any, said: str) -> None:
+async def test_server_faults_are_environment_errors(fault: Any, said: str) -> None:
     async with serving(at_step(fault)) as server:
         rollout = await one(OpenEnv(url=server.url, answer_timeout_s=0.1), "hello")
         assert rollout.status is RolloutStatus.ERROR_ENV
@@ -131,7 +131,7 @@ async def test_faults_of_the_server_are_no_doing_of_the_policy(fault: Any, said:
             await asyncio.sleep(0)
 
 
-async def test_a_server_that_is_not_there_is_an_error_of_the_environment() -> None:
+async def test_unreachable_server_is_an_environment_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
     rollout = await one(OpenEnv(url=f"http://127.0.0.1:{port}"), "hello")
@@ -139,7 +139,7 @@ async def test_a_server_that_is_not_there_is_an_error_of_the_environment() -> No
     assert "cannot be reached: ConnectionRefusedError" in str(rollout.error)
 
 
-async def test_a_full_server_is_waited_for_and_then_told_of() -> None:
+async def test_waits_for_a_full_server_until_the_timeout() -> None:
     async with serving(at_step(*[observed({}, done=True)] * 4), places=1) as server:
         task = OpenEnv(url=server.url, open_timeout_s=10.0)
         group = await play(task, task.train_sample(0, 0), *[lambda _: "hello"] * 4)
@@ -156,6 +156,6 @@ async def test_training_and_validation_have_different_seeds() -> None:
     assert {sample["seed"] % 2 for sample in task.validation_samples(50)} == {1}
 
 
-def test_an_address_must_be_one() -> None:
+def test_rejects_an_invalid_url() -> None:
     with pytest.raises(ValueError, match="not a server address"):
         OpenEnv(url="localhost:8000")

@@ -46,7 +46,7 @@ def halving(messages: Any) -> str:
     return f'{{"guess": {(low + high) // 2}}}'
 
 
-async def test_episodes_are_played_side_by_side_and_their_sessions_closed(ports: tuple[int, ...]) -> None:
+async def test_concurrent_episodes_close_their_sessions(ports: tuple[int, ...]) -> None:
     task = guessing(ports[0])
     for index in range(3):
         group = await play(task, task.train_sample(0, index), *[halving] * 3)
@@ -61,7 +61,7 @@ async def test_episodes_are_played_side_by_side_and_their_sessions_closed(ports:
     await session.close()
 
 
-async def test_actions_it_does_not_take_are_told_and_its_own_errors_are_faults(ports: tuple[int, ...]) -> None:
+async def test_rejected_actions_are_reported_and_server_errors_are_faults(ports: tuple[int, ...]) -> None:
     task = guessing(ports[0], max_invalid_actions=1)
     replies = iter(['{"gues": 3}', '{"guess": "three"}'])
     (refused,) = (await play(task, task.train_sample(0, 0), lambda _: next(replies))).rollouts
@@ -72,7 +72,7 @@ async def test_actions_it_does_not_take_are_told_and_its_own_errors_are_faults(p
     assert "the environment broke" in str(broken.error)
 
 
-async def test_a_full_server_is_waited_for(ports: tuple[int, ...]) -> None:
+async def test_waits_for_a_full_server(ports: tuple[int, ...]) -> None:
     task = guessing(ports[0])
     group = await play(task, task.train_sample(0, 0), *[halving] * 8)
     assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.COMPLETED] * 8
@@ -84,7 +84,7 @@ async def test_a_full_server_is_waited_for(ports: tuple[int, ...]) -> None:
     await asyncio.gather(*(session.close() for session in sessions))
 
 
-async def test_tools_of_an_mcp_environment(ports: tuple[int, ...]) -> None:
+async def test_mcp_environment_tools(ports: tuple[int, ...]) -> None:
     task = OpenEnv(url=f"http://127.0.0.1:{ports[1]}", action="tools", prompt="Echo.")
     env = task.env(task.train_sample(0, 0))
     observation = await env.reset()

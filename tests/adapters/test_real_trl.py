@@ -56,7 +56,7 @@ def by_trl(prompts: list[Any], completions: list[Any], row: dict[str, Any]) -> l
     ]
 
 
-async def test_each_function_gives_what_it_gives_to_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reward_functions_give_the_same_values_as_in_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     row = {"prompt": "Is it?", "answer": "yes"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))

@@ -32,7 +32,7 @@ def answered(text: object) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(DATASETS.keys() - {"composite"}))
-async def test_every_data_set_gives_questions_and_scores_their_right_answers(name: str) -> None:
+async def test_every_dataset_gives_questions_and_scores_right_answers(name: str) -> None:
     task = ReasoningGym(dataset=name, held_out=0, config=CONFIGS.get(name, {}))
     item = task.train_sample(0, 3)
     assert item["question"] in task.prompt(item)[-1]["content"]
@@ -44,7 +44,7 @@ async def test_every_data_set_gives_questions_and_scores_their_right_answers(nam
     assert 0.0 <= await task.reward(item, "<answer>no such thing)</answer>") <= 1.0
 
 
-async def test_a_group_is_scored_and_told_how_to_answer() -> None:
+async def test_prompt_gives_the_answer_format_and_answers_are_scored() -> None:
     task = legs(format_weight=0.25, system="Think first.")
     item = task.train_sample(0, 0)
     group = await play(task, item, answered(item["answer"]), answered(-1), lambda _: "I do not know")
@@ -56,7 +56,7 @@ async def test_a_group_is_scored_and_told_how_to_answer() -> None:
     assert "between <answer> and </answer>" in asked["content"]
 
 
-def test_items_are_those_of_their_index_and_never_held_out() -> None:
+def test_items_are_determined_by_index_and_never_held_out() -> None:
     task = legs(config=FEW)
     held_out = {item["question"] for item in task.validation_samples(30)}
     trained = [task.train_sample(seed, index)["question"] for seed in range(3) for index in range(100)]
@@ -70,7 +70,7 @@ def test_items_are_those_of_their_index_and_never_held_out() -> None:
     assert len(set(wide)) > 290
 
 
-def test_demonstrations_are_right_as_often_as_is_said_and_none_is_held_out() -> None:
+def test_demonstrations_are_never_held_out() -> None:
     task = legs(config=FEW, demonstrated_right=0.25)
     held_out = {item["question"] for item in task.validation_samples(30)}
     shown = list(task.demonstrations(200))
@@ -81,14 +81,14 @@ def test_demonstrations_are_right_as_often_as_is_said_and_none_is_held_out() -> 
         list(ReasoningGym(dataset="rush_hour").demonstrations(1))
 
 
-def test_what_has_too_few_questions_cannot_be_held_out() -> None:
+def test_too_few_questions_for_validation_is_an_error() -> None:
     one = {"min_animals": 1, "max_animals": 1, "max_instances": 1}
     task = legs(config=one, held_out=0.0001)
     with pytest.raises(DataError, match="leg_counting gave no held-out question"):
         task.validation_samples(1)
 
 
-async def test_several_are_drawn_by_their_weights() -> None:
+async def test_composite_draws_datasets_by_weight() -> None:
     datasets = [{"name": "leg_counting", "weight": 3, "config": FEW}, {"name": "chain_sum", "config": {"max_terms": 2}}]
     task = ReasoningGym(dataset="composite", config={"datasets": datasets})
     items = [task.train_sample(0, index) for index in range(400)]
@@ -99,7 +99,7 @@ async def test_several_are_drawn_by_their_weights() -> None:
         assert await task.reward(item, f"<answer>{item['answer']}</answer>") == 1.0
 
 
-def test_lists_are_taken_where_a_data_set_has_tuples() -> None:
+def test_lists_are_accepted_for_tuple_settings() -> None:
     task = ReasoningGym(dataset="basic_arithmetic", config={"operators": ["+"]})
     assert not any(sign in task.train_sample(0, index)["question"] for index in range(20) for sign in "*/")
 
@@ -126,12 +126,12 @@ def test_lists_are_taken_where_a_data_set_has_tuples() -> None:
         ({"dataset": "composite"}, "composite refuses it: Must specify at least one"),
     ],
 )
-def test_what_cannot_go_well_is_told(settings: dict[str, Any], said: str) -> None:
+def test_check_settings_rejects_invalid_settings(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ReasoningGym(**{"dataset": "leg_counting", **settings}).check_settings()
 
 
-async def test_a_scorer_that_hangs_or_fails_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hanging_or_failing_scorer_gives_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     task = legs(score_timeout_s=0.05)
     item = task.train_sample(0, 0)

@@ -55,7 +55,7 @@ def halving() -> Callable[[Sequence[Message]], str]:
 
 
 @pytest.mark.parametrize("name", [name for name in GAMES.values() if name.partition("-")[0] not in NOT_HERE])
-def test_a_game_begins_and_takes_a_move(name: str) -> None:
+def test_every_game_starts_and_accepts_a_move(name: str) -> None:
     task = TextArena(env_id=name)
     task.check_settings()
     sample = task.train_sample(0, 0)
@@ -83,7 +83,7 @@ async def play_in_tokens(task: TextArena, sample: Any, policy: Callable[[str], s
 
 
 @pytest.mark.parametrize("game", ["GuessTheNumber-v0-raw", "GuessTheNumber-v0"])
-async def test_a_game_of_one_player_is_played_to_its_end(game: str) -> None:
+async def test_single_player_game_is_played_to_its_end(game: str) -> None:
     task = TextArena(env_id=game)
     task.check_settings()
     group = await play(task, task.train_sample(0, 0), halving(), lambda _: "[21]")
@@ -100,13 +100,13 @@ async def test_a_game_of_one_player_is_played_to_its_end(game: str) -> None:
     assert lost.reward < won.reward
 
 
-async def test_a_game_that_does_not_end_is_lost() -> None:
+async def test_unfinished_game_is_lost() -> None:
     task = TextArena(env_id="GuessTheNumber-v0-raw", lost_reward=-0.5)
     group = await play(task, task.train_sample(0, 0), halving(), max_turns=1)
     assert (group.rollouts[0].status, group.rollouts[0].reward) == (RolloutStatus.TRUNCATED_TURNS, -0.5)
 
 
-async def test_siblings_have_the_same_game_whatever_runs_beside_it() -> None:
+async def test_siblings_play_the_same_game_concurrently() -> None:
     task = TextArena(env_id="GuessTheNumber-v0-raw")
     sample = task.train_sample(0, 1)
     random.seed(5)
@@ -118,7 +118,7 @@ async def test_siblings_have_the_same_game_whatever_runs_beside_it() -> None:
     assert other.rollouts[0].messages != groups[0].rollouts[0].messages
 
 
-async def test_the_policy_plays_all_seats() -> None:
+async def test_policy_plays_all_seats() -> None:
     task = TextArena(env_id="TicTacToe-v0-raw")
     task.check_settings()
     group = await play_in_tokens(task, task.train_sample(0, 0), lambda text: re.findall(r"'(\[\d\])'", text)[-1])
@@ -134,7 +134,7 @@ async def test_the_policy_plays_all_seats() -> None:
     assert "has won" in str(first[-1]) or first[-1]["role"] == "user"
 
 
-async def test_a_function_plays_the_other_seats() -> None:
+async def test_function_plays_the_other_seats() -> None:
     task = TextArena(env_id="TicTacToe-v0-raw", seats={"player_1": "adapters.playing:free_square"}, rotate="sample")
     seats = []
     for index in range(6):
@@ -147,14 +147,14 @@ async def test_a_function_plays_the_other_seats() -> None:
     assert set(seats) == {"player_0", "player_1"}
 
 
-async def test_wrappers_are_put_around_a_game() -> None:
+async def test_wrappers_are_applied_to_the_game() -> None:
     task = TextArena(env_id="GuessTheNumber-v0-raw", wrappers=("ActionFormattingWrapper",))
     bare = halving()
     group = await play(task, task.train_sample(0, 0), lambda messages: bare(messages).strip("[]"))
     assert group.rollouts[0].reward == 1.0
 
 
-def test_validation_has_other_seeds() -> None:
+def test_training_and_validation_have_different_seeds() -> None:
     task = TextArena(env_id="GuessTheNumber-v0-raw")
     trained = {task.train_sample(seed, index)["seed"] for seed in range(2) for index in range(100)}
     held_out = {sample["seed"] for sample in task.validation_samples(100)}
@@ -178,7 +178,9 @@ def test_validation_has_other_seeds() -> None:
         ({"env_id": "Debate-v0"}, "OPENROUTER_API_KEY"),
     ],
 )
-def test_what_cannot_go_well_is_told(settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_settings_rejects_invalid_settings(
+    settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=said):
         TextArena(**{"env_id": "GuessTheNumber-v0", **settings}).check_settings()

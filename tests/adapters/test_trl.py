@@ -53,7 +53,7 @@ def sums(folder: Path, *functions: str, **settings: Any) -> TRLTask:
     return TRLTask(dataset=rows(folder, SUMS), reward_funcs=named(*functions), **settings)
 
 
-def test_rows_come_from_wherever_datasets_has_them(tmp_path: Path) -> None:
+def test_rows_load_from_every_datasets_source(tmp_path: Path) -> None:
     data = datasets.Dataset.from_list(SUMS)
     data.to_csv(tmp_path / "a.csv")
     data.to_parquet(tmp_path / "a.parquet")
@@ -69,7 +69,7 @@ def test_rows_come_from_wherever_datasets_has_them(tmp_path: Path) -> None:
     assert [row["prompt"] for row in task.validation_samples(10)] == [SUMS[5]["prompt"]]
 
 
-def test_what_is_held_out_is_never_trained_on(tmp_path: Path) -> None:
+def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:
     task = sums(tmp_path, "never")
     held_out = {row["prompt"] for row in task.validation_samples(100)}
     trained = [task.train_sample(0, index)["prompt"] for index in range(300)]
@@ -81,7 +81,7 @@ def test_what_is_held_out_is_never_trained_on(tmp_path: Path) -> None:
     assert trained != [task.train_sample(1, index)["prompt"] for index in range(300)]
 
 
-async def test_functions_are_called_with_texts_where_the_prompt_is_one(tmp_path: Path) -> None:
+async def test_reward_functions_get_texts_for_a_text_prompt(tmp_path: Path) -> None:
     task = sums(tmp_path, "remembered", "is_right", reward_weights=(1.0, 3.0), system="Be brief.")
     row = task.train_sample(0, 0)
     group = await play(task, row, lambda _: row["answer"], lambda _: "none")
@@ -98,7 +98,7 @@ async def test_functions_are_called_with_texts_where_the_prompt_is_one(tmp_path:
     assert not given.keys() & {"prompt", "environments"}
 
 
-async def test_functions_are_called_with_messages_where_the_prompt_has_them(tmp_path: Path) -> None:
+async def test_reward_functions_get_messages_for_a_conversational_prompt(tmp_path: Path) -> None:
     prompt = [{"role": "system", "content": "Sum."}, {"role": "user", "content": "1 + 1?"}]
     task = TRLTask(dataset=rows(tmp_path, [{"prompt": prompt}]), reward_funcs=named("remembered"), held_out=0)
     await play(task, task.train_sample(0, 0), lambda _: "2")
@@ -107,7 +107,7 @@ async def test_functions_are_called_with_messages_where_the_prompt_has_them(tmp_
     assert given["completions"] == [[{"role": "assistant", "content": "2"}]]
 
 
-async def test_another_column_or_a_text_with_columns_is_the_prompt(tmp_path: Path) -> None:
+async def test_prompt_can_be_another_column_or_a_template(tmp_path: Path) -> None:
     path = rows(tmp_path, [{"question": "1 + 1?", "answer": "2"}])
     for prompt, said in (("question", "1 + 1?"), ("{question} Briefly!", "1 + 1? Briefly!")):
         task = TRLTask(dataset=path, reward_funcs=named("remembered"), prompt=prompt, held_out=0)
@@ -116,7 +116,7 @@ async def test_another_column_or_a_text_with_columns_is_the_prompt(tmp_path: Pat
         assert trl_functions.calls[-1]["question"] == ["1 + 1?"]
 
 
-async def test_tokens_and_the_step_of_the_policy_are_given(tmp_path: Path) -> None:
+async def test_reward_functions_get_tokens_and_the_policy_step(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     renderer = ChatTemplateRenderer(tokenizer)
     replies = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in ("18", "eighteen")]
@@ -139,7 +139,7 @@ async def test_tokens_and_the_step_of_the_policy_are_given(tmp_path: Path) -> No
     assert [rollout.reward for rollout in group.rollouts] == [0.0, -0.8]  # TRL's own, which counts tokens
 
 
-async def test_none_leaves_a_function_out_and_what_is_logged_is_recorded(tmp_path: Path) -> None:
+async def test_none_excludes_a_reward_and_logged_values_are_recorded(tmp_path: Path) -> None:
     task = sums(tmp_path, "of_long_ones", "is_right")
     row = {"prompt": "", "answer": "yes"}
     group = await play(task, row, lambda _: "yes", lambda _: "no", lambda _: "never so")
@@ -152,33 +152,33 @@ async def test_none_leaves_a_function_out_and_what_is_logged_is_recorded(tmp_pat
     ]
 
 
-async def test_what_no_function_values_has_no_reward_and_no_advantage(tmp_path: Path) -> None:
+async def test_rollout_without_any_reward_value_has_no_advantage(tmp_path: Path) -> None:
     task = sums(tmp_path, "of_long_ones", "never")
     group = await play(task, {"prompt": ""}, lambda _: "yes", lambda _: "no", lambda _: "never")
     assert [rollout.reward for rollout in group.rollouts] == [0.5, None, 0.5]
     assert [rollout.advantage for rollout in group.rollouts] == [0.0, None, 0.0]
 
 
-async def test_async_functions_run_together(tmp_path: Path) -> None:
+async def test_async_reward_functions_run_concurrently(tmp_path: Path) -> None:
     task = sums(tmp_path, "judge", "same_judge", reward_weights=(1.0, -1.0))
     (rollout,) = (await play(task, {"prompt": ""}, lambda _: "yes")).rollouts
     assert rollout.reward_breakdown == {"Judge": 1.0, "Judge_2": 1.0}
     assert rollout.reward == 0.0
 
 
-async def test_functions_run_in_threads_where_that_is_asked_for(tmp_path: Path) -> None:
+async def test_reward_functions_can_run_in_threads(tmp_path: Path) -> None:
     task = sums(tmp_path, "thread", reward_funcs_in_thread=True)
     (rollout,) = (await play(task, {"prompt": ""}, lambda _: "yes")).rollouts
     assert rollout.reward not in (None, float(threading.get_ident()))
 
 
-async def test_a_function_that_gives_too_few_rewards_is_named(tmp_path: Path) -> None:
+async def test_too_few_rewards_error_names_the_function(tmp_path: Path) -> None:
     task = sums(tmp_path, "too_few")
     group = await play(task, {"prompt": ""}, lambda _: "a", lambda _: "b")
     assert "'too_few' gave 1 values for the 2 of group" in str(group.failure)
 
 
-async def test_functions_of_trl_itself_work_unmodified(tmp_path: Path) -> None:
+async def test_trl_reward_functions_work_unmodified(tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": "1 + 1?"}]
     functions = ("trl.rewards:think_format_reward",)
     task = TRLTask(dataset=rows(tmp_path, [{"prompt": prompt}]), reward_funcs=functions, held_out=0)
@@ -197,7 +197,7 @@ class TestEnvironments:
         given = {"environment_factory": factory, "held_out": 0, **settings}
         return TRLTask(dataset=path, reward_funcs=named(*functions), **given)
 
-    async def test_its_methods_are_tools_and_it_gives_its_own_reward(self, tmp_path: Path) -> None:
+    async def test_methods_are_tools_and_get_reward_is_used(self, tmp_path: Path) -> None:
         task = self.task(tmp_path, "counted", "remembered")
         row = task.train_sample(0, 0)
 
@@ -222,7 +222,7 @@ class TestEnvironments:
         assert mine.columns["prompt"] == row["prompt"]
         assert [message["role"] for message in given["completions"][0]] == ["assistant", "tool"] * 2 + ["assistant"]
 
-    async def test_its_tools_are_told_to_the_policy(self, tmp_path: Path) -> None:
+    async def test_tools_are_offered_to_the_policy(self, tmp_path: Path) -> None:
         env = self.task(tmp_path).env({"target": 0})
         observation = await env.reset()
         assert observation.tools is not None
@@ -230,14 +230,14 @@ class TestEnvironments:
         assert observation.messages == [{"role": "user", "content": ""}]
         await env.close()
 
-    async def test_one_that_was_never_reached_is_judged_too(self, tmp_path: Path) -> None:
+    async def test_environment_is_rewarded_without_a_valid_call(self, tmp_path: Path) -> None:
         task = self.task(tmp_path, "counted")
         row = task.train_sample(0, 0)
         group = await play(task, row, lambda _: calling("add", number=3), lambda _: calling("add"), max_turns=1)
         assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.TRUNCATED_TURNS] * 2
         assert [rollout.reward for rollout in group.rollouts] == [1.3, 0.0]
 
-    async def test_one_whose_first_reply_was_cut_off_is_judged(self, tmp_path: Path) -> None:
+    async def test_environment_is_rewarded_when_the_first_reply_is_truncated(self, tmp_path: Path) -> None:
         renderer = pytest.importorskip("renderers.qwen3").Qwen3Renderer(byte_tokenizer())
 
         async def generate(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
@@ -251,7 +251,7 @@ class TestEnvironments:
         )
         assert [rollout.reward_breakdown for rollout in group.rollouts] == [{"counted": 0.0, "Counter": 1.0}] * 2
 
-    async def test_judging_that_was_cancelled_begins_anew(self, tmp_path: Path) -> None:
+    async def test_cancelled_scoring_can_be_repeated(self, tmp_path: Path) -> None:
         task = self.task(tmp_path, "counted_later")
         unjudged = SimpleNamespace(env=task.env, rubric=lambda: Rubric([Reward(lambda rollout: 0.0, name="none")]))
         group = await play(unjudged, task.train_sample(0, 0), lambda _: calling("add", number=2), max_turns=1)
@@ -264,7 +264,7 @@ class TestEnvironments:
         await rubric.score(group)
         assert group.rollouts[0].reward_breakdown == {"counted_later": 0.2, "Counter": 0.0}
 
-    async def test_rows_choose_among_several(self, tmp_path: Path) -> None:
+    async def test_rows_select_the_environment(self, tmp_path: Path) -> None:
         counter, plain = named("Counter", "Plain")
         task = self.task(tmp_path, "kinds", environment_factory={"counter": counter, "plain": plain})
         row = task.train_sample(0, 0)
@@ -273,7 +273,7 @@ class TestEnvironments:
         assert first.reward_breakdown == {"kinds": 0.0, "Counter": 0.0}
         assert second.reward_breakdown == {"kinds": 1.0}
 
-    async def test_one_may_have_the_data_itself(self) -> None:
+    async def test_environment_without_a_dataset(self) -> None:
         (plain,) = named("Plain")
         task = TRLTask(environment_factory=plain, reward_funcs=named("kinds"))
         task.check_settings()
@@ -301,7 +301,7 @@ class TestEnvironments:
         ({"environment_factory": {"a": named("Plain")[0]}}, "the column environment = 'None' is none of"),
     ],
 )
-def test_what_cannot_go_well_is_told(
+def test_check_settings_rejects_invalid_settings(
     settings: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

@@ -24,7 +24,7 @@ def sampled(seed: int, games: int = 100) -> Ratings:
     return rate("game", ["a", "b", "c"], results)
 
 
-def test_ratings_recover_the_true_ones_within_their_errors() -> None:
+def test_ratings_recover_true_values_within_standard_errors() -> None:
     deviations = [
         (rating.elo - (true - fmean(TRUE))) / rating.standard_error
         for seed in range(100)
@@ -34,7 +34,7 @@ def test_ratings_recover_the_true_ones_within_their_errors() -> None:
     assert pstdev(deviations) == pytest.approx(1.0, abs=0.15)
 
 
-def test_three_wins_in_four_are_191_points() -> None:
+def test_75_percent_wins_are_191_elo_points() -> None:
     ratings = rate("game", ["a", "b"], {(0, 1): [1.0] * 3000 + [0.0] * 1000})
     first, second = ratings.ratings
     assert first.elo - second.elo == pytest.approx(190.8, abs=0.2)
@@ -45,18 +45,18 @@ def test_three_wins_in_four_are_191_points() -> None:
     assert first.standard_error == pytest.approx(slope * (0.75 * 0.25 / 4000) ** 0.5 / 2, rel=0.01)
 
 
-def test_a_policy_that_wins_all_games_has_a_finite_rating() -> None:
+def test_policy_that_wins_every_game_has_a_finite_rating() -> None:
     ratings = rate("game", ["a", "b"], {(0, 1): [1.0] * 20})
     assert 200 < ratings.ratings[0].elo - ratings.ratings[1].elo < 900
 
 
-def test_more_games_make_smaller_errors_and_draws_count_half() -> None:
+def test_more_games_reduce_errors_and_draws_count_half() -> None:
     few, many = rate("g", ["a", "b"], {(0, 1): [0.5] * 10}), rate("g", ["a", "b"], {(0, 1): [0.5] * 1000})
     assert [rating.elo for rating in few.ratings] == pytest.approx([0.0, 0.0])
     assert many.ratings[0].standard_error < few.ratings[0].standard_error / 5
 
 
-def test_policies_that_never_met_cannot_be_rated() -> None:
+def test_rejects_policies_without_common_games() -> None:
     with pytest.raises(ValueError, match="have played each other are needed"):
         rate("game", ["a", "b", "c"], {(0, 1): [1.0]})
 
@@ -69,7 +69,7 @@ class Named:
         self.asked.append(session_id)
 
 
-async def test_two_policies_take_turns_at_the_seats() -> None:
+async def test_pair_alternates_seats() -> None:
     first, second = Named(1), Named(2)
     pair = Pair(first, second, ["white", "black"])  # pyright: ignore[reportArgumentType]
     sampling = SamplingParams(max_tokens=1)

@@ -100,7 +100,7 @@ def copy_of(folder: Path, *, plus: float = 0.0, **config: object) -> str:
     return str(folder)
 
 
-async def test_a_policy_of_the_same_architecture_is_loaded_into_the_running_generators(
+async def test_same_architecture_is_loaded_into_running_generators(
     tmp_path: Path, started: Started, policies: OpenedPolicies
 ):
     async with policies:
@@ -117,9 +117,7 @@ async def test_a_policy_of_the_same_architecture_is_loaded_into_the_running_gene
     assert started.num_running == 0
 
 
-async def test_a_policy_of_another_architecture_gets_generators_of_its_own(
-    tmp_path: Path, started: Started, policies: OpenedPolicies
-):
+async def test_different_architecture_gets_new_generators(tmp_path: Path, started: Started, policies: OpenedPolicies):
     async with policies:
         await policies.open(copy_of(tmp_path / "first"))
         await policies.open(copy_of(tmp_path / "other", rope_theta=5000.0))
@@ -127,7 +125,7 @@ async def test_a_policy_of_another_architecture_gets_generators_of_its_own(
     assert started.names == ["first", "other"]
 
 
-async def test_generators_that_cannot_load_a_policy_are_started_again(
+async def test_generators_restart_when_loading_weights_fails(
     tmp_path: Path, started: Started, policies: OpenedPolicies
 ):
     async with policies:

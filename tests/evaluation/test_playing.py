@@ -56,7 +56,7 @@ async def fails_at_two(prompt_token_ids: Any, *, request_id: str, session_id: An
     return await count_down(prompt_token_ids, request_id=request_id, sampling=sampling)
 
 
-async def test_figures_are_those_of_the_transcripts() -> None:
+async def test_result_figures_match_the_transcripts() -> None:
     lines = await play(suite([1, 2, 3]))
     assert [line["phase"] for line in lines] == ["evaluation"] * 6
     assert {(line["task"], line["step"]) for line in lines} == {("counting", 3)}
@@ -71,7 +71,7 @@ async def test_figures_are_those_of_the_transcripts() -> None:
     assert (found.num_unscored, found.breakdown, found.completion_tokens) == (0, {"turns": 1.5}, 2.0)
 
 
-async def test_a_threshold_that_no_sample_reaches_is_reported() -> None:
+async def test_unreached_success_threshold_is_reported() -> None:
     halves = [
         Reward(lambda rollout: float(rollout.sibling == 0), name="right"),
         Reward(lambda rollout: 0.2, name="brief"),
@@ -90,7 +90,7 @@ async def test_a_threshold_that_no_sample_reaches_is_reported() -> None:
     assert "no sample reached" not in table([Evaluation("base", 0, {"counting": reached}, 1.0)])
 
 
-async def test_what_fails_is_counted_and_in_no_mean() -> None:
+async def test_failed_rollouts_are_counted_but_not_averaged() -> None:
     found = result(await play(suite([1, 2, 3]), generate=fails_at_two))
     assert found.statuses == {"completed": 4, "error_generate": 2}
     assert found.num_unscored == 2
@@ -101,7 +101,7 @@ async def test_what_fails_is_counted_and_in_no_mean() -> None:
     assert count == 2
 
 
-async def test_answers_that_cannot_be_parsed_are_told_of_below_the_table() -> None:
+async def test_unparsed_answers_are_noted_below_the_table() -> None:
     lines = await play(suite([1, 2, 3]))
     assert "parsed" not in table([Evaluation("policy", 0, {"counting": result(lines)}, 1.0)])
     unread = [{**line, "status": "error_parse", "reward": None} if line["prompt"] == 0 else line for line in lines]
@@ -113,7 +113,7 @@ async def test_answers_that_cannot_be_parsed_are_told_of_below_the_table() -> No
     assert result(scored).num_unparsed == 0
 
 
-async def test_a_rubric_that_fails_leaves_its_prompt_without_a_reward() -> None:
+async def test_failing_rubric_leaves_its_prompt_unscored() -> None:
     def broken(rollout: Any) -> float:
         if rollout.sample == 2:
             raise KeyError("answer")
@@ -127,7 +127,7 @@ async def test_a_rubric_that_fails_leaves_its_prompt_without_a_reward() -> None:
     assert "KeyError: 'answer'" in found.errors[0][0]
 
 
-async def test_an_endpoint_that_is_down_ends_the_evaluation_with_its_reason() -> None:
+async def test_repeated_failures_end_the_evaluation_with_the_reason() -> None:
     with pytest.raises(BaseExceptionGroup) as failed:
         await play(suite([2, 2, 2]), generate=fails_at_two, in_flight=1)
     assert failed.group_contains(GenerationError, match="2 prompts in a row .* GenerationError: down")
@@ -140,7 +140,7 @@ async def test_an_endpoint_that_is_down_ends_the_evaluation_with_its_reason() ->
     assert failed.group_contains(RewardError, match="KeyError")
 
 
-async def test_no_more_prompts_are_played_at_once_than_asked_for() -> None:
+async def test_concurrent_prompts_stay_within_in_flight() -> None:
     running = most = 0
 
     async def watched(prompt_token_ids: Any, **request: Any) -> Completion:
@@ -156,7 +156,7 @@ async def test_no_more_prompts_are_played_at_once_than_asked_for() -> None:
     await play(suite([2] * 3, samples=3), generate=watched, in_flight=1)
 
 
-async def test_what_is_finished_is_not_played_again() -> None:
+async def test_resume_skips_finished_prompts() -> None:
     first = await play(suite([1, 2]), suite([4], name="other"), generate=fails_at_two)
     suites = [suite([1, 2, 3]), suite([5], name="other")]
     kept = finished_lines([*first, {**first[0], "sibling": 7, "prompt": 9}], suites)
@@ -172,12 +172,12 @@ async def test_what_is_finished_is_not_played_again() -> None:
     assert result([line for line in lines if line["task"] == "counting"]) == result(await play(suite([1, 2, 3])))
 
 
-def test_prompts_are_told_apart_by_what_they_are() -> None:
+def test_digest_identifies_prompts_by_content() -> None:
     assert digest({"a": 1}) == digest({"a": 1}) != digest({"a": 2})
     assert digest(object()) == ""
 
 
-async def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+async def test_results_file_round_trips(tmp_path: Path) -> None:
     written = Evaluation("the model base", 0, {"counting": result(await play(suite([1, 3])))}, 1.5, True, tmp_path)
     written.write()
     assert read_evaluation(tmp_path) == read_evaluation(tmp_path / "results.json") == written
@@ -189,7 +189,7 @@ async def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
         read_evaluation(tmp_path / "none")
 
 
-async def test_evaluations_stand_side_by_side() -> None:
+async def test_table_compares_evaluations() -> None:
     worse = Evaluation("base", 0, {"counting": result(await play(suite([1, 2])))}, 1.0)
     lines = await play(suite([1, 2], rubric=Rubric([Reward(lambda rollout: 4.0, name="turns")])))
     better = Evaluation("step 8", 8, {"counting": result(lines)}, 1.0, is_complete=False)
@@ -210,7 +210,7 @@ async def test_evaluations_stand_side_by_side() -> None:
     assert table([worse, other]).count("task ") == 2
 
 
-async def test_each_seat_of_a_game_has_figures_of_its_own() -> None:
+async def test_seats_of_a_game_are_separate_samples_of_one_prompt() -> None:
     signs = {"first": 1.0, "second": -1.0}
     lines = [
         {**line, "seat": seat, "reward": sign * line["reward"]}
@@ -227,7 +227,7 @@ async def test_each_seat_of_a_game_has_figures_of_its_own() -> None:
     assert (found.avg_at[2].num_prompts, found.pass_at[2].num_prompts) == (2, 2)
 
 
-async def test_seats_that_fare_alike_are_no_further_evidence() -> None:
+async def test_equal_seats_do_not_reduce_the_standard_error() -> None:
     alone = await play(suite([1, 2, 3]))
     twice = [{**line, "seat": seat} for line in alone for seat in ("first", "second")]
     for k in (1, 2):

@@ -17,7 +17,7 @@ REWARD = st.floats(-10, 10)
 
 
 @given(st.lists(st.lists(REWARD, min_size=3, max_size=3), min_size=2, max_size=8))
-def test_with_equal_groups_the_error_is_that_of_the_prompts_means(groups: list[list[float]]) -> None:
+def test_standard_error_with_equal_groups_is_that_of_prompt_means(groups: list[list[float]]) -> None:
     estimate = clustered_mean(dict(enumerate(groups)))
     assert estimate is not None
     assert estimate.standard_error is not None
@@ -26,7 +26,7 @@ def test_with_equal_groups_the_error_is_that_of_the_prompts_means(groups: list[l
     assert estimate.standard_error == pytest.approx(stdev(means) / math.sqrt(len(means)), abs=1e-9)
 
 
-def test_copies_of_samples_are_no_further_evidence() -> None:
+def test_copied_samples_do_not_reduce_the_standard_error() -> None:
     once = clustered_mean({"a": [0.0], "b": [1.0], "c": [1.0]})
     often = clustered_mean({"a": [0.0] * 9, "b": [1.0] * 9, "c": [1.0] * 9})
     assert once is not None
@@ -35,7 +35,7 @@ def test_copies_of_samples_are_no_further_evidence() -> None:
     assert often.num_samples == 27
 
 
-def test_the_error_is_what_repeated_evaluations_vary_by() -> None:
+def test_standard_error_matches_the_spread_of_repeated_evaluations() -> None:
     draw = random.Random(0)
 
     def evaluation() -> dict[int, list[float]]:
@@ -47,7 +47,7 @@ def test_the_error_is_what_repeated_evaluations_vary_by() -> None:
     assert told == pytest.approx(stdev(e.mean for e in estimates if e is not None), rel=0.1)
 
 
-def test_a_single_prompt_has_no_error_and_none_no_mean() -> None:
+def test_single_prompt_has_no_error_and_no_prompts_no_mean() -> None:
     alone = clustered_mean({"a": [0.0, 1.0]})
     assert alone is not None
     assert (alone.mean, alone.standard_error, alone.num_prompts, alone.num_samples) == (0.5, None, 1, 2)
@@ -56,13 +56,13 @@ def test_a_single_prompt_has_no_error_and_none_no_mean() -> None:
 
 
 @given(st.integers(1, 7), st.data())
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int, data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(n: int, data: st.DataObject) -> None:
     right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     subsets = list(combinations([i < right for i in range(n)], k))
     assert pass_at_k(n, right, k) == pytest.approx(fmean(any(subset) for subset in subsets))
 
 
-def test_pass_and_avg_leave_out_prompts_with_too_few_samples() -> None:
+def test_pass_and_avg_at_k_skip_prompts_with_too_few_samples() -> None:
     rewards = {"a": [1.0, 0.0], "b": [0.0, 0.0], "lost one": [1.0]}
     assert passes_at_k(rewards, 2, success=1.0) == {"a": [1.0], "b": [0.0]}
     assert averages_at_k(rewards, 2) == {"a": [0.5], "b": [0.0]}
@@ -71,7 +71,7 @@ def test_pass_and_avg_leave_out_prompts_with_too_few_samples() -> None:
         pass_at_k(2, 1, 3)
 
 
-def test_what_is_hard_for_both_drops_out_of_a_paired_difference() -> None:
+def test_prompt_difficulty_cancels_in_a_paired_difference() -> None:
     first = {i: [float(i), float(i)] for i in range(10)}
     second = {i: [i + 0.5, i + 0.5] for i in range(10)}
     paired = difference(first, second)
@@ -86,7 +86,7 @@ def test_what_is_hard_for_both_drops_out_of_a_paired_difference() -> None:
 
 
 @given(st.lists(st.tuples(REWARD, REWARD), min_size=2, max_size=8))
-def test_a_paired_error_is_that_of_the_differences(pairs: list[tuple[float, float]]) -> None:
+def test_paired_standard_error_is_that_of_the_differences(pairs: list[tuple[float, float]]) -> None:
     found = difference({i: [a] for i, (a, _) in enumerate(pairs)}, {i: [b] for i, (_, b) in enumerate(pairs)})
     differences = [b - a for a, b in pairs]
     assert found is not None
@@ -94,7 +94,7 @@ def test_a_paired_error_is_that_of_the_differences(pairs: list[tuple[float, floa
     assert found.standard_error == pytest.approx(stdev(differences) / math.sqrt(len(pairs)), abs=1e-9)
 
 
-def test_evaluations_are_compared_on_the_prompts_that_both_have() -> None:
+def test_difference_uses_only_shared_prompts() -> None:
     found = difference({"a": [0.0], "b": [0.0], "only first": [9.0]}, {"a": [1.0], "b": [0.0], "only second": [9.0]})
     assert found is not None
     assert (found.mean, found.num_paired) == (0.5, 2)

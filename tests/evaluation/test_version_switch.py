@@ -52,7 +52,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_requests_of_another_version_wait_until_nothing_runs(tmp_path: Path) -> None:
+async def test_requests_of_another_version_wait_for_running_ones(tmp_path: Path) -> None:
     engine = Engine()
     switch = switch_of(engine, tmp_path)
     tasks = [ask(switch, None, "base-0"), ask(switch, "a", "a-0"), ask(switch, "a", "a-1"), ask(switch, "b", "b-0")]
@@ -67,7 +67,7 @@ async def test_requests_of_another_version_wait_until_nothing_runs(tmp_path: Pat
     assert engine.loaded == ["a", "b", "base"], "each is loaded once for all that wait"
 
 
-async def test_a_request_that_is_cancelled_while_it_waits_holds_nobody_up(tmp_path: Path) -> None:
+async def test_cancelled_waiting_request_does_not_block_others(tmp_path: Path) -> None:
     engine = Engine()
     switch = switch_of(engine, tmp_path)
     running, waiting = ask(switch, None, "base-0"), ask(switch, "a", "a-0")
@@ -80,7 +80,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_holds_nobody_up(tmp_pa
     assert ("a-0", "a") not in engine.ran
 
 
-async def test_weights_that_cannot_be_loaded_fail_their_requests_alone(tmp_path: Path) -> None:
+async def test_unloadable_weights_fail_only_their_requests(tmp_path: Path) -> None:
     engine = Engine()
     engine.release.set()
     switch = switch_of(engine, tmp_path)

@@ -39,7 +39,7 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(BASE)
 
 
-def test_a_question_has_one_answer_in_the_directory() -> None:
+def test_question_has_one_answer_in_the_directory() -> None:
     for seed in range(200):
         question, company = draw_question(seed), Company(seed)
         name = question.path[0]
@@ -53,7 +53,7 @@ def answers(demonstration: Demonstration) -> list[Message]:
     return [message for message in demonstration.messages if message["role"] == "assistant"]
 
 
-def test_the_agents_own_tools_are_called_and_what_they_say_is_not_learned(tokenizer: Any) -> None:
+def test_demonstrations_call_the_agents_tools_and_mask_their_results(tokenizer: Any) -> None:
     demonstration = demonstrate(QUESTION, random.Random(0), careless=0.0)
     tokens = encode(qwen3(tokenizer), demonstration)
     assert len(tokens.token_ids) < 256
@@ -75,7 +75,7 @@ def test_careless_demonstrations_answer_too_early() -> None:
     assert lengths == set(range(1, len(QUESTION.path) + QUESTION.about_town + 1))
 
 
-def test_right_demonstrations_come_first_and_none_is_of_a_validation_question() -> None:
+def test_right_demonstrations_come_first() -> None:
     task = CompanyQuestions()
     demonstrations = list(task.demonstrations(60))
     assert [demonstration.messages for demonstration in demonstrations] == [
@@ -99,7 +99,7 @@ def right_answer(asked: str) -> str:
     return f"<tool_call>\n{json.dumps(calls[0]['function'])}\n</tool_call>"
 
 
-async def test_the_agent_finds_the_answer_with_its_tools(
+async def test_agent_finds_the_answer_with_its_tools(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(evaluate, "draw_question", lambda seed: QUESTION)
@@ -122,7 +122,7 @@ PROGRAM = [("task.command", '["{python}", "-m", "examples.agent.agent", "{seed}"
 @pytest.mark.parametrize(
     ("overrides", "group_size"), [([], 2), (PROGRAM, 1)], ids=["one process for all", "a program for each"]
 )
-async def test_its_rollouts_are_trained_in_one_piece(
+async def test_each_rollout_is_one_training_sample(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[tuple[str, str]], group_size: int
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(BASE.parents[2]))

@@ -37,12 +37,12 @@ async def reward(sample: Sample, *answers: str, power: float = 4.0) -> float:
     return rollout.reward
 
 
-def test_it_is_a_task() -> None:
+def test_alphabet_sort_is_a_task() -> None:
     assert isinstance(SMALL, Task)
 
 
 @pytest.mark.parametrize("task", [AlphabetSort(), SMALL])
-def test_the_held_out_lists_are_never_trained_on(task: AlphabetSort) -> None:
+def test_held_out_lists_are_never_trained_on(task: AlphabetSort) -> None:
     held_out = {names for sample in task.validation_samples(200) for names in cumulative_lists(sample)}
     trained = {names for i in range(2000) for names in cumulative_lists(task.train_sample(seed=i % 3, index=i))}
     assert all(is_held_out(names) for names in held_out)
@@ -50,13 +50,13 @@ def test_the_held_out_lists_are_never_trained_on(task: AlphabetSort) -> None:
     assert held_out.isdisjoint(trained)
 
 
-def test_a_training_sample_depends_on_seed_and_index_alone() -> None:
+def test_training_sample_depends_only_on_seed_and_index() -> None:
     assert SMALL.train_sample(7, 41) == SMALL.train_sample(7, 41)
     assert len({SMALL.train_sample(seed, index) for seed in range(5) for index in range(20)}) > 90
     assert SMALL.validation_samples(8) == SMALL.validation_samples(64)[:8]
 
 
-def test_turns_and_names_stay_in_their_ranges_and_no_name_comes_twice() -> None:
+def test_turns_and_names_stay_in_range_without_duplicates() -> None:
     samples = [SMALL.train_sample(0, index) for index in range(300)]
     assert {len(sample.turns) for sample in samples} == {2, 3}
     assert {len(sample.turns[0]) for sample in samples} == {2, 3}
@@ -65,7 +65,7 @@ def test_turns_and_names_stay_in_their_ranges_and_no_name_comes_twice() -> None:
     assert {sample.sort_by for sample in samples} == {"first", "last"}
 
 
-def test_a_sample_survives_pickle_and_json() -> None:
+def test_sample_survives_pickle_and_json() -> None:
     assert pickle.loads(pickle.dumps(SAMPLE)) == SAMPLE
     assert json.loads(json.dumps(asdict(SAMPLE)))["turns"] == [["AdaWolf", "BenHill"], ["MiaKhan"]]
 
@@ -77,14 +77,14 @@ def test_ties_are_sorted_by_the_other_name() -> None:
     assert len(set(name_pool(24))) == 24
 
 
-def test_only_the_names_of_this_turn_are_new() -> None:
+def test_only_names_of_the_current_turn_are_marked_new() -> None:
     sample = Sample("first", (("MiaKhan",), ("BenHill",), ("AdaWolf",)))
     assert sample.answer(0) == ["MiaKhan"]
     assert sample.answer(1) == ["BenHill // new name!", "MiaKhan"]
     assert sample.answer(2) == ["AdaWolf // new name!", "BenHill", "MiaKhan"]
 
 
-async def test_the_environment_brings_each_turns_names_and_then_ends() -> None:
+async def test_environment_gives_names_each_turn_and_then_ends() -> None:
     env = AlphabetSortEnv(SAMPLE)
     assert isinstance(env, MessageEnv)
     (first,) = (await env.reset()).messages
@@ -95,7 +95,7 @@ async def test_the_environment_brings_each_turns_names_and_then_ends() -> None:
     assert (await env.step({"role": "assistant", "content": ""})).status is RolloutStatus.COMPLETED
 
 
-async def test_right_answers_earn_one_and_unanswered_turns_nothing() -> None:
+async def test_right_answers_earn_one_and_unanswered_turns_zero() -> None:
     first = block("alphabetical_sorted", "BenHill", "AdaWolf")
     second = block("combined_alphabetical_sorted", "BenHill", "MiaKhan // new name!", "AdaWolf")
     assert await reward(SAMPLE, first, second) == 1.0
@@ -104,7 +104,7 @@ async def test_right_answers_earn_one_and_unanswered_turns_nothing() -> None:
     assert await reward(SAMPLE, second, first) == 0.0  # each turn has its own tag
 
 
-async def test_a_wrong_order_earns_its_similarity_to_the_power() -> None:
+async def test_wrong_order_earns_similarity_to_the_power() -> None:
     swapped = block("alphabetical_sorted", "AdaWolf", "BenHill")
     likeness = similarity(SAMPLE, 0, swapped)
     assert 0.4 < likeness < 0.6
@@ -112,14 +112,14 @@ async def test_a_wrong_order_earns_its_similarity_to_the_power() -> None:
     assert await reward(SAMPLE, swapped, power=3.0) == pytest.approx(likeness**3 / 2)
 
 
-def test_the_last_block_counts_and_must_be_closed() -> None:
+def test_last_block_counts_and_must_be_closed() -> None:
     right, wrong = block("alphabetical_sorted", "BenHill", "AdaWolf"), block("alphabetical_sorted", "AdaWolf")
     assert similarity(SAMPLE, 0, f"{wrong}\nNo:\n{right}") == 1.0
     assert similarity(SAMPLE, 0, f"{right}\nNo:\n{wrong}") < 1.0
     assert similarity(SAMPLE, 0, right.removesuffix("</alphabetical_sorted>")) == 0.0
 
 
-def test_a_forgotten_tag_costs_something() -> None:
+def test_missing_new_name_tag_lowers_similarity() -> None:
     untagged = block("combined_alphabetical_sorted", "BenHill", "MiaKhan", "AdaWolf")
     assert 0.5 < similarity(SAMPLE, 1, untagged) < 1.0
 
@@ -136,6 +136,6 @@ def test_a_forgotten_tag_costs_something() -> None:
         ({"names": 3}, "names"),
     ],
 )
-def test_wrong_settings_name_the_field_the_value_and_the_fix(settings: dict[str, float], message: str) -> None:
+def test_invalid_settings_error_names_field_value_and_fix(settings: dict[str, float], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         AlphabetSort.model_validate(settings)

@@ -32,7 +32,7 @@ def task() -> AlphabetSort:
     return task
 
 
-def test_names_and_instructions_of_the_demonstrations_are_one_token_each(task: AlphabetSort) -> None:
+def test_demonstration_names_and_instructions_are_single_tokens(task: AlphabetSort) -> None:
     texts = [
         "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in one.messages)
         for one in task.demonstrations(200)
@@ -47,7 +47,7 @@ def test_names_and_instructions_of_the_demonstrations_are_one_token_each(task: A
     assert len(tokenizer.encode(texts[0]).ids) < 128
 
 
-def test_a_shuffled_demonstration_has_the_right_lines_in_any_order() -> None:
+def test_shuffled_demonstration_has_the_right_lines_in_any_order() -> None:
     rng = random.Random(0)
     answers = [demonstrate(SAMPLE, rng, shuffled=1.0).messages[3]["content"] for _ in range(50)]
     lines = [answer.splitlines()[1:-1] for answer in answers]
@@ -70,7 +70,7 @@ def test_right_demonstrations_come_first_and_none_is_held_out(task: AlphabetSort
     assert not all(right[50:])
 
 
-def test_the_committed_model_fits_the_task(task: AlphabetSort) -> None:
+def test_committed_model_fits_the_task(task: AlphabetSort) -> None:
     config, tokenizer = AutoConfig.from_pretrained(FOLDER / "base"), load_tokenizer(FOLDER / "base")
     assert not config.tie_word_embeddings
     assert config.vocab_size == len(tokenizer)

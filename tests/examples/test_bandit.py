@@ -28,19 +28,19 @@ def mean(groups: list[RolloutGroup]) -> float:
     return sum(rewards) / len(rewards)
 
 
-async def test_the_arm_of_the_state_pays_most() -> None:
+async def test_matching_arm_pays_most() -> None:
     task = Bandit()
     assert isinstance(task, Task)
     assert mean(await pull(task, lambda state: state + 4 * 60, 100)) > 0.85
     assert mean(await pull(task, lambda state: state + 1, 100)) < 0.15
 
 
-async def test_luck_is_the_same_when_a_rollout_is_played_again() -> None:
+async def test_payouts_are_deterministic_on_replay() -> None:
     one, again = [await pull(Bandit(), lambda state: 2, 20) for _ in range(2)]
     assert [group.rollouts[0].reward for group in one] == [group.rollouts[0].reward for group in again]
 
 
-async def test_a_prompt_is_all_states_and_pulls_so_far() -> None:
+async def test_prompt_contains_all_previous_states_and_pulls() -> None:
     (group,) = await pull(Bandit(rounds=3), lambda state: 7, 1)
     first, second, third = (list(turn.prompt_token_ids) for turn in group.rollouts[0].turns)
     assert third[:3] == second

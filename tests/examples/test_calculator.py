@@ -13,7 +13,7 @@ from titan_rl import Message, call_of
 QUESTION = Question(7, "*", 8, "-", 6)
 
 
-async def test_two_calls_lead_to_the_answer() -> None:
+async def test_two_tool_calls_give_the_answer() -> None:
     def careful(messages: Sequence[Message]) -> str | Message:
         return Calculator(careless=0).demonstrate(QUESTION, messages, random.Random(0))
 
@@ -22,7 +22,7 @@ async def test_two_calls_lead_to_the_answer() -> None:
     assert rollout.reward == 1.0
 
 
-async def test_a_guess_and_a_wrong_call_are_worth_nothing() -> None:
+async def test_guess_or_invalid_call_earns_zero() -> None:
     assert (await play(Calculator(), QUESTION, lambda messages: "49")).reward == 0.0
 
     def wrong_call(messages: Sequence[Message]) -> str | Message:

@@ -32,33 +32,33 @@ def task(**settings: Any) -> WordProblems:
         ("", 0.0),
     ],
 )
-def test_the_last_number_counts_or_the_one_that_is_marked(answer: str, reward: float) -> None:
+def test_marked_or_last_number_is_graded(answer: str, reward: float) -> None:
     assert is_right({"answer": "9 + 6 = 15\n#### 15"}, answer) == reward
 
 
-def test_latex_is_read_with_math_verify() -> None:
+def test_latex_is_graded_with_math_verify() -> None:
     pytest.importorskip("math_verify")
     assert is_right({"answer": "#### 0.5"}, r"It is $\boxed{\frac{1}{2}}$") == 1.0
     assert is_right({"answer": "#### 0.5"}, r"It is $\boxed{\frac{1}{3}}$") == 0.0
 
 
-def test_a_row_without_a_number_is_the_datas_fault() -> None:
+def test_row_without_a_number_raises_value_error() -> None:
     with pytest.raises(ValueError, match="has no number"):
         is_right({"answer": "many"}, "5")
 
 
-def test_the_file_is_what_the_script_writes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_file_matches_the_script_output(capsys: pytest.CaptureFixture[str]) -> None:
     write_problems.main()
     assert capsys.readouterr().out == (FOLDER / "problems.jsonl").read_text()
 
 
-async def test_every_problem_is_answered_by_its_own_row() -> None:
+async def test_reference_answers_are_graded_right() -> None:
     row = task().train_sample(0, 0)
     assert (await play(task(), row, lambda messages: row["answer"])).reward == 1.0
     rows = [json.loads(line) for line in (FOLDER / "problems.jsonl").read_text().splitlines()]
     assert all(is_right(row, row["answer"]) for row in rows)
 
 
-async def test_demonstrations_are_right_and_careless_ones_as_often_as_is_set() -> None:
+async def test_demonstration_accuracy_follows_careless() -> None:
     assert await mean_demonstrated(task(), 20) == 1.0
     assert 0.2 < await mean_demonstrated(task(careless=0.7), 200, carelessly=True) < 0.4

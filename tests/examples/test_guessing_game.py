@@ -15,13 +15,13 @@ def halve(messages: Sequence[Message]) -> str:
     return str(sum(remaining(messages)) // 2)
 
 
-async def test_halving_finds_every_number_in_time() -> None:
+async def test_bisection_finds_every_number_in_time() -> None:
     games = [await play(GuessingGame(), secret, halve) for secret in range(1, 16)]
     assert [game.reward for game in games] == [1.0] * 15
     assert max(len(game.turns) for game in games) == 4
 
 
-async def test_a_game_ends_with_its_guesses_and_every_answer_is_one() -> None:
+async def test_game_ends_after_its_guesses_and_every_answer_counts_as_one() -> None:
     guesses = iter(["eight", "3", "12", "10"])
     game = await play(GuessingGame(guesses=4), 9, lambda messages: next(guesses))
     said = [message["content"] for message in game.messages if message["role"] == "user"]
@@ -30,7 +30,7 @@ async def test_a_game_ends_with_its_guesses_and_every_answer_is_one() -> None:
     assert game.reward_breakdown == {"found": 0.0, "sensible": 0.75}
 
 
-async def test_guesses_of_what_is_ruled_out_are_not_sensible() -> None:
+async def test_ruled_out_guess_is_not_sensible() -> None:
     guesses = iter(["8", "4", "12", "9"])
     assert (await play(GuessingGame(), 9, lambda messages: next(guesses))).reward_breakdown == {
         "found": 1.0,
@@ -38,7 +38,7 @@ async def test_guesses_of_what_is_ruled_out_are_not_sensible() -> None:
     }
 
 
-async def test_demonstrations_find_what_their_care_allows() -> None:
+async def test_demonstration_accuracy_follows_careless() -> None:
     forgetful, sloppy = [
         await mean_demonstrated(GuessingGame(careless=share), 300, carelessly=True) for share in (1, 0.5)
     ]

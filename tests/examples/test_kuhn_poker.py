@@ -34,7 +34,7 @@ def equilibrium(bluff: float) -> Policy:
     return policy
 
 
-def test_there_are_twelve_information_sets() -> None:
+def test_twelve_information_sets() -> None:
     assert len(INFORMATION_SETS) == 12
     assert sorted(histories()) == [(), ("bet",), ("pass",), ("pass", "bet")]
 
@@ -49,24 +49,24 @@ def test_there_are_twelve_information_sets() -> None:
         (("queen", "jack"), ("pass", "bet", "bet"), 2),
     ],
 )
-def test_what_a_hand_is_worth(cards: tuple[str, str], history: History, won: int) -> None:
+def test_chips_won_by_each_history(cards: tuple[str, str], history: History, won: int) -> None:
     assert is_over(history)
     assert chips(cards, history) == won
 
 
 @pytest.mark.parametrize("bluff", [0.0, 0.2, 1 / 3])
-def test_kuhns_equilibria_cannot_be_exploited(bluff: float) -> None:
+def test_kuhn_equilibria_have_zero_exploitability(bluff: float) -> None:
     policy = equilibrium(bluff)
     assert exploitability(policy) == pytest.approx(0.0, abs=1e-12)
     assert best_response("second", policy) == pytest.approx(1 / 18)  # the value of the game, to the second seat
 
 
-def test_known_policies_have_their_known_exploitability() -> None:
+def test_exploitability_of_known_policies() -> None:
     assert exploitability(dict.fromkeys(INFORMATION_SETS, 0.5)) == pytest.approx(0.458333, abs=1e-6)
     assert exploitability(dict.fromkeys(INFORMATION_SETS, 0.0)) == pytest.approx(1.0)  # a bet always wins the ante
 
 
-def test_the_best_response_is_the_best_of_all_pure_strategies() -> None:
+def test_best_response_equals_the_best_pure_strategy() -> None:
     policy = {known: random.Random(str(known)).random() for known in INFORMATION_SETS}
     for seat in ("first", "second"):
         own = [known for known in INFORMATION_SETS if to_act(known[1]) == seat]
@@ -119,7 +119,7 @@ class Player:
         return Completion(request_id, tokens, logprobs, FinishReason.STOP, [VersionSpan(0, len(tokens))])
 
 
-async def test_hands_are_played_and_the_policy_is_measured_by_what_it_says(renderer: ChatTemplateRenderer) -> None:
+async def test_hands_are_played_and_exploitability_is_measured(renderer: ChatTemplateRenderer) -> None:
     policy = {known: 0.1 + 0.8 * random.Random(str(known)).random() for known in INFORMATION_SETS}
     task, player = KuhnPoker(), Player(policy, renderer)
     rollouter = Rollouter(lambda sample: task.make_env(sample, renderer), task.rubric(), max_context=64)
@@ -139,7 +139,7 @@ async def test_hands_are_played_and_the_policy_is_measured_by_what_it_says(rende
         assert str(second.messages[-1]["content"]).startswith(f"They had the {group.sample.cards[0]}.")
 
 
-def test_every_six_samples_are_all_deals() -> None:
+def test_each_six_samples_cover_all_deals() -> None:
     deals = [KuhnPoker().train_sample(3, index).cards for index in range(12)]
     assert sorted(deals[:6]) == sorted(deals[6:]) == sorted(DEALS)
     assert deals[:6] != deals[6:]

@@ -23,13 +23,13 @@ def test_each_move_beats_one_and_loses_to_one() -> None:
     assert (points("well", "rock"), points("rock", "well"), points("well", "fire")) == (-1.0, 1.0, 0.0)
 
 
-def test_only_equal_shares_cannot_be_exploited() -> None:
+def test_only_equal_shares_have_zero_exploitability() -> None:
     assert exploitability([1 / 3] * 3) == pytest.approx(0.0)
     assert exploitability([1.0, 0.0, 0.0]) == 1.0
     assert exploitability([0.5, 0.25, 0.25]) == pytest.approx(0.25)
 
 
-def test_shares_come_from_logprobs_and_moves_never_made_share_the_rest() -> None:
+def test_move_shares_use_logprobs_and_unplayed_moves_split_the_rest() -> None:
     assert move_shares([answered("rock", 0.5), answered("paper", 0.3), answered("rock", 0.5)]) == pytest.approx(
         [0.5, 0.3, 0.2]
     )

@@ -16,7 +16,7 @@ EXAMPLES.remove("agent")  # played by a program, which no dry run starts
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_its_settings_can_be_rehearsed(name: str, tmp_path: Path) -> None:
+def test_dry_run_of_shipped_example(name: str, tmp_path: Path) -> None:
     path = Path("examples", name, "cpu.toml")
     context = load_config(path, check_files=False).model.max_context
     make_tiny_model(tmp_path / "base", texts=(), level="byte", parameters=100_000, max_context=context)

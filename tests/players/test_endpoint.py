@@ -46,7 +46,7 @@ async def ask(server: Server, **settings: Any) -> Any:
         await endpoint.close()
 
 
-async def test_it_says_what_the_endpoint_says(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reply_is_the_endpoints_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "secret")
     server = Server(said("heads"))
     answer = await ask(server, api_key="MY_KEY", temperature=0.5)
@@ -57,7 +57,7 @@ async def test_it_says_what_the_endpoint_says(monkeypatch: pytest.MonkeyPatch) -
     assert server.keys == ["Bearer secret"]
 
 
-async def test_what_may_pass_is_tried_again() -> None:
+async def test_retries_transient_errors_until_the_timeout() -> None:
     server = Server(httpx.ConnectError("no"), httpx.Response(429), httpx.Response(503), said("tails"))
     assert (await ask(server))["content"] == "tails"
     with pytest.raises(TimeoutError):
@@ -72,6 +72,6 @@ async def test_what_may_pass_is_tried_again() -> None:
         (httpx.Response(200, text="hello"), "that is not a message"),
     ],
 )
-async def test_what_will_not_pass_is_an_error(answer: httpx.Response, error: str) -> None:
+async def test_permanent_errors_are_not_retried(answer: httpx.Response, error: str) -> None:
     with pytest.raises(GenerationError, match=error):
         await ask(Server(answer))

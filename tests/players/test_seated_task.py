@@ -75,14 +75,14 @@ def players_of(task: Trio, sibling: int = 0, sample: int = 0) -> Mapping[str, Pl
     return task.make_env(sample, None).players(sibling)  # pyright: ignore[reportArgumentType]
 
 
-def test_seats_that_are_not_named_are_the_policys() -> None:
+def test_unassigned_seats_belong_to_the_policy() -> None:
     assert kinds(players_of(task_of())) == "ppp"
     players = players_of(task_of(seats={"b": ECHO}))
     assert kinds(players) == "psp"
     assert players["b"] == MessagePlayer(echo)
 
 
-def test_players_may_move_on_from_sibling_to_sibling_or_from_sample_to_sample() -> None:
+def test_players_rotate_by_sibling_or_by_sample() -> None:
     by_sibling = task_of(seats={"a": ECHO}, rotate="sibling")
     assert [kinds(players_of(by_sibling, sibling)) for sibling in range(4)] == ["spp", "pps", "psp", "spp"]
     by_sample = task_of(seats={"a": ECHO}, rotate="sample")
@@ -90,7 +90,7 @@ def test_players_may_move_on_from_sibling_to_sibling_or_from_sample_to_sample() 
     assert len({kinds(players_of(by_sample, sibling, 7)) for sibling in range(4)}) == 1
 
 
-def test_settings_name_each_kind_of_player() -> None:
+def test_seat_settings_accept_each_kind_of_player() -> None:
     task = task_of(seats={"a": "policy", "b": {"url": "http://x/v1", "model": "m"}, "c": {"policy": "runs/latest"}})
     assert task.seats == {
         "a": "policy", "b": Endpoint(url="http://x/v1", model="m"), "c": FrozenPolicy(policy="runs/latest"),
@@ -98,7 +98,7 @@ def test_settings_name_each_kind_of_player() -> None:
     assert Trio.model_validate(task.model_dump(mode="json")) == task
 
 
-def test_versions_of_the_run_play_a_seat_in_groups_that_are_matched_with_one() -> None:
+def test_league_seat_is_played_by_the_matched_version() -> None:
     task = task_of(seats={"b": {"league": "even", "every": 5}})
     assert task.league == LeagueSeat(league="even", every=5)
     assert Trio.model_validate(task.model_dump(mode="json")) == task
@@ -113,7 +113,7 @@ def test_versions_of_the_run_play_a_seat_in_groups_that_are_matched_with_one() -
 
 
 @pytest.mark.looptime
-async def test_a_version_whose_server_fails_is_asked_again() -> None:
+async def test_retries_when_the_server_of_a_version_fails() -> None:
     failures = [GenerationError("the connection is refused")] * 4
 
     async def generate(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
@@ -135,7 +135,7 @@ async def test_a_version_whose_server_fails_is_asked_again() -> None:
         ({"policy": "runs/latest", "modle": "m"}, "modle"),
     ],
 )
-def test_what_is_no_player_is_refused(setting: Any, said: str) -> None:
+def test_rejects_invalid_players(setting: Any, said: str) -> None:
     with pytest.raises(ValidationError) as error:
         task_of(seats={"a": setting})
     assert said in str(error.value)
@@ -148,7 +148,7 @@ def test_what_is_no_player_is_refused(setting: Any, said: str) -> None:
         (dict.fromkeys("abc", ECHO), "gives the policy no seat"),
     ],
 )
-def test_settings_that_cannot_go_well_are_refused_when_they_are_read(seats: Any, said: str) -> None:
+def test_check_settings_rejects_invalid_seats(seats: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         task_of(seats=seats).check_settings()
 
@@ -168,7 +168,7 @@ def test_settings_that_cannot_go_well_are_refused_when_they_are_read(seats: Any,
         ('{ league = "harder" }', "config.toml: task.seats.b.league = 'harder' must be 'hard', 'even' or 'uniform'"),
     ],
 )
-def test_wrong_settings_of_a_seat_are_named_as_they_are_written(tmp_path: Path, seat: str, said: str) -> None:
+def test_invalid_seat_setting_error_names_its_toml_key(tmp_path: Path, seat: str, said: str) -> None:
     (tmp_path / "old").mkdir()
     toml = f'[model]\npath = "m"\nmax_context = 512\n[task]\ntype = "{__name__}:Trio"\nseats.b = {seat}\n'
     (tmp_path / "config.toml").write_text(toml)
@@ -176,7 +176,7 @@ def test_wrong_settings_of_a_seat_are_named_as_they_are_written(tmp_path: Path, 
         load_config(tmp_path / "config.toml", check_files=False)
 
 
-def test_a_checkpoint_is_looked_for_beside_the_file_that_names_it(tmp_path: Path) -> None:
+def test_checkpoint_path_is_relative_to_its_config_file(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     toml = f'[model]\npath = "m"\nmax_context = 512\n[task]\ntype = "{__name__}:Trio"\nseats.b = {{ policy = "old" }}\n'
     (tmp_path / "config.toml").write_text(toml)
@@ -185,7 +185,7 @@ def test_a_checkpoint_is_looked_for_beside_the_file_that_names_it(tmp_path: Path
     assert source.task.seats == {"b": FrozenPolicy(policy=str(tmp_path / "old"))}
 
 
-async def test_endpoints_answer_while_the_task_is_open(tmp_path: Path) -> None:
+async def test_endpoint_answers_only_while_the_task_is_open(tmp_path: Path) -> None:
     task = task_of(seats={"b": {"url": "http://x/v1", "model": "m", "timeout_s": 9.0}})
     with pytest.raises(RuntimeError, match="answers while the task is open"):
         players_of(task)
@@ -196,7 +196,7 @@ async def test_endpoints_answer_while_the_task_is_open(tmp_path: Path) -> None:
         assert player.timeout_s == 9.0
 
 
-async def test_a_dry_run_asks_no_endpoint_and_serves_no_checkpoint(tmp_path: Path) -> None:
+async def test_dry_run_replaces_endpoints_and_checkpoints_with_the_policy(tmp_path: Path) -> None:
     task = task_of(seats={"a": ECHO, "b": {"url": "http://x/v1", "model": "m"}, "c": {"policy": str(tmp_path)}})
     run = RunContext("model", None, 64, tmp_path, LOG, dry=True)  # pyright: ignore[reportArgumentType]
     async with task.open(run):
@@ -205,7 +205,7 @@ async def test_a_dry_run_asks_no_endpoint_and_serves_no_checkpoint(tmp_path: Pat
     assert (players["b"], players["c"]) == ("policy", "policy")
 
 
-def test_servers_of_one_name_have_a_log_each(tmp_path: Path) -> None:
+def test_servers_of_the_same_name_get_separate_logs(tmp_path: Path) -> None:
     logs = [new_log(tmp_path / "logs", "teacher-export-7") for _ in range(3)]
     assert [log.name for log in logs] == ["teacher-export-7.log", "teacher-export-7-2.log", "teacher-export-7-3.log"]
     assert all(log.is_file() for log in logs)

@@ -20,7 +20,7 @@ def chunks(text: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("budget", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_in_two_parts_is_one(budget: str, stream: bool) -> None:
+async def test_aborted_and_resumed_completion_reads_as_one(budget: str, stream: bool) -> None:
     """Where a backend aborts: tokens, logprobs and usage of the parts add up, the budget is the rest of it, the id and
     the role are those of the first and the finish reason is that of the last."""
     more: dict[str, Any] = {budget: 12, "logprobs": True, "return_token_ids": True}

@@ -38,7 +38,7 @@ def events_in(text: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", list(ANSWERS))
 @pytest.mark.parametrize("make", [qwen3, ChatTemplateRenderer])
-async def test_a_stream_says_what_a_whole_message_says(name: str, make: Callable[..., Any]) -> None:
+async def test_stream_equals_non_streamed_message(name: str, make: Callable[..., Any]) -> None:
     asked = {"messages": [user(name)], "tools": [TOOL], "max_tokens": 100, **TOKENS}
     async with talking(make(TOKENIZER)) as stage, client_of(stage.app) as client:
         whole = (await client.post(MESSAGES, json=asked)).json()
@@ -64,7 +64,7 @@ async def test_a_stream_says_what_a_whole_message_says(name: str, make: Callable
             assert "".join(delta[key] for delta in deltas) == block[key]
 
 
-async def test_blocks_that_come_back_keep_their_tokens() -> None:
+async def test_returned_content_blocks_keep_their_tokens() -> None:
     async with talking(qwen3(TOKENIZER)) as stage, anthropic_client(stage) as client:
         for stream in (False, True):
             asked: Any = {"model": "policy", "max_tokens": 100, "tools": [TOOL], "extra_body": TOKENS}
@@ -94,7 +94,7 @@ async def answered(client: anthropic.AsyncAnthropic, stream: bool, **asked: Any)
         return await events.get_final_message()
 
 
-async def test_a_stream_counts_a_cached_prompt_at_its_end_as_at_its_beginning() -> None:
+async def test_stream_reports_the_same_cached_prompt_usage_at_start_and_end() -> None:
     async def cached(request: Any, on_chunk: Any) -> Completion:
         num_prompt = len(request.prompt_token_ids)
         metrics = {"cached_prompt_tokens": float(num_prompt)}
@@ -111,7 +111,7 @@ async def test_a_stream_counts_a_cached_prompt_at_its_end_as_at_its_beginning() 
     assert [usage["cache_read_input_tokens"] for usage in told] == [None] * 3
 
 
-def test_the_sync_client_too() -> None:
+def test_sync_client() -> None:
     async def whole() -> None:
         async with talking(qwen3(TOKENIZER)) as stage, serve(stage.app) as url:
             await asyncio.to_thread(sync, url)
@@ -155,7 +155,7 @@ def test_the_sync_client_too() -> None:
         ({"messages": [user("x" * 3000)]}, "messages"),
     ],
 )
-async def test_what_is_not_supported_is_named(change: dict[str, Any], param: str) -> None:
+async def test_rejects_unsupported_fields_by_name(change: dict[str, Any], param: str) -> None:
     async with talking() as stage, client_of(stage.app) as client:
         told = await client.post(MESSAGES, json={"max_tokens": 5, "messages": [user("x")], **change})
     error = told.json()
@@ -163,7 +163,7 @@ async def test_what_is_not_supported_is_named(change: dict[str, Any], param: str
     assert param in error["error"]["message"]
 
 
-async def test_what_changes_nothing_may_be_there() -> None:
+async def test_accepts_fields_without_effect() -> None:
     neutral = {
         "thinking": {"type": "enabled", "budget_tokens": 1024},
         "output_config": {"effort": "high"},
@@ -178,7 +178,7 @@ async def test_what_changes_nothing_may_be_there() -> None:
     assert told.json()["content"][0]["text"] == "blue"
 
 
-async def test_every_refusal_is_in_its_own_form() -> None:
+async def test_errors_have_the_anthropic_format() -> None:
     keys, limits = Keys(api=["secret"]), ServerLimits(body_bytes=100)
     async with talking(limits=limits, keys=keys) as stage, serve(stage.app) as url:
         asked: Any = {"model": "policy", "max_tokens": 5}
@@ -197,14 +197,14 @@ async def test_every_refusal_is_in_its_own_form() -> None:
             assert missing.value.body["error"]["type"] == "not_found_error"
 
 
-async def test_a_stream_that_fails_ends_with_the_error() -> None:
+async def test_failing_stream_ends_with_the_error() -> None:
     limits = ServerLimits(request_s=0.3)
     async with talking(limits=limits, engine={"block_at_step": 3}) as stage, anthropic_client(stage) as client:
         with pytest.raises(anthropic.APIStatusError, match="not answered within"):
             await answered(client, True, model="policy", max_tokens=50, messages=[user("hi")])
 
 
-async def test_one_call_at_a_time() -> None:
+async def test_parallel_tool_calls_can_be_disabled() -> None:
     async with talking(qwen3(TOKENIZER), answers={"look": CALL + CALL}) as stage, client_of(stage.app) as client:
         asked = {"messages": [user("look")], "tools": [TOOL], "max_tokens": 200}
         for disabled, number in ((False, 2), (True, 1)):
@@ -213,7 +213,7 @@ async def test_one_call_at_a_time() -> None:
             assert [block["type"] for block in message["content"]] == ["tool_use"] * number
 
 
-async def test_any_model_may_be_asked_for_where_the_server_says_so() -> None:
+async def test_any_model_name_is_accepted_with_any_model() -> None:
     async with talking(any_model=True) as stage, anthropic_client(stage) as client:
         done = await client.messages.create(model="claude-opus-9", max_tokens=20, messages=[user("sky")])
         assert (done.content[0].text, done.model) == ("blue", "policy")
@@ -226,7 +226,7 @@ async def look(at: str) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_runner_sends_each_message_once(stream: bool) -> None:
+async def test_tool_runner_sends_each_message_once(stream: bool) -> None:
     answers = {"look": CALL, "<tool_response>\nsky\n</tool_response>": "It is blue."}
     async with talking(qwen3(TOKENIZER), answers=answers) as stage, anthropic_client(stage) as client:
         runner: Any = client.beta.messages.tool_runner(
@@ -239,7 +239,7 @@ async def test_a_tool_runner_sends_each_message_once(stream: bool) -> None:
         assert said[1].usage.input_tokens > said[0].usage.input_tokens + said[0].usage.output_tokens
 
 
-async def test_a_thread_goes_on_from_the_tokens_that_were_sampled_and_may_branch() -> None:
+async def test_thread_continues_from_sampled_tokens_and_can_branch() -> None:
     create, asked = {"type": "create"}, {"max_tokens": 100, **TOKENS}
     async with talking(qwen3(TOKENIZER)) as stage, client_of(stage.app) as client:
         whole = {**asked, "system": "be brief", "tools": [TOOL], "messages": [user("sky")], "thread": create}
@@ -255,7 +255,7 @@ async def test_a_thread_goes_on_from_the_tokens_that_were_sampled_and_may_branch
         assert told.json()["prompt_token_ids"][: len(so_far)] == so_far
 
 
-async def test_a_thread_that_is_forgotten_is_begun_again_by_its_client() -> None:
+async def test_client_recreates_an_evicted_thread() -> None:
     limits = ServerLimits(request_s=30.0, response_bytes=10)
     async with talking(qwen3(TOKENIZER), limits=limits) as stage, anthropic_client(stage) as client:
         thread = client.beta.messages.thread(model="policy", max_tokens=50)
@@ -265,7 +265,7 @@ async def test_a_thread_that_is_forgotten_is_begun_again_by_its_client() -> None
         assert [message["role"] for message in thread.messages] == ["user", "assistant"] * 3
 
 
-async def test_refusals_of_threads_have_the_codes_that_clients_act_on() -> None:
+async def test_thread_errors_have_the_codes_that_clients_handle() -> None:
     async with talking(keys=Keys(api=["a", "b"])) as stage, serve(stage.app) as url:
         asked: Any = {"model": "policy", "max_tokens": 50, "messages": [user("sky")]}
         codes: list[str | None] = []
@@ -291,7 +291,7 @@ async def test_refusals_of_threads_have_the_codes_that_clients_act_on() -> None:
     ]  # fmt: skip
 
 
-async def test_other_refusals_have_their_code_too() -> None:
+async def test_request_errors_have_error_codes() -> None:
     async with talking() as stage, anthropic_client(stage) as client:
         for more, code in (
             ({"model": "claude"}, "model_not_found"),

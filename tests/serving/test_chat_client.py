@@ -42,7 +42,7 @@ def fails(status: int, text: str = "no", **headers: str) -> Callable[[], httpx.R
     return lambda: httpx.Response(status, json={"error": {"message": text}}, headers=headers)
 
 
-async def test_a_conversation_travels_as_openai_has_it() -> None:
+async def test_request_body_follows_the_openai_format() -> None:
     server = Server(says("Hello", reasoning_content="Greet."))
     calls = [{"type": "function", "id": None, "function": {"name": "add", "arguments": {"a": 1}}}]
     messages = [
@@ -77,7 +77,7 @@ async def test_a_conversation_travels_as_openai_has_it() -> None:
     assert server.headers[0]["x-session-id"] == "s"
 
 
-async def test_calls_are_read_and_malformed_ones_are_kept_as_text() -> None:
+async def test_tool_calls_are_parsed_and_malformed_arguments_kept_as_text() -> None:
     good = {"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}
     bad = {"id": "c2", "function": {"name": "add", "arguments": "[1"}}
     server = Server(says(None, "tool_calls", tool_calls=[good, bad]))
@@ -88,7 +88,7 @@ async def test_calls_are_read_and_malformed_ones_are_kept_as_text() -> None:
     assert reply.finish_reason is FinishReason.STOP
 
 
-async def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not() -> None:
+async def test_retries_busy_servers_but_not_refusals() -> None:
     server = Server(fails(429, **{"retry-after": "0"}), fails(503), says("Hello", "length"))
     async with server.client() as chat:
         reply = await chat([user("Hi")], request_id="a", sampling=SAMPLING)
@@ -106,14 +106,14 @@ async def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not(
                 await chat([user("Hi")], request_id="a", sampling=SAMPLING)
 
 
-async def test_a_prompt_that_does_not_fit_is_told_apart() -> None:
+async def test_overlong_prompt_raises_prompt_too_long_error() -> None:
     server = Server(fails(400, "This model's maximum context length is 512 tokens."))
     async with server.client() as chat:
         with pytest.raises(PromptTooLongError, match="512"):
             await chat([user("Hi")], request_id="a", sampling=SAMPLING)
 
 
-async def test_a_server_that_wants_the_other_name_of_max_tokens_gets_it_from_then_on() -> None:
+async def test_switches_to_max_completion_tokens_when_the_server_requires_it() -> None:
     server = Server(fails(400, "use 'max_completion_tokens' instead"), says("one"), says("two"))
     async with server.client() as chat:
         for _ in range(2):
@@ -122,14 +122,14 @@ async def test_a_server_that_wants_the_other_name_of_max_tokens_gets_it_from_the
 
 
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": {"content": [1]}}]}, [], "no"])
-async def test_what_is_no_reply_is_an_error_of_the_server(answer: Any) -> None:
+async def test_malformed_reply_is_a_generation_error(answer: Any) -> None:
     server = Server(lambda: httpx.Response(200, json=answer))
     async with server.client() as chat:
         with pytest.raises(GenerationError, match="what is no reply"):
             await chat([user("Hi")], request_id="a", sampling=SAMPLING)
 
 
-async def test_a_server_of_titan_rl_answers() -> None:
+async def test_titan_rl_server_answers() -> None:
     renderer = chat_template_renderer()
     tokenizer = load_tokenizer(str(renderer._name))
     async with served(renderer=renderer, tokenizer=tokenizer, engine={"vocab_size": 90}) as server:

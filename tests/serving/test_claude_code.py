@@ -61,7 +61,7 @@ async def turn(client: anthropic.AsyncAnthropic, nonce: str, messages: list[Any]
         return await stream.get_final_message(), told["prompt_token_ids"], told["token_ids"]
 
 
-async def test_a_session_keeps_its_tokens_though_its_system_prompt_differs_in_each_request() -> None:
+async def test_session_keeps_its_tokens_despite_a_changing_system_prompt() -> None:
     opening = {"role": "user", "content": [text("<system-reminder>today</system-reminder>"), text("look")]}
     answers = {
         "<system-reminder>today</system-reminder>look": "I look." + CALL,

@@ -16,7 +16,7 @@ from titan_rl.types import Completion, SamplingParams
 
 
 @pytest.mark.parametrize("said", [{}, {"choices": []}, {"choices": [{"token_ids": [1], "finish_reason": "stop"}]}, []])
-async def test_an_answer_that_is_no_completion_is_the_servers_fault(said: Any) -> None:
+async def test_malformed_completion_is_a_generation_error(said: Any) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=said))
     async with HttpGenerateFn("http://policy", transport=transport) as ask:
         with pytest.raises(GenerationError, match="no completion"):
@@ -36,14 +36,14 @@ async def ask_one_that_says(said: str, status: int = 200) -> Completion:
         return await ask([1], request_id="r", sampling=SamplingParams(2))
 
 
-async def test_a_logprob_is_above_0_by_rounding_alone() -> None:
+async def test_accepts_positive_logprobs_only_within_rounding() -> None:
     assert (await ask_one_that_says(completion())).logprobs == [-0.1, 0.0001]
     with pytest.raises(GenerationError, match=r"a logprob is 1\.0; it must be a number .* not above 0"):
         await ask_one_that_says(completion(logprobs="[-0.1, 1.0]"))
 
 
 @pytest.mark.parametrize("token_id", ["1.0", "true", '"1"', "null", "-1", str(10**30)])
-async def test_what_is_no_token_id_is_not_made_one(token_id: str) -> None:
+async def test_rejects_invalid_token_ids(token_id: str) -> None:
     with pytest.raises(GenerationError, match=r"token_ids has .*; it must be an integer between 0 and 2147483647"):
         await ask_one_that_says(completion(token_ids=f"[5, {token_id}]"))
 
@@ -60,18 +60,18 @@ async def test_what_is_no_token_id_is_not_made_one(token_id: str) -> None:
         (completion()[:-1] + ', "usage": [1]}', "AttributeError"),
     ],
 )
-async def test_an_answer_that_cannot_be_understood_says_why(said: str, why: str) -> None:
+async def test_unparsable_answer_error_gives_the_reason(said: str, why: str) -> None:
     with pytest.raises(GenerationError, match=f"no completion: .*{why}"):
         await ask_one_that_says(said)
 
 
-async def test_nor_has_the_message_of_a_failure_to_be_understood() -> None:
+async def test_unparsable_error_body_still_reports_the_status() -> None:
     with pytest.raises(GenerationError, match="answered 500: "):
         await ask_one_that_says("[" * 100_000, status=500)
 
 
 @pytest.mark.parametrize("entry", [None, 1.0, [-1.0]])
-async def test_a_prompt_that_is_scored_in_part_is_not_taken(entry: Any) -> None:
+async def test_rejects_partial_prompt_logprobs(entry: Any) -> None:
     said = json.loads(completion()) | {"prompt_logprobs": [None, entry]}
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=said))
     async with HttpGenerateFn("http://policy", transport=transport) as ask:
@@ -80,7 +80,7 @@ async def test_a_prompt_that_is_scored_in_part_is_not_taken(entry: Any) -> None:
 
 
 @pytest.mark.looptime
-async def test_a_server_that_is_full_for_longer_than_there_is_time_is_not_waited_for() -> None:
+async def test_does_not_wait_when_retry_after_exceeds_the_timeout() -> None:
     clock = asyncio.get_running_loop().time
     busy = httpx.Response(429, json={"error": {"message": "daily quota"}}, headers={"retry-after": "3600"})
     began = clock()
@@ -90,7 +90,7 @@ async def test_a_server_that_is_full_for_longer_than_there_is_time_is_not_waited
     assert clock() == began
 
 
-async def test_a_request_that_is_about_to_be_repeated_fails_once_its_client_is_closed() -> None:
+async def test_closing_the_client_fails_a_request_waiting_to_retry() -> None:
     reached = asyncio.Event()
 
     def lost(request: httpx.Request) -> httpx.Response:

@@ -65,7 +65,7 @@ async def ask(client: httpx.AsyncClient, number: int) -> str:
     return (await client.get(f"/{number}", timeout=None)).text
 
 
-async def test_requests_share_as_many_connections_as_there_may_be_and_each_gets_its_own_answer() -> None:
+async def test_concurrent_requests_share_at_most_the_allowed_connections() -> None:
     async with connected(most=3) as (server, client):
         asked = [asyncio.ensure_future(ask(client, number)) for number in range(20)]
         await server.until_waiting(3)
@@ -74,14 +74,14 @@ async def test_requests_share_as_many_connections_as_there_may_be_and_each_gets_
         assert server.opened == 3
 
 
-async def test_requests_one_after_the_other_reuse_a_connection() -> None:
+async def test_sequential_requests_reuse_a_connection() -> None:
     async with connected(most=64) as (server, client):
         server.may_answer.set()
         assert [await ask(client, number) for number in range(5)] == [f"/{number}" for number in range(5)]
         assert server.opened == 1
 
 
-async def test_a_cancelled_request_leaves_its_place_to_the_next() -> None:
+async def test_cancelled_request_frees_its_connection_slot() -> None:
     async with connected(most=1) as (server, client):
         first, second = (asyncio.ensure_future(ask(client, number)) for number in (1, 2))
         await server.until_waiting(1)
@@ -92,7 +92,7 @@ async def test_a_cancelled_request_leaves_its_place_to_the_next() -> None:
         assert await second == "/2"
 
 
-async def test_a_connection_that_the_server_closes_is_opened_again() -> None:
+async def test_reconnects_after_the_server_closes_a_connection() -> None:
     async with connected(most=1) as (server, client):
         server.may_answer.set()
         server.closes_after_answer = True
@@ -100,7 +100,7 @@ async def test_a_connection_that_the_server_closes_is_opened_again() -> None:
         assert server.opened == 3
 
 
-async def test_closing_a_client_fails_the_requests_under_way() -> None:
+async def test_closing_the_client_fails_requests_in_flight() -> None:
     async with connected(most=2) as (server, client):
         asked = [asyncio.ensure_future(ask(client, number)) for number in range(3)]
         await server.until_waiting(2)
@@ -109,7 +109,7 @@ async def test_closing_a_client_fails_the_requests_under_way() -> None:
         assert all(isinstance(each, httpx.TransportError) for each in found), found
 
 
-async def test_a_failed_connection_leaves_its_place_to_the_next_and_closing_ends_all() -> None:
+async def test_failed_connect_frees_its_slot_and_close_closes_all_connections() -> None:
     async with connected(most=1) as (server, client):
         for _ in range(3):
             with pytest.raises(httpx.ConnectError):

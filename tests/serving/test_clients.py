@@ -50,7 +50,7 @@ async def told_by(*command: str, url: str) -> Any:
     return json.loads(output.decode().strip().splitlines()[-1])
 
 
-async def test_an_agent_of_openai_agents_calls_its_tools(request: pytest.FixtureRequest) -> None:
+async def test_openai_agents_calls_tools(request: pytest.FixtureRequest) -> None:
     is_here = importlib.util.find_spec("agents") is not None
     python = sys.executable if is_here else python_with(request.config.cache, "openai-agents", "openai-agents==0.24.0")
     answers = {"look": 'I look.<tool_call>\n{"name": "look", "arguments": {"at": "clear"}}\n</tool_call>'}
@@ -64,7 +64,7 @@ async def test_an_agent_of_openai_agents_calls_its_tools(request: pytest.Fixture
     assert "raw_response_event" in told["events"]
 
 
-async def test_inspect_ai_evaluates(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+async def test_inspect_ai_evaluation(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     python = python_with(request.config.cache, "inspect-ai", "inspect-ai==0.3.285", "openai==3.54.0")
     answers = {
         "sky": "blue",
@@ -83,14 +83,14 @@ def goes_on(context: Sequence[int]) -> int:
     return TOKENIZER.encode("blue! And more.", add_special_tokens=False)[len(said)]
 
 
-async def test_lm_eval_evaluates(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+async def test_lm_eval_evaluation(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     python = python_with(request.config.cache, "lm-eval", "lm-eval[api]==0.4.13")
     async with talking(engine={"script": goes_on}, any_model=True) as stage, serve(stage.app) as url:
         scores = await told_by(python, str(PROGRAMS / "lm_eval_run.py"), str(tmp_path), url=url)
     assert scores == {"local-chat-completions": 1.0, "local-completions": 1.0}
 
 
-async def test_verifiers_evaluates_and_trains(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+async def test_verifiers_evaluation_and_training(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     python = python_with(request.config.cache, "verifiers", "verifiers==0.4.0")
     TOKENIZER.save_pretrained(tmp_path)
     async with talking(qwen3(TOKENIZER)) as stage, serve(stage.app) as url:
@@ -102,7 +102,7 @@ async def test_verifiers_evaluates_and_trains(request: pytest.FixtureRequest, tm
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-async def test_curl_streams() -> None:
+async def test_curl_stream() -> None:
     body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "sky"}], "stream": True})
     async with talking() as stage, serve(stage.app) as url:
         process = await asyncio.create_subprocess_exec(

@@ -65,20 +65,20 @@ class Connection:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST ", request()[:60]])
-async def test_a_head_that_does_not_come_is_not_waited_for(sent: bytes) -> None:
+async def test_closes_the_connection_when_the_request_head_times_out(sent: bytes) -> None:
     async with connected() as (_, connection):
         await connection.send(sent)
         assert await connection.rest() == b""
 
 
-async def test_nor_is_that_of_a_second_request() -> None:
+async def test_head_timeout_applies_to_a_second_request() -> None:
     patient = ServerLimits(head_s=1.0, request_s=30.0)  # the first one has to be answered meanwhile
     async with connected(patient) as (_, connection):
         await connection.send(request() + b"POST ")
         assert (await connection.rest()).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_a_head_that_does_not_end_is_not_kept() -> None:
+async def test_closes_the_connection_of_an_endless_request_head() -> None:
     async with connected(ServerLimits(request_s=30.0)) as (_, connection):
         await connection.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ")
         with pytest.raises(ConnectionError):  # noqa: PT012 it is cut off while it sends
@@ -102,20 +102,20 @@ CHUNKED = with_head(b"").replace(b"content-length: 0", b"transfer-encoding: chun
     ],
     ids=["value", "many", "name", "path", "trailer"],
 )
-async def test_a_head_that_is_too_large_is_not_taken_where_it_comes_at_once(sent: bytes) -> None:
+async def test_rejects_an_oversized_head_sent_at_once(sent: bytes) -> None:
     async with connected(ServerLimits(head_bytes=4096, request_s=30.0)) as (_, connection):
         await connection.send(sent)
         assert await connection.rest() == b""
 
 
-async def test_heads_that_fit_are_taken_however_many_come_at_once() -> None:
+async def test_accepts_pipelined_heads_within_the_limit() -> None:
     async with connected(ServerLimits(head_bytes=4096, request_s=30.0)) as (_, connection):
         head = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + LONG[:3000] + b"\r\n"
         await connection.send((head + b"\r\n") * 3 + head + b"connection: close\r\n\r\n")
         assert (await connection.rest()).count(b"HTTP/1.1 200 ") == 4
 
 
-async def test_after_a_body_that_is_refused_the_connection_ends() -> None:
+async def test_closes_the_connection_after_rejecting_a_body() -> None:
     """What is left of it is not read for ever."""
     async with connected() as (_, connection):
         await connection.send(with_head(b"", length=10**9))
@@ -127,7 +127,7 @@ async def test_after_a_body_that_is_refused_the_connection_ends() -> None:
         answering.cancel()
 
 
-async def test_a_body_in_drops_is_not_waited_for() -> None:
+async def test_slowly_sent_body_times_out() -> None:
     async with connected() as (_, connection):
         await connection.send(with_head(b"", length=1000))
         answering = asyncio.create_task(connection.rest())
@@ -141,7 +141,7 @@ async def test_a_body_in_drops_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_shuts_its_half_has_gone(stream: bool) -> None:
+async def test_half_closed_connection_counts_as_disconnected(stream: bool) -> None:
     async with connected(block_at_step=2) as (stage, connection):
         await connection.send(request(400, stream=stream))
         await until(lambda: stage.app.exchanges.num_completions_running == 1)
@@ -152,7 +152,7 @@ async def test_a_client_that_shuts_its_half_has_gone(stream: bool) -> None:
         assert stage.engines.engines[0].num_steps < 400
 
 
-async def test_a_client_that_never_reads_has_gone() -> None:
+async def test_client_that_never_reads_counts_as_disconnected() -> None:
     """Its place is free, and so is its connection, whose last bytes nobody takes."""
     async with connected() as (stage, connection):
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -181,7 +181,7 @@ class Written:
         self.sent.append(b"closed")
 
 
-async def test_a_head_goes_out_with_its_body_or_in_its_turn_of_the_event_loop() -> None:
+async def test_response_head_is_merged_with_its_body_within_one_iteration() -> None:
     written = Written()
     transport: Any = HeadWithBody(written, asyncio.get_running_loop())  # pyright: ignore[reportArgumentType]
     transport.begin_response()

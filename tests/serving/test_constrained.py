@@ -130,7 +130,7 @@ async def tag_of(path: str, body: dict[str, Any], says: str) -> str | None:
 
 
 @pytest.mark.parametrize(("path", "body"), REQUIRED)
-async def test_a_required_call_is_one_of_any_tool_offered(path: str, body: dict[str, Any]) -> None:
+async def test_required_tool_choice_allows_calls_of_any_tool(path: str, body: dict[str, Any]) -> None:
     tag = await tag_of(path, body, CALL)
     assert allows(tag, CALL)
     assert allows(tag, OTHER_CALL)
@@ -141,21 +141,21 @@ async def test_a_required_call_is_one_of_any_tool_offered(path: str, body: dict[
 
 
 @pytest.mark.parametrize(("path", "body"), NAMED)
-async def test_a_named_tool_is_called_once(path: str, body: dict[str, Any]) -> None:
+async def test_named_tool_choice_allows_one_call_of_that_tool(path: str, body: dict[str, Any]) -> None:
     tag = await tag_of(path, body, CALL)
     assert allows(tag, CALL)
     assert not allows(tag, OTHER_CALL)
     assert not allows(tag, f"{CALL}\n{CALL}")
 
 
-async def test_no_more_than_one_call_where_they_are_not_parallel() -> None:
+async def test_allows_a_single_call_without_parallel_tool_calls() -> None:
     tag = await tag_of(*chat(tool_choice="required", parallel_tool_calls=False), CALL)
     assert allows(tag, OTHER_CALL)
     assert not allows(tag, f"{CALL}\n{CALL}")
 
 
 @pytest.mark.parametrize(("path", "body"), TYPED)
-async def test_an_answer_keeps_to_a_schema_or_is_a_call_of_a_tool(path: str, body: dict[str, Any]) -> None:
+async def test_json_schema_allows_matching_json_or_a_tool_call(path: str, body: dict[str, Any]) -> None:
     tag = await tag_of(path, body, ANSWER)
     assert allows(tag, ANSWER)
     assert allows(tag, '{\n  "a": 3\n}')
@@ -168,14 +168,14 @@ async def test_an_answer_keeps_to_a_schema_or_is_a_call_of_a_tool(path: str, bod
 
 
 @pytest.mark.parametrize(("path", "body"), ANY_OBJECT)
-async def test_json_is_any_object(path: str, body: dict[str, Any]) -> None:
+async def test_json_object_format_allows_any_object(path: str, body: dict[str, Any]) -> None:
     tag = await tag_of(path, {**body, "tools": None}, ANSWER)
     assert allows(tag, '{"x": [1, {"y": null}]}')
     assert not allows(tag, "[1]")
     assert not allows(tag, '{"x": "<|im_start|>"}'), "the model's markup is part of no text"
 
 
-async def test_a_reply_that_is_thinking_already_ends_that_first() -> None:
+async def test_constraint_allows_reasoning_only_when_the_prompt_leaves_it_open() -> None:
     constraining = Constraining(qwen3(TOKENIZER), Text(TOKENIZER))
     assert constraining.call_form == CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n")
     async with constrained() as (client, asked):
@@ -190,7 +190,7 @@ async def test_a_reply_that_is_thinking_already_ends_that_first() -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [*REQUIRED, *NAMED, *TYPED, *ANY_OBJECT])
-async def test_an_engine_that_cannot_constrain_refuses(path: str, body: dict[str, Any]) -> None:
+async def test_rejects_constraints_that_the_engine_does_not_support(path: str, body: dict[str, Any]) -> None:
     app: Any = {"tokenizer": TOKENIZER, "renderer": qwen3(TOKENIZER), "max_context": 4096}
     async with served(engine={"max_context": 4096}, **app) as stage, client_of(stage.app) as client:
         for stream in (False, True):
@@ -201,7 +201,7 @@ async def test_an_engine_that_cannot_constrain_refuses(path: str, body: dict[str
             assert told.startswith(("tool_choice", "response_format", "text.format", "output_config.format"))
 
 
-async def test_a_function_that_ignores_a_constraint_is_no_answer_to_it() -> None:
+async def test_rejects_constraints_for_a_plain_generate_function() -> None:
     async def generate(prompt: Sequence[int], *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
         return Completion(request_id, [65, END], [-0.1, -0.1], FinishReason.STOP, (VersionSpan(0, 2),))
 
@@ -215,7 +215,7 @@ async def test_a_function_that_ignores_a_constraint_is_no_answer_to_it() -> None
     assert "cannot hold an answer to a JSON schema" in answer.json()["error"]["message"]
 
 
-async def test_calls_that_no_renderer_reads_cannot_be_forced() -> None:
+async def test_rejects_forced_calls_when_the_renderer_cannot_parse_calls() -> None:
     renderer = ChatTemplateRenderer(TOKENIZER)
     async with constrained(renderer=renderer) as (client, asked):
         path, body = chat(tool_choice="required")
@@ -236,14 +236,14 @@ async def test_calls_that_no_renderer_reads_cannot_be_forced() -> None:
         ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens"),
     ],
 )
-async def test_what_cannot_be_held_to_is_named(more: dict[str, Any], param: str) -> None:
+async def test_rejects_unsatisfiable_constraints_by_name(more: dict[str, Any], param: str) -> None:
     async with constrained() as (client, _):
         path, body = chat(**more)
         told = await client.post(path, json=body)
     assert (told.status_code, told.json()["error"]["param"]) == (400, param)
 
 
-async def test_penalties_and_biases_reach_the_engine_as_they_are() -> None:
+async def test_penalties_and_logit_bias_reach_the_engine_unchanged() -> None:
     asked_for = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2, "logit_bias": {"65": 2}}
     bodies = [chat(**asked_for), responses(**asked_for), messages(**asked_for)]
     start = TOKENIZER.encode("<|im_start|>assistant\n")
@@ -272,7 +272,7 @@ class TestEpisodes:
             client.headers["authorization"] = f"Bearer {episode.key}"
             yield episode, client, asked
 
-    async def test_a_constraint_is_recorded_with_what_it_left(self) -> None:
+    async def test_constraint_and_allowed_logprobs_are_recorded(self) -> None:
         async with self.stage(CALL) as (episode, client, asked):
             for path, body in (NAMED[0], chat()):
                 assert (await client.post(path, json=body)).status_code == 200
@@ -298,7 +298,7 @@ class TestEpisodes:
             ("logit_bias", {"65": 1}),
         ],
     )
-    async def test_what_training_cannot_account_for_is_refused(self, name: str, value: Any) -> None:
+    async def test_rejects_sampling_settings_that_training_cannot_account_for(self, name: str, value: Any) -> None:
         async with self.stage(ANSWER) as (_, client, asked):
             for make in (chat, responses, messages):
                 path, body = make(**{name: value})
@@ -320,7 +320,7 @@ class TestEpisodes:
 
 
 class TestPrompts:
-    async def test_keywords_of_the_template_change_the_prompt_and_their_own_conversations_alone(self) -> None:
+    async def test_chat_template_kwargs_change_only_their_own_conversation(self) -> None:
         async with constrained("fine") as (client, _):
             path, body = chat(tools=None, return_token_ids=True)
             usual = (await client.post(path, json=body)).json()
@@ -336,7 +336,7 @@ class TestPrompts:
         assert wrong.status_code == 400
         assert "enable_thinking" in wrong.json()["error"]["message"]
 
-    async def test_a_chat_template_says_which_keywords_it_reads(self) -> None:
+    async def test_unknown_chat_template_kwarg_error_lists_the_known_ones(self) -> None:
         template = "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endfor -%}" + (
             "{%- if add_generation_prompt -%}<|im_start|>assistant\n{{ mood }}{%- endif -%}"
         )
@@ -348,7 +348,7 @@ class TestPrompts:
         assert TOKENIZER.decode(told["prompt_token_ids"]).endswith("assistant\nSad: ")
         assert "it reads mood" in wrong.json()["error"]["message"]
 
-    async def test_a_reply_that_was_begun_is_gone_on_with(self) -> None:
+    async def test_continue_final_message_continues_a_prefilled_reply(self) -> None:
         begun = {"role": "assistant", "content": "Well, "}
         async with constrained("Well, fine") as (client, _):
             path, body = chat(
@@ -371,7 +371,7 @@ class TestPrompts:
         assert second["prompt_token_ids"][: len(before)] == before
         assert codes == [400, 400, 400]
 
-    async def test_a_completion_echoes_its_prompt(self) -> None:
+    async def test_completion_echoes_its_prompt(self) -> None:
         prompt = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
         async with constrained("fine") as (client, _):
             body = {"prompt": prompt, "max_tokens": 50, "echo": True}
@@ -383,7 +383,7 @@ class TestPrompts:
         assert "".join(event["choices"][0]["text"] for event in events) == "user\nx\nassistant\nfine"
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")
 
-    async def test_texts_and_conversations_are_tokenized_and_back(self) -> None:
+    async def test_tokenize_and_detokenize_round_trip(self) -> None:
         async with constrained("fine") as (client, _):
             text = (await client.post("/tokenize", json={"prompt": "aé", "return_token_strs": True})).json()
             path, body = chat(return_token_ids=True)

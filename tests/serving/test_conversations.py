@@ -36,7 +36,7 @@ def say(
     return tree.add(tree.prompt(messages, **more), completion(token_ids), message)
 
 
-def test_only_what_is_new_is_tokenized(tree: ConversationTree, renderer: ChatTemplateRenderer) -> None:
+def test_only_new_messages_are_tokenized(tree: ConversationTree, renderer: ChatTemplateRenderer) -> None:
     opening = [SYSTEM, user("Bo Al")]
     first = say(tree, opening, reply("Al Bo"))
     assert first.prompt_token_ids == renderer.render_ids(opening, add_generation_prompt=True)
@@ -53,7 +53,7 @@ def test_only_what_is_new_is_tokenized(tree: ConversationTree, renderer: ChatTem
     assert first.children == [second]
 
 
-def test_asking_for_a_prompt_changes_nothing(tree: ConversationTree) -> None:
+def test_prompt_does_not_change_the_tree(tree: ConversationTree) -> None:
     first = say(tree, [user("a")], reply("b"))
     follow = [user("a"), reply("b"), user("c")]
     assert tree.prompt(follow).token_ids == tree.prompt(follow).token_ids
@@ -62,9 +62,7 @@ def test_asking_for_a_prompt_changes_nothing(tree: ConversationTree) -> None:
     assert tree.prompt([*follow, reply("d"), user("e")]).parent is first
 
 
-def test_an_edit_begins_a_branch_at_the_last_turn_before_it(
-    tree: ConversationTree, renderer: ChatTemplateRenderer
-) -> None:
+def test_edit_branches_from_the_last_turn_before_it(tree: ConversationTree, renderer: ChatTemplateRenderer) -> None:
     one = [user("a"), reply("b"), user("c")]
     first = say(tree, one[:1], reply("b"))
     second = say(tree, one, reply("d"))
@@ -84,7 +82,7 @@ def test_an_edit_begins_a_branch_at_the_last_turn_before_it(
     [[user("A"), reply("b"), user("c")], [SYSTEM, user("a"), reply("b"), user("c")], [user("summary of a and b")]],
     ids=["edited from the start", "another system prompt", "compacted"],
 )
-def test_another_beginning_is_a_conversation_of_its_own(
+def test_different_opening_starts_a_new_conversation(
     tree: ConversationTree, renderer: ChatTemplateRenderer, messages: list[Any]
 ) -> None:
     say(tree, [user("a")], reply("b"))
@@ -93,14 +91,14 @@ def test_another_beginning_is_a_conversation_of_its_own(
     assert prompt.token_ids == prompt.added_token_ids == renderer.render_ids(messages, add_generation_prompt=True)
 
 
-def test_siblings_share_a_prompt_and_go_their_own_ways(tree: ConversationTree) -> None:
+def test_sibling_turns_share_a_prompt_and_continue_separately(tree: ConversationTree) -> None:
     prompt = tree.prompt([user("a")])
     turns = [tree.add(prompt, completion([5, n]), reply(f"b{n}")) for n in range(3)]
     for n, turn in enumerate(turns):
         assert tree.prompt([user("a"), reply(f"b{n}"), user("c")]).parent is turn
 
 
-def test_of_turns_that_say_the_same_the_least_continued_is_gone_on_from_and_then_the_latest(
+def test_ambiguous_history_continues_the_least_continued_then_latest_turn(
     tree: ConversationTree,
 ) -> None:
     one, other = say(tree, [user("a")], reply("b"), (5,)), say(tree, [user("a")], reply("b"), (6,))
@@ -108,7 +106,7 @@ def test_of_turns_that_say_the_same_the_least_continued_is_gone_on_from_and_then
     assert [say(tree, follow, reply(text)).parent for text in "xyz"] == [other, one, other]
 
 
-def test_tools_are_part_of_the_beginning(tree: ConversationTree) -> None:
+def test_tools_identify_the_conversation(tree: ConversationTree) -> None:
     look = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "x": 1}}}
     same = {"function": {"parameters": {"x": 1, "type": "object"}, "name": "look"}, "type": "function", "strict": None}
     turn = say(tree, [user("a")], reply("b"), tools=[look])
@@ -136,7 +134,7 @@ def test_tools_are_part_of_the_beginning(tree: ConversationTree) -> None:
         (reply("b", reasoning_content="hm"), reply("b", reasoning=" hm ")),
     ],
 )
-def test_what_clients_do_to_a_reply_leaves_it_the_same(
+def test_client_normalization_of_a_reply_still_matches(
     tree: ConversationTree, given: dict[str, Any], comes_back: dict[str, Any]
 ) -> None:
     turn = say(tree, [user("a")], given)
@@ -157,13 +155,15 @@ def test_what_clients_do_to_a_reply_leaves_it_the_same(
         (reply("b"), reply("b", reasoning_content="ah")),
     ],
 )
-def test_what_is_an_edit(tree: ConversationTree, given: dict[str, Any], comes_back: dict[str, Any]) -> None:
+def test_changed_reply_does_not_match(
+    tree: ConversationTree, given: dict[str, Any], comes_back: dict[str, Any]
+) -> None:
     say(tree, [user("a")], given)
     comes_back = {**comes_back, "content": comes_back["content"] or ""}
     assert tree.prompt([user("a"), comes_back, user("c")]).parent is None
 
 
-def test_replies_that_differ_in_reasoning_are_told_apart_by_it_or_by_what_follows(tree: ConversationTree) -> None:
+def test_replies_differing_in_reasoning_match_by_reasoning_or_later_turns(tree: ConversationTree) -> None:
     ah, hm = (say(tree, [user("a")], reply("b", reasoning_content=thought)) for thought in ("ah", "hm"))
     assert tree.prompt([user("a"), reply("b", reasoning_content="ah"), user("c")]).parent is ah
     after_ah = say(tree, [user("a"), reply("b", reasoning_content="ah"), user("c")], reply("d"))
@@ -171,19 +171,19 @@ def test_replies_that_differ_in_reasoning_are_told_apart_by_it_or_by_what_follow
     assert tree.prompt([user("a"), reply("b"), user("other")]).parent is hm
 
 
-def test_a_user_s_white_space_is_the_user_s(tree: ConversationTree) -> None:
+def test_whitespace_of_user_messages_is_significant(tree: ConversationTree) -> None:
     say(tree, [user("a")], reply("b"))
     assert tree.prompt([user("a "), reply("b"), user("c")]).parent is None
 
 
-def test_a_conversation_that_ends_with_a_reply_is_gone_on_from(tree: ConversationTree) -> None:
+def test_history_ending_with_a_reply_continues_its_turn(tree: ConversationTree) -> None:
     turn = say(tree, [user("a")], reply("b"))
     prompt = tree.prompt([user("a"), reply("b")])
     assert prompt.parent is turn
     assert prompt.added_token_ids
 
 
-def test_what_no_template_can_render_is_the_request_s_fault(tree: ConversationTree) -> None:
+def test_unrenderable_messages_raise_request_error(tree: ConversationTree) -> None:
     with pytest.raises(RequestError, match="at least one"):
         tree.prompt([])
     with pytest.raises(RequestError, match="cannot be rendered"):
@@ -191,7 +191,7 @@ def test_what_no_template_can_render_is_the_request_s_fault(tree: ConversationTr
     assert tree.prompt([user("\ud83d")]).token_ids
 
 
-def test_a_long_history_costs_one_look_at_each_message(tree: ConversationTree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matching_a_history_compares_each_message_once(tree: ConversationTree, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[Any] = [SYSTEM]
     for n in range(100):
         messages.append(user(f"q{n}"))
@@ -210,7 +210,7 @@ def test_a_long_history_costs_one_look_at_each_message(tree: ConversationTree, m
     assert looks == len(messages) + 1
 
 
-def test_where_the_renderer_cannot_extend_a_turn_the_conversation_is_rendered_whole() -> None:
+def test_renders_from_scratch_when_the_renderer_cannot_extend_a_turn() -> None:
     tree = ConversationTree(Forgetful())
     first = say(tree, [user("a")], reply("b", reasoning_content="r"))
     tool = {"role": "tool", "content": "t"}
@@ -225,7 +225,7 @@ def test_where_the_renderer_cannot_extend_a_turn_the_conversation_is_rendered_wh
     assert [message["content"] for message in tree.transcript()] == ["a", "b", "c", "d"]
 
 
-def test_a_renderer_that_cuts_what_was_sampled_has_not_extended_it() -> None:
+def test_renderer_that_drops_sampled_tokens_does_not_extend_the_turn() -> None:
     class Cutting(Forgetful):
         def bridge_to_next_turn(self, previous_prompt_ids: Any, previous_completion_ids: Any, *rest: Any, **more: Any):
             return super().bridge_to_next_turn(previous_prompt_ids, previous_completion_ids[:-1], *rest, **more)

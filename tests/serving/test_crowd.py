@@ -49,7 +49,7 @@ async def streamed(client: httpx.AsyncClient, url: str, prompt: list[int]) -> li
     return token_ids
 
 
-async def test_streams_are_right_under_pulls_and_pauses() -> None:
+async def test_streams_are_correct_during_weight_pulls_and_pauses() -> None:
     limits = httpx.Limits(max_connections=CLIENTS)
     async with (
         served(engine={"max_running": 8, "cost": STEP}) as stage,
@@ -75,7 +75,7 @@ async def test_streams_are_right_under_pulls_and_pauses() -> None:
 
 
 @pytest.mark.skipif(not DEEP, reason="a thousand clients take half a minute")
-def test_a_thousand_streams_from_a_server_process(tmp_path: Path) -> None:
+def test_thousand_streams_from_a_server_process(tmp_path: Path) -> None:
     """Under pauses and pulls throughout, each is complete and right, and memory stays."""
     from benchmarks.serving_sessions import measure
 
@@ -108,7 +108,7 @@ json_values = st.recursive(
         max_size=6,
     )
 )
-def test_no_request_makes_the_server_fail(asked: list[tuple[str, dict[str, Any]]]) -> None:
+def test_no_request_causes_a_server_error(asked: list[tuple[str, dict[str, Any]]]) -> None:
     async def all_of_them() -> None:
         async with (
             served(

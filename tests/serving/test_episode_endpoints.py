@@ -85,7 +85,7 @@ def trained(rollout: Rollout) -> list[list[int]]:
     ]
 
 
-async def test_turns_through_all_protocols_are_one_rollout_of_the_sampled_tokens() -> None:
+async def test_turns_of_all_protocols_form_one_rollout_of_sampled_tokens() -> None:
     async with stage() as it:
         episode = it.store.open("one")
         async with it.agent(episode) as agent:
@@ -106,7 +106,7 @@ async def test_turns_through_all_protocols_are_one_rollout_of_the_sampled_tokens
     assert [message["content"] for message in rollout.messages if message["role"] == "assistant"][:1] == ["B A"]
 
 
-async def test_n_does_not_get_round_the_turns_of_an_episode() -> None:
+async def test_n_counts_against_the_turn_limit() -> None:
     async with stage() as it:
         episode = it.store.open("one", max_turns=2)
         async with it.agent(episode) as agent:
@@ -118,7 +118,7 @@ async def test_n_does_not_get_round_the_turns_of_an_episode() -> None:
     assert (episode.num_turns, episode.status) == (2, RolloutStatus.TRUNCATED_TURNS)
 
 
-async def test_a_key_opens_its_own_episode_and_nothing_else() -> None:
+async def test_episode_key_grants_access_to_its_own_episode_only() -> None:
     async with stage() as it:
         mine, other = it.store.open("mine"), it.store.open("other")
         async with it.agent(mine) as agent, it.agent(mine, own_url=True) as at_home:
@@ -146,7 +146,7 @@ async def test_a_key_opens_its_own_episode_and_nothing_else() -> None:
         assert other.status is None
 
 
-async def test_a_stored_response_is_its_callers() -> None:
+async def test_stored_response_is_private_to_its_episode() -> None:
     async with stage() as it:
         one, other = (it.agent(it.store.open(name)) for name in ("one", "other"))
         async with one, other:
@@ -157,7 +157,7 @@ async def test_a_stored_response_is_its_callers() -> None:
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
 
 
-async def test_a_harness_opens_rewards_and_ends() -> None:
+async def test_harness_opens_rewards_and_ends_an_episode() -> None:
     async with stage() as it, client_of(it.app, authorization="Bearer operator") as operator:
         opened = (await operator.post("/episodes", json={})).json()
         assert opened["sample"] == {"names": ["b", "a"]}
@@ -186,7 +186,7 @@ async def test_a_harness_opens_rewards_and_ends() -> None:
         assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
 
 
-async def test_its_end_cancels_what_is_in_flight() -> None:
+async def test_end_of_episode_cancels_requests_in_flight() -> None:
     async with stage({**SPEAKING, "block_at_step": 0}) as it:
         episode = it.store.open("e")
         async with it.agent(episode) as agent:
@@ -197,7 +197,7 @@ async def test_its_end_cancels_what_is_in_flight() -> None:
         assert it.app.exchanges.num_completions_running == 0
 
 
-async def test_an_episode_may_have_a_policy_and_a_sampling_of_its_own() -> None:
+async def test_episode_can_have_its_own_policy() -> None:
     engines = Engines(1, **SPEAKING)
     async with stage() as it, engines.router() as router:
         episode = it.store.open("e", stream=uninterrupted(request_fn(router.generate)))

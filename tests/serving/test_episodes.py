@@ -35,7 +35,7 @@ def rollout_of(episode: Episode) -> Rollout:
     return rollout
 
 
-async def test_a_rollout_has_every_turn_the_transcript_and_the_rewards() -> None:
+async def test_rollout_contains_turns_transcript_and_rewards() -> None:
     episode = store().open("e")
     opening = [SYSTEM, user("b a")]
     first = say(episode, opening, "a b", "r0")
@@ -53,7 +53,7 @@ async def test_a_rollout_has_every_turn_the_transcript_and_the_rewards() -> None
     assert rollout.messages == [*opening, reply("a b"), user("c"), reply("a b c")]
 
 
-async def test_branches_are_samples_of_their_own_that_train_what_is_theirs() -> None:
+async def test_each_branch_is_a_sample_that_trains_only_its_own_tokens() -> None:
     episode = store().open("e")
     main = [SYSTEM, user("b a")]
     say(episode, main, "a b", "r0")
@@ -75,7 +75,7 @@ async def test_branches_are_samples_of_their_own_that_train_what_is_theirs() -> 
     assert [sample.num_trained_tokens for sample in samples] == [2, 4, 4]
 
 
-async def test_time_ends_an_episode_and_what_is_in_flight() -> None:
+async def test_time_limit_ends_the_episode_and_requests_in_flight() -> None:
     episode = store(time_s=10.0).open("e")
     say(episode, [user("a")], "b", "r0")
     entered = asyncio.Event()
@@ -97,7 +97,7 @@ async def test_time_ends_an_episode_and_what_is_in_flight() -> None:
     assert rollout_of(episode).status is RolloutStatus.TRUNCATED_TIME
 
 
-async def test_without_a_turn_there_is_nothing_to_judge() -> None:
+async def test_episode_without_a_turn_is_an_error() -> None:
     late = store(time_s=10.0).open("e")
     await late.wait()
     assert rollout_of(late).status is RolloutStatus.ERROR_TIMEOUT
@@ -109,7 +109,7 @@ async def test_without_a_turn_there_is_nothing_to_judge() -> None:
     )  # fmt: skip
 
 
-async def test_the_first_end_counts_and_nothing_comes_after_it() -> None:
+async def test_first_end_is_final() -> None:
     episode = store().open("e")
     prompt = episode.tree.prompt([user("a")])
     say(episode, [user("a")], "b", "r0")
@@ -126,7 +126,7 @@ async def test_the_first_end_counts_and_nothing_comes_after_it() -> None:
     assert (rollout.status, rollout.error, len(rollout.turns)) == (RolloutStatus.ERROR_ENV, "it crashed", 1)
 
 
-async def test_turns_and_requests_have_limits() -> None:
+async def test_limits_on_turns_and_concurrent_requests() -> None:
     episode = store(turns=1, requests=1).open("e")
     async with episode.request():
         with pytest.raises(BusyError, match="1 requests in flight"):
@@ -141,7 +141,7 @@ async def test_turns_and_requests_have_limits() -> None:
         EpisodeLimits(turns=0)
 
 
-async def test_each_completion_of_a_request_is_a_turn() -> None:
+async def test_each_completion_counts_as_a_turn() -> None:
     episode = store(turns=3).open("e")
     with pytest.raises(RequestError, match=r"4 completions .* 3 of its 3 turns left"):
         async with episode.request(4):
@@ -157,7 +157,7 @@ async def test_each_completion_of_a_request_is_a_turn() -> None:
     assert episode.status is None
 
 
-async def test_a_request_that_fails_or_is_cancelled_is_no_longer_in_flight() -> None:
+async def test_failed_and_cancelled_requests_are_no_longer_in_flight() -> None:
     episode = store().open("e")
     with pytest.raises(TimeoutError, match="mine"):
         async with episode.request():
@@ -169,7 +169,7 @@ async def test_a_request_that_fails_or_is_cancelled_is_no_longer_in_flight() -> 
     assert episode.status is None
 
 
-async def test_what_cannot_be_recorded() -> None:
+async def test_rejects_duplicate_choices_and_invalid_rewards() -> None:
     episode = store().open("e")
     say(episode, [user("a")], "b", "r0")
     with pytest.raises(ValueError, match="'r0' has a choice 0"):
@@ -181,7 +181,7 @@ async def test_what_cannot_be_recorded() -> None:
             episode.reward({"solved": value})  # pyright: ignore[reportArgumentType]
 
 
-async def test_a_key_opens_its_episode_and_no_other() -> None:
+async def test_key_finds_only_its_own_episode() -> None:
     episodes = store(keep_s=5.0)
     one, other = episodes.open("one"), episodes.open("other")
     assert episodes.find(one.key) is one
@@ -196,7 +196,7 @@ async def test_a_key_opens_its_episode_and_no_other() -> None:
     assert episodes.find(other.key) is other
 
 
-async def test_a_store_has_room_for_so_many() -> None:
+async def test_store_limits_the_number_of_open_episodes() -> None:
     episodes = store(episodes=2, keep_s=1.0)
     one, _ = episodes.open("one"), episodes.open("other")
     with pytest.raises(BusyError, match="2 episodes are open"):
@@ -207,7 +207,7 @@ async def test_a_store_has_room_for_so_many() -> None:
     assert len(episodes) == 2
 
 
-async def test_an_agent_says_when_a_completion_ends_and_training_how_it_is_sampled() -> None:
+async def test_agent_sets_stop_tokens_and_training_sets_sampling() -> None:
     asked = SamplingParams(max_tokens=10, temperature=0.0, top_p=0.5, seed=42, stop_token_ids=(3,))
     assert store().open("e").sampling.of(asked, [1]) is asked
 
@@ -223,7 +223,7 @@ async def test_an_agent_says_when_a_completion_ends_and_training_how_it_is_sampl
     assert unseeded.sampling.of(asked, [1]).seed is None
 
 
-async def test_what_is_asked_at_once_draws_the_same_in_any_order() -> None:
+async def test_seeds_do_not_depend_on_the_order_of_concurrent_requests() -> None:
     own = SamplingParams(max_tokens=8, seed=7)
     one, again = (store().open("e", sampling=own) for _ in range(2))
     prompts = [[1], [2], [1]]
@@ -231,7 +231,7 @@ async def test_what_is_asked_at_once_draws_the_same_in_any_order() -> None:
     assert [again.sampling.of(SAMPLING, prompt).seed for prompt in ([2], [1], [1])] == [seeds[1], seeds[0], seeds[2]]
 
 
-async def test_a_request_that_is_refused_draws_no_seed() -> None:
+async def test_rejected_request_does_not_consume_a_seed() -> None:
     """Else a retry would be another draw, and a rollout that is run again would not find its recorded answers."""
     own = SamplingParams(max_tokens=8, seed=7)
     undisturbed, busy = (store(requests=1).open("e", sampling=own) for _ in range(2))

@@ -10,7 +10,7 @@ from titan_rl.serving.http.exchange import KEEP_ALIVE, Events
 
 
 @pytest.mark.looptime
-async def test_events_of_one_turn_go_together_and_silence_is_broken_by_signs_of_life() -> None:
+async def test_batches_events_and_sends_keep_alives_when_idle() -> None:
     loop = asyncio.get_running_loop()
     began, events = loop.time(), Events(keep_alive_s=10.0)
     told: list[tuple[int, bytes]] = []

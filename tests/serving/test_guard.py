@@ -38,7 +38,7 @@ def app(**settings: Any) -> Any:
     return make_app(request_fn(nobody), model="policy", max_context=16, **settings)
 
 
-async def test_a_key_opens_what_it_is_for() -> None:
+async def test_keys_grant_access_by_role() -> None:
     async with served(keys=Keys(["one", "two"], admin="root")) as stage:
         stage.app = make_app(
             stage.router.stream,
@@ -73,7 +73,7 @@ async def test_a_key_opens_what_it_is_for() -> None:
 
 
 @pytest.mark.parametrize(("version", "status"), [(3, 409), (-1, 400), (10**30, 400)])
-async def test_a_pull_of_what_is_not_published_changes_nothing(version: int, status: int) -> None:
+async def test_pull_of_an_unpublished_version_is_rejected(version: int, status: int) -> None:
     async with served() as stage:
         published = PublishedWeights()
         for index, loop in enumerate(stage.engines.loops):
@@ -94,13 +94,13 @@ async def test_a_pull_of_what_is_not_published_changes_nothing(version: int, sta
 
 
 @pytest.mark.parametrize(("field", "value"), [("temperature", 2.5), ("min_tokens", 5)])
-async def test_a_value_that_cannot_be_sampled_with_is_named(field: str, value: float) -> None:
+async def test_invalid_sampling_value_error_names_the_field(field: str, value: float) -> None:
     async with served() as stage, client_of(stage.app) as client:
         told = await client.post(GENERATE, json={**ASK, "sampling_params": {"max_tokens": 2, field: value}})
         assert (told.status_code, told.json()["error"]["param"].rpartition(".")[2]) == (400, field)
 
 
-async def test_health_says_when_nothing_can_be_answered() -> None:
+async def test_health_reports_unavailability_with_its_reason() -> None:
     async with served(count=1) as stage:
         app = make_app(stage.router.stream, model="policy", max_context=64, trouble=stage.router.trouble)
         async with client_of(app) as client:
@@ -116,7 +116,7 @@ async def test_health_says_when_nothing_can_be_answered() -> None:
             assert (await client.get("/health")).json()["reason"] == "it is closed"
 
 
-async def test_without_an_admin_key_there_are_no_admin_calls() -> None:
+async def test_admin_calls_are_disabled_without_an_admin_key() -> None:
     async with served() as stage:
         stage.app = make_app(stage.router.stream, model="policy", max_context=64, control=stage.router)
         async with client_of(stage.app, authorization="Bearer ") as client:
@@ -127,16 +127,16 @@ async def test_without_an_admin_key_there_are_no_admin_calls() -> None:
 @pytest.mark.parametrize(
     "keys", [{"api": [""]}, {"api": ["a b"]}, {"api": ["ä"]}, {"api": ["\udce9"]}, {"api": ["a"], "admin": "a"}]
 )
-def test_keys_that_protect_nothing_are_refused(keys: Any) -> None:
+def test_rejects_unusable_keys(keys: Any) -> None:
     with pytest.raises(ConfigError, match="key"):
         Keys(**keys)
 
 
-def test_keys_are_not_shown() -> None:
+def test_repr_does_not_show_keys() -> None:
     assert repr(Keys(["hush"], admin="quiet")) == "Keys(1 of clients, an admin key)"
 
 
-async def test_no_log_has_a_key_however_much_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_never_appear_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(1)
     keys = Keys(["of-a-client"], admin="of-an-admin")
     async with serve(app(keys=keys)) as url, httpx.AsyncClient(base_url=url) as client:
@@ -165,7 +165,7 @@ async def test_no_log_has_a_key_however_much_is_logged(caplog: pytest.LogCapture
         ("http://[::1]:80", 500),
     ],
 )
-async def test_a_page_of_another_host_asks_in_vain(origin: str, status: int) -> None:
+async def test_rejects_requests_of_foreign_origins(origin: str, status: int) -> None:
     """Also one whose name has come to mean this machine since it was loaded."""
     async with client_of(app()) as client:
         assert (await client.post(GENERATE, json=ASK, headers={"origin": origin})).status_code == status
@@ -182,9 +182,7 @@ async def test_a_page_of_another_host_asks_in_vain(origin: str, status: int) -> 
         ("elsewhere.org", True, 200),
     ],
 )
-async def test_a_page_whose_name_has_come_to_mean_this_machine_reads_nothing(
-    host: str, keyed: bool, status: int
-) -> None:
+async def test_rejects_foreign_host_headers_against_dns_rebinding(host: str, keyed: bool, status: int) -> None:
     keys = Keys(["of-a-client"] if keyed else [])
     async with serve(app(keys=keys), host="127.0.0.1", port=0) as url, httpx.AsyncClient(base_url=url) as client:
         for path in ("/v1/models", "/metrics", "/openapi.json", "/health"):
@@ -192,7 +190,7 @@ async def test_a_page_whose_name_has_come_to_mean_this_machine_reads_nothing(
             assert (await client.get(path, headers=headers)).status_code == status, path
 
 
-async def test_others_than_this_machine_need_a_key() -> None:
+async def test_listening_beyond_localhost_requires_a_key() -> None:
     with pytest.raises(ConfigError, match="no key"):
         async with serve(app(), host="0.0.0.0"):
             raise AssertionError("served")
@@ -200,7 +198,7 @@ async def test_others_than_this_machine_need_a_key() -> None:
         assert (await client.get(url + "/health")).status_code == 200
 
 
-async def test_an_address_that_is_taken_is_named() -> None:
+async def test_port_in_use_error_names_the_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=str(port)):
@@ -208,7 +206,7 @@ async def test_an_address_that_is_taken_is_named() -> None:
                 raise AssertionError("served")
 
 
-async def test_a_body_that_is_too_long_is_not_read() -> None:
+async def test_rejects_an_oversized_body() -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield b" " * 1000
@@ -219,7 +217,7 @@ async def test_a_body_that_is_too_long_is_not_read() -> None:
         assert (await client.post(GENERATE, content=endless(), headers=headers)).status_code == 413
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+async def test_missing_body_times_out() -> None:
     async def stuck() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.Event().wait()
@@ -241,21 +239,21 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         (b"{}", "text/plain", 415),
     ],
 )
-async def test_what_is_no_request_is_refused(content: bytes, kind: str, status: int) -> None:
+async def test_rejects_malformed_requests(content: bytes, kind: str, status: int) -> None:
     async with client_of(app()) as client:
         answer = await client.post(GENERATE, content=content, headers={"content-type": kind})
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_a_compressed_body_is_refused_as_what_it_is() -> None:
+async def test_rejects_a_compressed_body() -> None:
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     async with client_of(app()) as client:
         answer = await client.post(GENERATE, content=gzip.compress(b'{"token_ids": [1]}'), headers=headers)
     assert (answer.status_code, "compressed" in answer.text) == (415, True)
 
 
-async def test_paths_and_methods_that_there_are_not() -> None:
+async def test_unknown_paths_methods_and_models() -> None:
     async with client_of(app()) as client:
         assert (await client.get("/v1/nothing")).status_code == 404
         assert (await client.get(GENERATE)).status_code == 405
@@ -265,14 +263,14 @@ async def test_paths_and_methods_that_there_are_not() -> None:
         assert (card["id"], card["object"]) == ("policy", "model")
 
 
-async def test_what_failed_inside_is_not_told() -> None:
+async def test_internal_errors_do_not_leak_details() -> None:
     async with client_of(app()) as client:
         answer = await client.post(GENERATE, json=ASK)
     assert answer.status_code == 500
     assert "secret" not in answer.text
 
 
-async def test_metrics_count_what_happened() -> None:
+async def test_metrics_count_responses_and_tokens() -> None:
     async with served() as stage, client_of(stage.app) as client:
         await client.post(GENERATE, json=ASK)
         await client.get("/v1/models/other")
@@ -284,14 +282,14 @@ async def test_metrics_count_what_happened() -> None:
     assert "titan_rl_time_to_first_token_seconds_count 1.0" in told
 
 
-async def test_an_unknown_path_is_told_with_those_there_are() -> None:
+async def test_unknown_path_error_lists_the_known_paths() -> None:
     async with served() as stage, client_of(stage.app) as client:
         answer = await client.post("/v1/v1/chat/completions", json={})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
     assert "/v1/chat/completions, " in answer.json()["error"]["message"]
 
 
-def test_serving_needs_no_torch() -> None:
+def test_serving_does_not_import_torch() -> None:
     code = (
         "import sys\n"
         "for name in ('torch', 'vllm', 'torchtitan', 'monarch', 'transformers'): sys.modules[name] = None\n"
@@ -301,7 +299,7 @@ def test_serving_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_the_port_is_free_however_the_block_is_left(cancelled: bool) -> None:
+async def test_port_is_released_on_error_and_cancellation(cancelled: bool) -> None:
     inside, urls = asyncio.Event(), list[str]()
 
     async def run() -> None:
@@ -324,13 +322,13 @@ async def test_the_port_is_free_however_the_block_is_left(cancelled: bool) -> No
                 await client.get(f"{urls[0]}/health")
 
 
-def test_a_string_is_no_list_of_keys() -> None:
+def test_rejects_a_string_as_the_list_of_keys() -> None:
     with pytest.raises(ConfigError, match="list of keys"):
         Keys(api="secret")
 
 
 @pytest.mark.parametrize(("version", "status"), [("1.0", 200), ("1.1", 400)])
-async def test_a_request_without_a_host_is_from_no_browser(version: str, status: int) -> None:
+async def test_host_header_is_optional_in_http_1_0_only(version: str, status: int) -> None:
     """HTTP/1.0 has none, as some health checks speak it, and HTTP/1.1 asks for one."""
     async with serve(app()) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
@@ -341,7 +339,7 @@ async def test_a_request_without_a_host_is_from_no_browser(version: str, status:
     assert status == 200 or b"Host header" in answer
 
 
-async def test_an_answer_has_the_requests_id_and_so_has_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_request_id_appears_in_the_response_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async with served() as stage, client_of(stage.app) as client:
         given = {"x-request-id": "mine-17"}
         for path, body in ((GENERATE, ASK), (GENERATE, {**ASK, "stream": True}), (GENERATE, {}), ("/nowhere", {})):

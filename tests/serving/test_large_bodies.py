@@ -68,7 +68,7 @@ ASKS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("can_copy", [True, False])
 @pytest.mark.parametrize(("path", "body"), ASKS, ids=lambda value: value if isinstance(value, str) else "")
-async def test_others_are_answered_while_a_long_text_is_tokenized(
+async def test_other_requests_are_answered_while_a_long_text_is_tokenized(
     path: str, body: dict[str, Any], can_copy: bool
 ) -> None:
     """What needs the tokenizer waits only where there cannot be another of it."""
@@ -89,7 +89,7 @@ async def test_others_are_answered_while_a_long_text_is_tokenized(
         assert stage.app.exchanges.num_completions_running == 0
 
 
-async def test_time_is_up_for_a_text_that_is_still_tokenized() -> None:
+async def test_request_times_out_during_tokenization() -> None:
     stuck = Stuck()
     limits = ServerLimits(request_s=0.05)
     async with talking(stuck, tokenizer=stuck, limits=limits) as stage, client_of(stage.app) as client:
@@ -112,14 +112,14 @@ async def test_time_is_up_for_a_text_that_is_still_tokenized() -> None:
         (MessagesBody, "system", 2),
     ],
 )
-def test_of_many_wrong_items_one_is_told(kind: Any, name: str, most: int) -> None:
+def test_validation_reports_few_of_many_invalid_items(kind: Any, name: str, most: int) -> None:
     wrong = [None] * 1000
     with pytest.raises(ValidationError) as caught:
         kind.model_validate_json(json.dumps({name: wrong}))
     assert sum(error["loc"][0] == name for error in caught.value.errors()) <= most
 
 
-async def test_of_many_fields_their_number_is_told() -> None:
+async def test_too_many_fields_error_gives_their_number() -> None:
     body = {f"field{number}": 1 for number in range(10_000)}
     async with talking() as stage, client_of(stage.app) as client:
         answer = await client.post("/v1/chat/completions", json=body)
@@ -129,14 +129,14 @@ async def test_of_many_fields_their_number_is_told() -> None:
 
 @pytest.mark.parametrize("value", ["[" * 40_000 + "]" * 40_000, '{"a":' * 40_000 + "1" + "}" * 40_000])
 @pytest.mark.parametrize("path", [*(path for path, _ in ASKS), "/inference/v1/generate", "/v1/messages/count_tokens"])
-async def test_what_nests_too_deeply_is_a_400(path: str, value: str) -> None:
+async def test_too_deeply_nested_json_is_a_400(path: str, value: str) -> None:
     async with talking() as stage, client_of(stage.app) as client:
         for body in (value, f'{{"messages": [{{"role": "user", "content": {value}}}]}}'):
             answer = await client.post(path, content=body, headers={"content-type": "application/json"})
             assert (answer.status_code, "Invalid JSON" in answer.text) == (400, True)
 
 
-async def test_a_long_request_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_body_is_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that others are answered meanwhile, also by what reads theirs."""
     began, go_on, read = threading.Event(), threading.Event(), ChatBody.model_validate_json
 

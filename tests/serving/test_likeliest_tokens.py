@@ -31,7 +31,7 @@ def check(content: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 20])
-async def test_chat_tells_as_many_as_were_asked_for(count: int) -> None:
+async def test_chat_returns_the_requested_number_of_top_logprobs(count: int) -> None:
     async with talking() as stage, openai_client(stage) as client:
         asked = {**ASKED, "logprobs": True, "top_logprobs": count}
         whole = await client.chat.completions.create(**asked)
@@ -42,7 +42,7 @@ async def test_chat_tells_as_many_as_were_asked_for(count: int) -> None:
     assert rows_of([one for part in told for one in part or ()]) == rows_of(content)
 
 
-async def test_text_completions_tell_the_sampled_one_too() -> None:
+async def test_text_completions_include_the_sampled_token() -> None:
     asked: dict[str, Any] = {"model": "policy", "prompt": "<|im_start|>assistant\n", "max_tokens": 4, "logprobs": 2}
     async with talking() as stage, openai_client(stage) as client:
         whole = (await client.completions.create(**asked)).choices[0].logprobs
@@ -54,7 +54,7 @@ async def test_text_completions_tell_the_sampled_one_too() -> None:
         assert len(row) in (2, 3)
 
 
-async def test_responses_tell_them_with_the_logprobs_of_text() -> None:
+async def test_responses_include_top_logprobs_on_request() -> None:
     asked: dict[str, Any] = {"model": "policy", "input": "sky", "top_logprobs": 3}
     async with talking() as stage, openai_client(stage) as client:
         included = await client.responses.create(**asked, include=["message.output_text.logprobs"])
@@ -62,7 +62,7 @@ async def test_responses_tell_them_with_the_logprobs_of_text() -> None:
         assert (await client.responses.create(**asked)).output[0].content[0].logprobs is None
 
 
-async def test_tokens_have_them_as_tokens() -> None:
+async def test_token_endpoint_returns_top_logprobs_as_token_ids() -> None:
     async with talking(engine={"script": None}) as stage, client_of(stage.app) as client:
         for logprobs, count in ((0, 0), (1, 0), (2, 2)):
             body = {"token_ids": TOKENIZER.encode("hi"), "sampling_params": {"max_tokens": 3, "logprobs": logprobs}}
@@ -73,7 +73,7 @@ async def test_tokens_have_them_as_tokens() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_where_there_are_none_it_is_a_400_that_names_the_field(stream: bool) -> None:
+async def test_missing_top_logprobs_are_a_400_that_names_the_field(stream: bool) -> None:
     async with talking(engine={"script": None}) as stage:
         app = make_app(request_fn(_without(stage)), model="policy", max_context=512, tokenizer=TOKENIZER)
         async with client_of(app) as client:

@@ -44,7 +44,7 @@ def joined(events: list[dict[str, Any]], index: int = 0) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
-async def test_a_conversation_keeps_its_tokens() -> None:
+async def test_conversation_keeps_its_sampled_tokens() -> None:
     async with talking() as stage, openai_client(stage) as client:
         ask = client.chat.completions.create
         more: Any = {"return_token_ids": True}
@@ -61,7 +61,7 @@ async def test_a_conversation_keeps_its_tokens() -> None:
         assert second.choices[0].weight_versions[0]["version"] == "0"
 
 
-def test_the_sync_client_too() -> None:
+def test_sync_client() -> None:
     async def whole() -> None:
         async with talking() as stage, serve(stage.app) as url:
             await asyncio.to_thread(sync, url)
@@ -94,7 +94,7 @@ def test_the_sync_client_too() -> None:
 @pytest.mark.parametrize("name", list(ANSWERS))
 @pytest.mark.parametrize("make", [qwen3, ChatTemplateRenderer])
 @pytest.mark.parametrize("with_tools", [False, True])
-async def test_a_stream_says_what_a_whole_answer_says(name: str, make: Callable[..., Any], with_tools: bool) -> None:
+async def test_stream_equals_non_streamed_completion(name: str, make: Callable[..., Any], with_tools: bool) -> None:
     more: Any = {"return_token_ids": True, "logprobs": True, "n": 2, **({"tools": [TOOL]} if with_tools else {})}
     async with talking(make(TOKENIZER)) as stage, client_of(stage.app) as client:
         whole = (await chat(client, name, **more)).json()
@@ -120,7 +120,7 @@ async def test_a_stream_says_what_a_whole_answer_says(name: str, make: Callable[
         assert [call["function"] for call in calls] == functions
 
 
-async def test_text_is_told_as_it_comes() -> None:
+async def test_text_is_streamed_incrementally() -> None:
     async with talking() as stage, client_of(stage.app) as client:
         events = chunks((await chat(client, "hi", stream=True)).text)
     pieces = [event["choices"][0]["delta"].get("content", "") for event in events]
@@ -128,7 +128,7 @@ async def test_text_is_told_as_it_comes() -> None:
     assert "\ufffd" not in "".join(pieces)
 
 
-async def test_tools_are_called_and_answered() -> None:
+async def test_tool_call_round_trip() -> None:
     async with talking(qwen3(TOKENIZER)) as stage, openai_client(stage) as client:
         messages: Any = [user("look")]
         more: Any = {"return_token_ids": True}
@@ -160,7 +160,7 @@ async def test_tools_are_called_and_answered() -> None:
                 assert then.prompt_token_ids[: len(so_far)] == so_far
 
 
-async def test_a_stop_string_ends_text_and_tokens() -> None:
+async def test_stop_string_ends_text_and_tokens() -> None:
     async with talking() as stage, client_of(stage.app) as client:
         for stream in (False, True):
             told = await chat(client, "count", stop=["stop", "never"], return_token_ids=True, stream=stream)
@@ -176,7 +176,7 @@ async def test_a_stop_string_ends_text_and_tokens() -> None:
         await until(lambda: not any(replica.num_requests for replica in stage.router.replicas))
 
 
-async def test_text_completions() -> None:
+async def test_text_completions_stream_equals_whole() -> None:
     asked = {"prompt": ["<|im_start|>sky<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>assistant\n"]}
     async with talking() as stage, client_of(stage.app) as client:
         request = {**asked, "max_tokens": 12, "n": 2, "logprobs": 0, "return_token_ids": True}
@@ -227,19 +227,19 @@ async def test_text_completions() -> None:
         ({"messages": [user("x" * 3000)]}, "messages"),
     ],
 )
-async def test_what_is_not_supported_is_named(change: dict[str, Any], param: str) -> None:
+async def test_rejects_unsupported_fields_by_name(change: dict[str, Any], param: str) -> None:
     async with talking() as stage, client_of(stage.app) as client:
         told = await client.post(CHAT, json={"messages": [user("x")], **change})
     assert (told.status_code, told.json()["error"]["param"]) == (400, param)
 
 
-async def test_of_a_field_of_several_types_what_is_wrong_with_the_one_given_is_told() -> None:
+async def test_union_field_error_describes_the_given_type() -> None:
     async with talking() as stage, client_of(stage.app) as client:
         told = await client.post(CHAT, json={"messages": [user("x")], "stop": ["a"] * 17})
     assert told.json()["error"]["message"] == "stop: List should have at most 16 items after validation, not 17"
 
 
-async def test_what_changes_nothing_may_be_there() -> None:
+async def test_accepts_fields_without_effect() -> None:
     neutral = {
         "frequency_penalty": 0,
         "presence_penalty": 0.0,
@@ -256,7 +256,7 @@ async def test_what_changes_nothing_may_be_there() -> None:
         assert (await chat(client, "sky", **neutral)).json()["choices"][0]["message"]["content"] == "blue"
 
 
-async def test_a_server_without_a_renderer_says_so() -> None:
+async def test_chat_without_a_renderer_error_gives_the_fix() -> None:
     async with served() as stage, client_of(stage.app) as client:
         refused = await chat(client, "hi")
         assert refused.status_code == 400
@@ -264,7 +264,7 @@ async def test_a_server_without_a_renderer_says_so() -> None:
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 400
 
 
-async def test_turns_of_one_conversation_go_where_its_cache_is() -> None:
+async def test_turns_of_a_conversation_share_a_session_id() -> None:
     asked: list[str | None] = []
 
     async def stream(request: Any, on_chunk: Any) -> Any:
@@ -286,7 +286,7 @@ async def test_turns_of_one_conversation_go_where_its_cache_is() -> None:
     assert named == "mine"
 
 
-async def test_a_conversation_with_too_many_turns_begins_anew() -> None:
+async def test_conversation_exceeding_the_turn_limit_starts_over() -> None:
     limits = ServerLimits(conversation_turns=1)
     async with talking(limits=limits) as stage, client_of(stage.app) as client:
         more: Any = {"return_token_ids": True}
@@ -299,7 +299,7 @@ async def test_a_conversation_with_too_many_turns_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-async def test_tools_that_may_not_be_called_stay_in_the_prompt(path: str) -> None:
+async def test_tool_choice_none_keeps_tools_in_the_prompt(path: str) -> None:
     """So a turn without them goes on from those with them, and what looks like a call is text."""
     tools: Any = [TOOL]
     none: Any = "none"

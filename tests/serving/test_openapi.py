@@ -70,7 +70,7 @@ def stage() -> Iterator[tuple[str, Served]]:
         yield running
 
 
-def test_every_request_has_an_answer_that_is_described(stage: tuple[str, Served]) -> None:
+def test_openapi_describes_every_response(stage: tuple[str, Served]) -> None:
     url, served = stage
     description = requests.get(f"{url}/openapi.json", timeout=120).json()
     schema = schemathesis.openapi.from_dict(description)
@@ -118,7 +118,7 @@ def governed(stage: Served) -> PolicyApp:
     )
 
 
-def test_so_have_admin_calls_and_what_episodes_are_told() -> None:
+def test_openapi_describes_admin_and_episode_responses() -> None:
     session = requests.Session()
     with serving(governed) as (url, _):
         description = requests.get(f"{url}/openapi.json", timeout=120).json()
@@ -158,7 +158,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_the_description_is_of_what_is_checked(stage: tuple[str, Served]) -> None:
+def test_openapi_schemas_match_the_validated_models(stage: tuple[str, Served]) -> None:
     told = requests.get(f"{stage[0]}/openapi.json", timeout=120).json()
     schemas = told["components"]["schemas"]
     assert {"/v1/responses", "/v1/messages/count_tokens", "/v1/models/{name}", "/health"} <= set(told["paths"])

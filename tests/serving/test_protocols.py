@@ -73,7 +73,7 @@ async def streamed(client: httpx.AsyncClient, protocol: Protocol, said: str) -> 
     return text
 
 
-async def test_a_conversation_may_go_on_in_another_protocol() -> None:
+async def test_conversation_continues_across_protocols() -> None:
     async with talking(qwen3(TOKENIZER)) as stage, client_of(stage.app) as client:
         messages = [user("sky")]
         so_far: list[int] = []
@@ -86,7 +86,7 @@ async def test_a_conversation_may_go_on_in_another_protocol() -> None:
 
 
 @each_protocol
-async def test_a_stream_goes_on_through_a_pause_a_pull_and_a_death(protocol: Protocol) -> None:
+async def test_stream_survives_a_pause_a_pull_and_a_lost_engine(protocol: Protocol) -> None:
     async with (
         talking(engine={"block_at_step": 5}) as stage,
         serve(stage.app) as url,
@@ -107,7 +107,7 @@ async def test_a_stream_goes_on_through_a_pause_a_pull_and_a_death(protocol: Pro
 
 
 @each_protocol
-async def test_a_client_that_goes_away_frees_its_place(protocol: Protocol) -> None:
+async def test_disconnected_client_frees_its_slot(protocol: Protocol) -> None:
     async with (
         talking(engine={"block_at_step": 5}) as stage,
         serve(stage.app) as url,

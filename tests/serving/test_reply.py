@@ -62,7 +62,7 @@ def joined(deltas: Sequence[Delta]) -> tuple[str, str, list[Any]]:
     st.booleans(),
     st.sampled_from([(), ("stop",)]),
 )
-def test_deltas_add_up_to_the_message(
+def test_joined_deltas_equal_the_message(
     renderer: str, said: str, sizes: list[int], tools: bool, one_call: bool, stops: tuple[str, ...]
 ) -> None:
     asked = form(renderer, tools=tools, one_call=one_call, stops=stops)
@@ -73,14 +73,14 @@ def test_deltas_add_up_to_the_message(
 
 
 @pytest.mark.parametrize("renderer", RENDERERS)
-def test_reasoning_and_content_are_told_as_they_come(renderer: str) -> None:
+def test_reasoning_and_content_are_streamed_incrementally(renderer: str) -> None:
     deltas, reply = read(form(renderer, tools=True), tokens("<think>\none two\n</think>\n\nthree four<|im_end|>"))
     assert (reply.reasoning, reply.content) == ("one two", "three four")
     assert sum(bool(delta.reasoning) for delta in deltas) > 3
     assert sum(bool(delta.content) for delta in deltas) > 3
 
 
-def test_content_before_a_call_is_told_as_it_comes() -> None:
+def test_content_before_a_tool_call_is_streamed_incrementally() -> None:
     deltas, reply = read(form("qwen3", tools=True), tokens(f"I look there.{CALL}<|im_end|>"))
     assert reply.content == "I look there."
     assert [call["function"]["name"] for call in reply.tool_calls] == ["look"]
@@ -88,7 +88,7 @@ def test_content_before_a_call_is_told_as_it_comes() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (1000,)])
-def test_one_call_ends_a_completion_right_behind_it(sizes: tuple[int, ...]) -> None:
+def test_completion_ends_after_one_tool_call_when_not_parallel(sizes: tuple[int, ...]) -> None:
     said = tokens(f"So.\n{CALL}\n{CALL}<|im_end|>")
     _, reply = read(form("qwen3", tools=True, one_call=True), said, sizes)
     assert len(reply.tool_calls) == 1
@@ -96,12 +96,12 @@ def test_one_call_ends_a_completion_right_behind_it(sizes: tuple[int, ...]) -> N
     assert reply.finish_reason is FinishReason.TOOL_CALLS
 
 
-def test_the_string_that_ends_a_reply_is_known() -> None:
+def test_reply_reports_the_stop_string() -> None:
     _, reply = read(form("template", stops=["!", "stop"]), tokens("1, 2, stop, 3!"))
     assert (reply.content, reply.stop) == ("1, 2, ", "stop")
 
 
-def test_a_stop_that_shows_at_the_very_end_is_what_ended_it() -> None:
+def test_stop_string_in_the_final_flush_is_reported() -> None:
     broken = tokens("aü")[:-1]  # a character without its last byte is told once nothing more comes
     cut = Completion("r", broken, [-1.0] * len(broken), FinishReason.LENGTH, (VersionSpan(0, len(broken)),))
     for told_as_it_comes in (True, False):

@@ -40,7 +40,7 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", list(ANSWERS))
 @pytest.mark.parametrize("make", [qwen3, ChatTemplateRenderer])
-async def test_a_stream_says_what_a_whole_response_says(name: str, make: Callable[..., Any]) -> None:
+async def test_stream_equals_non_streamed_response(name: str, make: Callable[..., Any]) -> None:
     asked = {"input": name, "tools": [TOOL], "include": ["message.output_text.logprobs"], **TOKENS}
     async with talking(make(TOKENIZER)) as stage, client_of(stage.app) as client:
         whole = (await client.post(RESPONSES, json=asked)).json()
@@ -62,7 +62,7 @@ async def test_a_stream_says_what_a_whole_response_says(name: str, make: Callabl
         assert without_ids(last) == without_ids(whole)
 
 
-async def test_items_that_come_back_keep_their_tokens() -> None:
+async def test_returned_items_keep_their_tokens() -> None:
     async with talking(qwen3(TOKENIZER)) as stage, openai_client(stage) as client:
         said: Any = [{"role": "user", "content": "look"}]
         for stream in (False, True):
@@ -88,7 +88,7 @@ async def answered(client: openai.AsyncOpenAI, stream: bool, **asked: Any) -> An
         return await events.get_final_response()
 
 
-def test_the_sync_client_too() -> None:
+def test_sync_client() -> None:
     async def whole() -> None:
         async with talking(qwen3(TOKENIZER)) as stage, serve(stage.app) as url:
             await asyncio.to_thread(sync, url)
@@ -131,13 +131,13 @@ def test_the_sync_client_too() -> None:
         ({"n": 2}, "n"),
     ],
 )
-async def test_what_is_not_supported_is_named(change: dict[str, Any], param: str) -> None:
+async def test_rejects_unsupported_fields_by_name(change: dict[str, Any], param: str) -> None:
     async with talking() as stage, client_of(stage.app) as client:
         told = await client.post(RESPONSES, json={"input": "x", **change})
     assert (told.status_code, told.json()["error"]["param"]) == (400, param)
 
 
-async def test_what_is_not_stored_or_forgotten_is_a_400() -> None:
+async def test_unstored_or_evicted_previous_response_is_a_400() -> None:
     async with talking(limits=ServerLimits(response_bytes=100)) as stage, client_of(stage.app) as client:
 
         async def ask(**more: Any) -> Any:
@@ -148,7 +148,7 @@ async def test_what_is_not_stored_or_forgotten_is_a_400() -> None:
             assert (await ask(previous_response_id=gone))["error"]["code"] == "previous_response_not_found"
 
 
-async def test_a_stream_that_fails_ends_with_the_error() -> None:
+async def test_failing_stream_ends_with_the_error() -> None:
     limits = ServerLimits(request_s=0.3)
     async with talking(limits=limits, engine={"block_at_step": 3}) as stage, openai_client(stage) as client:
         stream = await client.responses.create(model="policy", input="hi", stream=True)
@@ -157,7 +157,7 @@ async def test_a_stream_that_fails_ends_with_the_error() -> None:
                 pass
 
 
-async def test_the_error_of_a_stream_is_an_event_of_the_protocol() -> None:
+async def test_stream_error_is_a_protocol_event() -> None:
     limits = ServerLimits(request_s=0.3)
     async with talking(limits=limits, engine={"block_at_step": 3}) as stage, client_of(stage.app) as client:
         text = (await client.post(RESPONSES, json={"input": "hi", "stream": True})).text
@@ -167,7 +167,7 @@ async def test_the_error_of_a_stream_is_an_event_of_the_protocol() -> None:
     assert "\nevent: error\n" in text
 
 
-async def test_one_call_at_a_time() -> None:
+async def test_parallel_tool_calls_can_be_disabled() -> None:
     answers = {"look": CALL + CALL}
     async with talking(qwen3(TOKENIZER), answers=answers) as stage, client_of(stage.app) as client:
         for parallel, number in ((True, 2), (False, 1)):
@@ -176,7 +176,7 @@ async def test_one_call_at_a_time() -> None:
             assert [item["type"] for item in response["output"]] == ["function_call"] * number
 
 
-async def test_a_stored_response_can_be_asked_for_again_and_deleted() -> None:
+async def test_stored_response_can_be_retrieved_and_deleted() -> None:
     async with talking() as stage, openai_client(stage) as client:
         for stream in (False, True):
             given = await answered(client, stream, model="policy", input="sky")
@@ -203,7 +203,7 @@ async def test_a_stored_response_can_be_asked_for_again_and_deleted() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_clients_tool_runner_plays_a_conversation_to_its_end(stream: bool) -> None:
+async def test_tool_runner_completes_a_conversation(stream: bool) -> None:
     class At(BaseModel):
         at: str
 

@@ -171,7 +171,7 @@ WORDS = st.sampled_from(["", "", " So.\n", "\n\n", "<", "{", "ü "])
     st.lists(st.integers(1, 30), min_size=1, max_size=3),
 )
 @settings(max_examples=examples(240), deadline=None)
-def test_every_sampled_call_has_an_answer_that_comes_back(
+def test_every_sampled_tool_call_round_trips(
     runner: asyncio.Runner, text: str, cut: int | None, sizes: list[int]
 ) -> None:
     POLICY.will_say(text[:cut], sizes, ends=cut is None)
@@ -193,7 +193,7 @@ def test_every_sampled_call_has_an_answer_that_comes_back(
         '{"name": "f", "arguments": {"a": 1}',
     ],
 )
-def test_a_call_that_clients_cannot_read_is_content_as_it_was_written(runner: asyncio.Runner, call: str) -> None:
+def test_malformed_tool_call_is_returned_as_content(runner: asyncio.Runner, call: str) -> None:
     POLICY.will_say(f"<tool_call>\n{call}\n</tool_call>", [3])
     assert check_sampled(runner) == ("", call, [])
 
@@ -201,7 +201,7 @@ def test_a_call_that_clients_cannot_read_is_content_as_it_was_written(runner: as
 @pytest.mark.parametrize("value", ["1" * 5000, "[" * 5000 + "]" * 5000], ids=["number", "nested"])
 @pytest.mark.parametrize("sizes", [[10] * 8 + [2000], [20000]], ids=["in pieces", "at once"])
 @pytest.mark.parametrize("thought", [" So.\n", "<think>\nhm\n</think>\n\n"])
-def test_what_a_renderer_fails_at_is_content(
+def test_tool_call_that_breaks_the_renderer_is_returned_as_content(
     runner: asyncio.Runner, thought: str, value: str, sizes: list[int]
 ) -> None:
     POLICY.will_say(f'{thought}<tool_call>\n{{"name": "f", "arguments": {{"a": {value}}}}}\n</tool_call>', sizes)
@@ -211,13 +211,13 @@ def test_what_a_renderer_fails_at_is_content(
 
 
 @pytest.mark.parametrize("value", ["123456789012345678901234", r'"\ud83d\ude00"', "[null, {}]", r'"\u2028\u0000"'])
-def test_what_clients_can_read_is_a_call(runner: asyncio.Runner, value: str) -> None:
+def test_valid_tool_call_is_returned_as_a_call(runner: asyncio.Runner, value: str) -> None:
     POLICY.will_say(f'<tool_call>\n{{"name": "f", "arguments": {{"a": {value}}}}}\n</tool_call>', [3])
     assert check_sampled(runner) == ("", "", [("f", {"a": json.loads(value)})])
 
 
 @pytest.mark.parametrize("text", ["<think> not closed", "<think>\n\n a \n", " <think> a\n b"])
-def test_a_thought_that_is_not_closed_has_no_white_space_around_it(runner: asyncio.Runner, text: str) -> None:
+def test_unclosed_reasoning_is_stripped(runner: asyncio.Runner, text: str) -> None:
     POLICY.will_say(text, [1], ends=False)
     assert check_sampled(runner) == (text.strip().removeprefix("<think>").strip(), "", [])
 
@@ -252,7 +252,7 @@ async def an_episode(renderer: Any, **app: Any) -> AsyncIterator[tuple[Episode, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_cannot_be_sent_is_not_recorded(stream: bool) -> None:
+async def test_unsendable_reply_is_not_recorded(stream: bool) -> None:
     POLICY.will_say("a", [1])
     async with an_episode(Unsendable()) as (episode, client):
         for protocol in PROTOCOLS:

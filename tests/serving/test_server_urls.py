@@ -84,12 +84,12 @@ async def asked(ask: Ask, url: str) -> str:
         (ask_a_reward_model, "/classify"),
     ],
 )
-async def test_a_url_may_end_with_v1(ask: Ask, path: str, url: str) -> None:
+async def test_url_with_or_without_v1(ask: Ask, path: str, url: str) -> None:
     assert await asked(ask, url) == f"http://h:1{path}"
 
 
 @pytest.mark.parametrize(
     "ask", [ask_a_judge_or_an_endpoint_that_is_evaluated, ask_a_player], ids=lambda ask: ask.__name__
 )
-async def test_a_url_with_another_version_stays_as_it_is(ask: Ask) -> None:
+async def test_url_with_another_version_is_unchanged(ask: Ask) -> None:
     assert await asked(ask, "https://v2.host/v1beta/openai/") == "https://v2.host/v1beta/openai/chat/completions"

@@ -31,7 +31,7 @@ def goes_on(client: Client, messages: list[Message], session_id: str | None = No
     return any(ids[at : at + 3] == [5, 6, 7] for at in range(len(ids)))
 
 
-def test_nobody_finds_anothers_conversation() -> None:
+def test_conversations_are_private_to_their_client() -> None:
     known = conversations()
     one, other = (Client(name, known) for name in (b"one", b"other"))
     for session_id in (None, "mine"):
@@ -41,7 +41,7 @@ def test_nobody_finds_anothers_conversation() -> None:
     assert len(known) == 2
 
 
-def test_what_fails_leaves_nothing_behind() -> None:
+def test_failed_requests_leave_no_state() -> None:
     known = conversations()
     client = Client(b"one", known)
     for number in range(20):
@@ -53,7 +53,7 @@ def test_what_fails_leaves_nothing_behind() -> None:
     assert not tree._roots  # pyright: ignore[reportPrivateUsage]
 
 
-def test_several_that_begin_at_once_are_one_conversation() -> None:
+def test_concurrent_identical_openings_share_one_conversation() -> None:
     known = conversations()
     client = Client(b"one", known)
     prompts = [client.prompt([user("b a")], None, None) for _ in range(3)]
@@ -62,7 +62,7 @@ def test_several_that_begin_at_once_are_one_conversation() -> None:
     assert all(goes_on(client, [user("b a"), reply(f"a b {number}"), user("more")]) for number in range(3))
 
 
-def test_memory_is_bounded_by_bytes_whatever_the_count() -> None:
+def test_conversation_memory_is_bounded_in_bytes() -> None:
     known = conversations(conversation_bytes=100_000)
     client = Client(b"one", known)
     long = [say(client, [user(f"{number} " + "x " * 500)], "a") for number in range(9)]
@@ -75,7 +75,7 @@ def test_memory_is_bounded_by_bytes_whatever_the_count() -> None:
     assert goes_on(client, short)
 
 
-def test_one_with_too_many_turns_begins_anew() -> None:
+def test_conversation_exceeding_the_turn_limit_starts_over() -> None:
     known = conversations(conversation_turns=2)
     client = Client(b"one", known)
     messages: list[Message] = [user("b a")]

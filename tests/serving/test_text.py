@@ -44,7 +44,7 @@ def told(decode: Callable[[Sequence[int]], str], chunks: list[list[int]], before
 
 @pytest.mark.parametrize(("text", "size"), CASES, ids=["bytes", "metaspace", "wordpiece"])
 @given(data=st.data())
-def test_pieces_are_the_whole(text: Text, size: int, data: st.DataObject) -> None:
+def test_joined_chunks_equal_the_text(text: Text, size: int, data: st.DataObject) -> None:
     chunks = data.draw(st.lists(st.lists(st.integers(0, size - 1), max_size=4), max_size=5))
     token_ids = [token_id for chunk in chunks for token_id in chunk]
     assert told(text.decode, chunks) == text.decode(token_ids)
@@ -52,7 +52,7 @@ def test_pieces_are_the_whole(text: Text, size: int, data: st.DataObject) -> Non
 
 @example("\x80\x80𐀀𐀀𐀀\x80𐀀𐀀", 5)  # each piece would end within a character
 @given(st.text(max_size=20), st.integers(1, 5))
-def test_no_piece_ends_within_a_character(said: str, size: int) -> None:
+def test_chunks_do_not_split_characters(said: str, size: int) -> None:
     said = said.replace("\ufffd", "")
     token_ids = BYTES.encode(said)
     detokenizer = Detokenizer(BYTES.decode)
@@ -60,19 +60,19 @@ def test_no_piece_ends_within_a_character(said: str, size: int) -> None:
     assert "".join(pieces) == said
 
 
-def test_a_character_that_falls_back_to_bytes_comes_whole() -> None:
+def test_byte_fallback_character_is_emitted_whole() -> None:
     text = Text(metaspace())
     detokenizer = Detokenizer(text.decode)
     assert [detokenizer.add([token_id]) for token_id in (1, 6, 7, 8, 2)] == ["a", "", "", "€", " b"]
 
 
-def test_a_continued_prompt_keeps_its_space() -> None:
+def test_continuation_keeps_its_leading_space() -> None:
     text = Text(metaspace())
     assert told(text.decode, [[2]]) == "b"
     assert told(text.decode, [[2]], before=[1]) == " b"
 
 
-def test_bytes_that_are_no_character_are_not_held_for_ever() -> None:
+def test_invalid_bytes_are_not_held_back_indefinitely() -> None:
     detokenizer = Detokenizer(BYTES.decode)
     begun = BYTES.encode("€")[:1]
     told_after = [bool(detokenizer.add(begun)) for _ in range(100)]
@@ -91,7 +91,7 @@ def test_bytes_that_are_no_character_are_not_held_for_ever() -> None:
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 100])
-def test_text_ends_before_the_first_stop(said: str, stops: tuple[str, ...], text: str, size: int) -> None:
+def test_text_ends_before_the_first_stop_string(said: str, stops: tuple[str, ...], text: str, size: int) -> None:
     token_ids = BYTES.encode(said)
     reader, pieces, num_tokens = TextReader(BYTES.decode, stops), list[str](), 0
     for at in range(0, len(token_ids), size):

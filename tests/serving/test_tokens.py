@@ -35,7 +35,7 @@ async def direct(stage: Served, max_tokens: int = 8) -> Completion:
     return await stage.router.generate([1, 2, 3], request_id="direct", sampling=SamplingParams(max_tokens))
 
 
-async def test_a_server_is_a_generate_fn() -> None:
+async def test_http_generate_fn_equals_direct_generation() -> None:
     async with served() as stage, HttpGenerateFn("http://policy/v1", transport=httpx.ASGITransport(stage.app)) as ask:
         stops = (5, 6, 7, 8)
         for sampling in (SamplingParams(9), SamplingParams(200, stop_token_ids=stops), SamplingParams(9, seed=4)):
@@ -47,7 +47,7 @@ async def test_a_server_is_a_generate_fn() -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
-async def test_a_server_gives_the_logprobs_of_a_prompt(top_k: int) -> None:
+async def test_prompt_logprobs_over_http_equal_direct_ones(top_k: int) -> None:
     async with served() as stage, HttpGenerateFn("http://policy/v1", transport=httpx.ASGITransport(stage.app)) as ask:
         sampling, prompt = SamplingParams(1, prompt_logprobs=top_k), [1, 2, 3, 9]
         theirs = (await ask(prompt, request_id="r", sampling=sampling)).prompt_scores
@@ -61,7 +61,7 @@ async def test_a_server_gives_the_logprobs_of_a_prompt(top_k: int) -> None:
 
 
 @pytest.mark.parametrize("more", [{"stream": True}, {"n": 2}])
-async def test_logprobs_of_a_prompt_come_with_one_whole_answer(more: dict[str, Any]) -> None:
+async def test_prompt_logprobs_reject_streams_and_several_choices(more: dict[str, Any]) -> None:
     async with served() as stage, client_of(stage.app) as client:
         sampling = {"max_tokens": 1, "prompt_logprobs": 1, **({"n": more["n"]} if "n" in more else {})}
         answer = await client.post(
@@ -71,7 +71,7 @@ async def test_logprobs_of_a_prompt_come_with_one_whole_answer(more: dict[str, A
         assert "prompt_logprobs come with one whole answer" in answer.text
 
 
-async def test_the_client_of_the_renderers_package_is_answered() -> None:
+async def test_renderers_package_client() -> None:
     client = pytest.importorskip("renderers.client")
     openai = pytest.importorskip("openai")
 
@@ -106,7 +106,7 @@ async def test_the_client_of_the_renderers_package_is_answered() -> None:
     assert answer["completion_logprobs"] == own.logprobs
 
 
-async def test_a_stream_has_the_same_tokens() -> None:
+async def test_streamed_tokens_equal_direct_ones() -> None:
     async with served() as stage, client_of(stage.app) as client:
         request = body(20, stream=True, return_token_ids=True, stream_options={"include_usage": True})
         answer = await client.post(PATH, json=request)
@@ -122,7 +122,7 @@ async def test_a_stream_has_the_same_tokens() -> None:
     assert use["usage"]["total_tokens"] == 23
 
 
-async def test_several_choices_have_seeds_of_their_own() -> None:
+async def test_each_choice_has_its_own_seed() -> None:
     seeds: list[int | None] = []
 
     async def generate(prompt_token_ids: Any, *, sampling: SamplingParams, request_id: str, **_: Any) -> Completion:
@@ -153,14 +153,14 @@ async def test_several_choices_have_seeds_of_their_own() -> None:
         ({"sampling_params": {"min_tokens": 4, "max_tokens": 2}}, "min_tokens"),
     ],
 )
-async def test_what_is_wrong_is_named(change: dict[str, Any], param: str | None) -> None:
+async def test_rejects_invalid_fields_by_name(change: dict[str, Any], param: str | None) -> None:
     async with served() as stage, client_of(stage.app) as client:
         answer = await client.post(PATH, json={**body(), **change})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
 
 
-async def test_a_pause_and_a_pull_in_the_middle_of_a_stream() -> None:
+async def test_stream_continues_after_a_pause_and_a_weight_pull() -> None:
     async with served(engine={"block_at_step": 4}, count=1) as stage, client_of(stage.app) as client:
         (engine,) = stage.engines.engines
         asked = asyncio.create_task(client.post(PATH, json=body(30, stream=True)))
@@ -183,7 +183,7 @@ async def test_a_pause_and_a_pull_in_the_middle_of_a_stream() -> None:
     assert (second["version"], second["start"], second["end"]) == ("1", first["end"], 30)
 
 
-async def test_an_abort_is_never_shown() -> None:
+async def test_abort_is_invisible_to_the_client() -> None:
     async with served(engine={"block_at_step": 4}, count=1) as stage, client_of(stage.app) as client:
         (engine,) = stage.engines.engines
         asked = asyncio.create_task(client.post(PATH, json=body(30, stream=True)))
@@ -200,7 +200,7 @@ async def test_an_abort_is_never_shown() -> None:
     assert answer[-1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_an_engine_that_dies_in_mid_stream_is_not_noticed() -> None:
+async def test_engine_failure_mid_stream_is_invisible_to_the_client() -> None:
     async with served(engine={"block_at_step": 6}) as stage, client_of(stage.app) as client:
         asked = asyncio.create_task(client.post(PATH, json=body(30, stream=True)))
         await until(lambda: any(engine.started.is_set() for engine in stage.engines.engines))
@@ -217,7 +217,7 @@ async def test_an_engine_that_dies_in_mid_stream_is_not_noticed() -> None:
     assert [token for part in answer for token in part["choices"][0]["token_ids"]] == own.token_ids
 
 
-async def test_the_places_are_limited_and_given_back() -> None:
+async def test_slots_are_limited_and_released() -> None:
     limits = ServerLimits(num_places=2, request_s=30.0)
     async with served(engine={"block_at_step": 2}, count=1, limits=limits) as stage, client_of(stage.app) as client:
         (engine,) = stage.engines.engines
@@ -232,7 +232,7 @@ async def test_the_places_are_limited_and_given_back() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_takes_too_long_is_a_504(stream: bool) -> None:
+async def test_request_timeout_is_a_504(stream: bool) -> None:
     limits = ServerLimits(request_s=0.05)
     async with served(engine={"block_at_step": 1}, count=1, limits=limits) as stage, client_of(stage.app) as client:
         answer = await client.post(PATH, json=body(stream=stream))
@@ -241,7 +241,7 @@ async def test_a_request_that_takes_too_long_is_a_504(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_frees_its_place(stream: bool) -> None:
+async def test_disconnected_client_frees_its_slot(stream: bool) -> None:
     async with served(engine={"block_at_step": 3}, count=1) as stage, serve(stage.app) as url:
         (engine,) = stage.engines.engines
         async with httpx.AsyncClient() as client:
@@ -256,7 +256,7 @@ async def test_a_client_that_goes_away_frees_its_place(stream: bool) -> None:
         assert engine.num_steps < 400
 
 
-async def test_a_server_that_ends_answers_what_is_under_way() -> None:
+async def test_shutdown_answers_requests_in_flight() -> None:
     async with served(engine={"block_at_step": 1}, count=1) as stage, httpx.AsyncClient() as client:
         async with serve(stage.app) as url:
             asked = asyncio.create_task(client.post(url + PATH, json=body()))
@@ -266,7 +266,7 @@ async def test_a_server_that_ends_answers_what_is_under_way() -> None:
             await client.get(url + "/health")
 
 
-async def test_what_a_server_answers_is_told_apart() -> None:
+async def test_server_errors_map_to_exception_types() -> None:
     async with served() as stage:
         transport = httpx.ASGITransport(stage.app)
         async with HttpGenerateFn("http://policy", transport=transport, model="another") as ask:
@@ -281,7 +281,7 @@ async def test_what_a_server_answers_is_told_apart() -> None:
                 await ask([1], request_id="r", sampling=SamplingParams(2))
 
 
-async def test_only_faults_of_the_connection_are_tried_again() -> None:
+async def test_retries_connection_errors_only() -> None:
     answers: list[Any] = [httpx.ConnectError("refused"), httpx.ReadError("reset"), 503]
     asked: list[bytes] = []
 
@@ -300,7 +300,7 @@ async def test_only_faults_of_the_connection_are_tried_again() -> None:
     assert not answers
 
 
-async def test_a_full_server_is_waited_for_as_long_as_there_is_time() -> None:
+async def test_waits_for_a_full_server_until_the_timeout() -> None:
     limits = ServerLimits(num_places=1, request_s=30.0)
     async with served(engine={"block_at_step": 2}, count=1, limits=limits) as stage:
         (engine,) = stage.engines.engines
@@ -316,14 +316,14 @@ async def test_a_full_server_is_waited_for_as_long_as_there_is_time() -> None:
             assert (await first).token_ids == (await second).token_ids
 
 
-async def test_a_429_that_does_not_say_when_to_come_again_is_an_answer() -> None:
+async def test_429_without_retry_after_is_not_retried() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(429, json={}))
     async with HttpGenerateFn("http://policy", transport=transport) as ask:
         with pytest.raises(GenerationError, match="429"):
             await ask([1], request_id="r", sampling=SamplingParams(2))
 
 
-async def test_versions_by_other_names_than_numbers_are_the_client_s() -> None:
+async def test_non_numeric_weight_versions_become_the_clients_version() -> None:
     choice = {
         "token_ids": [7, 8],
         "logprobs": {"content": [{"token_id": 7, "logprob": -1.0}, {"token_id": 8, "logprob": -2.0}]},
@@ -336,7 +336,7 @@ async def test_versions_by_other_names_than_numbers_are_the_client_s() -> None:
     assert tuple(completion.version_spans) == (VersionSpan(3, 1), VersionSpan(4, 1))
 
 
-async def test_a_cancelled_call_frees_the_server_s_place() -> None:
+async def test_cancelled_call_frees_the_server_slot() -> None:
     async with served(engine={"block_at_step": 2}, count=1) as stage, serve(stage.app) as url:
         (engine,) = stage.engines.engines
         async with HttpGenerateFn(url) as ask:

@@ -227,7 +227,7 @@ def sampled(agent: Agent) -> Counter[tuple[int, float, int]]:
 @pytest.mark.parametrize("name", RENDERERS)
 @given(data=st.data())
 @settings(max_examples=examples(100))
-def test_trained_tokens_are_the_sampled_ones(name: str, data: st.DataObject) -> None:
+def test_trained_tokens_equal_sampled_tokens(name: str, data: st.DataObject) -> None:
     make_renderer, vocabulary = RENDERERS[name]
 
     async def talk() -> None:

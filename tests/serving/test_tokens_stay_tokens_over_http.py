@@ -196,7 +196,7 @@ class Agent:
 
 @given(data=st.data())
 @settings(max_examples=examples(300))
-def test_trained_tokens_are_the_sampled_ones(stage: Stage, data: st.DataObject) -> None:
+def test_trained_tokens_equal_sampled_tokens(stage: Stage, data: st.DataObject) -> None:
     async def talk() -> Agent:
         agent = Agent(stage, data)
         async with client_of(stage.served.app, authorization=f"Bearer {agent.episode.key}") as client:

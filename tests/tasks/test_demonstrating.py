@@ -105,14 +105,14 @@ def played(env: Any, player: Callable[[Any], Any] = say_5, limit_s: float = 0.05
 
 
 @pytest.mark.parametrize("make", [Env, PlainEnv])
-def test_coroutines_and_plain_methods_are_played_alike(make: type[Any]) -> None:
+def test_async_and_sync_environments_are_demonstrated_alike(make: type[Any]) -> None:
     env = make()
     said = [*OPENING.messages, {"role": "assistant", "content": "5"}]
     assert [list(one.messages) for one in played(env, limit_s=60.0)] == [said, said]
     assert env.closed == 2
 
 
-async def test_they_are_played_while_the_callers_loop_runs() -> None:
+async def test_demonstrations_run_inside_a_running_event_loop() -> None:
     assert len(played(Env(), limit_s=60.0)) == 2
 
 
@@ -124,18 +124,18 @@ async def test_they_are_played_while_the_callers_loop_runs() -> None:
         (Broken(), r"KeyError: 'answer' \(.*test_demonstrating.py:\d+ in step\)"),
     ],
 )
-def test_what_an_environment_does_wrong_is_told_with_its_line(env: Any, says: str) -> None:
+def test_environment_error_gives_the_source_line(env: Any, says: str) -> None:
     with pytest.raises(DataError, match=says):
         played(env, limit_s=60.0)
 
 
 @pytest.mark.parametrize("env", [AwaitsForEver(), BlocksForEver()])
-def test_an_environment_that_never_returns_is_given_up_with_its_line(env: Any) -> None:
+def test_environment_timeout_gives_the_source_line(env: Any) -> None:
     with pytest.raises(DataError, match=r"env_timeout_s \(.*test_demonstrating.py:\d+ in step\)"):
         played(env)
 
 
-def test_a_coroutine_that_blocks_instead_of_awaiting_is_given_up_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocking_coroutine_timeout_gives_the_source_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_task, "GRACE_S", 0.05)
     with pytest.raises(DataError, match=r"longer than 0.05 s: .*test_demonstrating.py:\d+ in step blocks .*await"):
         played(BlocksTheLoop())
@@ -147,7 +147,7 @@ async def await_for_ever(messages: Any) -> str:
 
 
 @pytest.mark.parametrize("player", [think_for_ever, await_for_ever])
-def test_a_player_that_never_returns_is_given_up_with_its_line(player: Any) -> None:
+def test_player_timeout_gives_the_source_line(player: Any) -> None:
     line = rf"\(.*test_demonstrating.py:\d+ in {player.__name__}\)"
     with pytest.raises(DataError, match=rf"the player took longer than env_timeout_s {line}"):
         played(Env(), player)
@@ -159,7 +159,7 @@ class ClosesForEver(Env):
         await asyncio.Event().wait()
 
 
-def test_an_environment_whose_close_never_returns_ends_the_demonstrations_with_its_line() -> None:
+def test_close_timeout_ends_demonstrations_with_the_source_line() -> None:
     env = ClosesForEver()
     line = r"\(.*test_demonstrating.py:\d+ in close\)"
     with pytest.raises(DataError, match=rf"closing ClosesForEver: .*longer than 0.05 s {line}"):
@@ -167,12 +167,12 @@ def test_an_environment_whose_close_never_returns_ends_the_demonstrations_with_i
     assert env.closed == 1
 
 
-def test_a_player_that_says_neither_text_nor_a_message_is_told_of() -> None:
+def test_rejects_a_player_reply_that_is_neither_text_nor_message() -> None:
     with pytest.raises(DataError, match=r"the player of .*test_demonstrating.py:\d+ in <lambda> gave 5; text or a"):
         played(Env(), lambda messages: 5, 60.0)
 
 
-def test_an_error_of_the_library_stays_what_it_is() -> None:
+def test_library_errors_are_not_wrapped() -> None:
     def refuse(messages: Any) -> str:
         raise ConfigError("task.answers is empty")
 

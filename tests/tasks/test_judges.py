@@ -88,7 +88,7 @@ async def rewards(group: RolloutGroup, *judges: Any) -> list[float | None]:
     ],
     ids=["judge", "reward model"],
 )
-async def test_connections_are_closed_with_the_rubric_and_opened_again_when_needed(
+async def test_rubric_close_closes_connections_and_later_calls_reopen_them(
     make: Callable[[str], Any], reply: dict[str, Any]
 ):
     ended = asyncio.Queue[None]()
@@ -119,7 +119,7 @@ async def test_connections_are_closed_with_the_rubric_and_opened_again_when_need
 
 
 @pytest.mark.looptime
-async def test_a_reward_that_fails_or_hangs_when_it_is_closed_is_reported_and_hides_nothing(
+async def test_failing_or_hanging_close_of_a_reward_is_logged(
     caplog: pytest.LogCaptureFixture,
 ):
     closed: list[str] = []
@@ -143,7 +143,7 @@ async def test_a_reward_that_fails_or_hangs_when_it_is_closed_is_reported_and_hi
 
 
 @pytest.mark.looptime
-async def test_an_absolute_judge_grades_each_answer_and_equal_questions_are_asked_once():
+async def test_absolute_judge_grades_each_answer_and_deduplicates_prompts():
     model = ScriptedJudge(length)
     group = group_of("aa", "b", "aa", "aa")
     assert await rewards(group, Judge(model, said, float, price=(1.0, 3.0))) == [2.0, 1.0, 2.0, 2.0]
@@ -156,7 +156,7 @@ async def test_an_absolute_judge_grades_each_answer_and_equal_questions_are_aske
 
 
 @pytest.mark.looptime
-async def test_a_relative_judge_sees_all_answers_in_two_orders_and_its_preference_for_the_first_is_measured():
+async def test_relative_judge_averages_both_orders_and_measures_position_bias():
     """It gives each answer its number, and 0.5 more to the one it reads first."""
 
     def prefers_first(text: str) -> str:
@@ -180,7 +180,7 @@ async def test_a_relative_judge_sees_all_answers_in_two_orders_and_its_preferenc
 
 
 @pytest.mark.looptime
-async def test_an_outage_of_five_minutes_drops_no_group():
+async def test_five_minute_outage_drops_no_group():
     clock = asyncio.get_running_loop().time
     back_at = clock() + 300
 
@@ -198,7 +198,7 @@ async def test_an_outage_of_five_minutes_drops_no_group():
 
 
 @pytest.mark.looptime
-async def test_a_judge_that_stays_away_or_refuses_or_cannot_be_understood_fails_with_the_reason():
+async def test_judge_failure_error_gives_the_reason():
     def down() -> None:
         raise GenerationError("503")
 
@@ -221,7 +221,7 @@ def list_files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.looptime
-async def test_answers_on_the_disk_are_not_asked_for_again(tmp_path: Path):
+async def test_disk_cache_avoids_repeated_calls(tmp_path: Path):
     first, again, other = ScriptedJudge(length), ScriptedJudge(length), ScriptedJudge(length)
     expected = await rewards(group_of("a", "bb"), Judge(first, said, float, cache=tmp_path))
     group = group_of("a", "bb")
@@ -236,7 +236,7 @@ async def test_answers_on_the_disk_are_not_asked_for_again(tmp_path: Path):
 
 
 @pytest.mark.looptime
-async def test_an_answer_that_cannot_be_parsed_is_not_kept(tmp_path: Path):
+async def test_unparsable_answer_is_not_cached(tmp_path: Path):
     texts = iter(["none", "3"])
     model = ScriptedJudge(lambda text: next(texts))
     assert await rewards(group_of("a"), Judge(model, said, float, cache=tmp_path)) == [3.0]
@@ -244,7 +244,7 @@ async def test_an_answer_that_cannot_be_parsed_is_not_kept(tmp_path: Path):
 
 
 @pytest.mark.looptime
-async def test_a_kept_answer_that_another_parse_does_not_accept_is_asked_for_again(tmp_path: Path):
+async def test_cached_answer_rejected_by_another_parse_is_requested_again(tmp_path: Path):
     judge = ScriptedJudge(length)
     assert await rewards(group_of("good"), Judge(judge, said, float, cache=tmp_path)) == [4.0]
     judge._says = lambda text: f"grade: {len(text)}"
@@ -258,7 +258,7 @@ async def test_a_kept_answer_that_another_parse_does_not_accept_is_asked_for_aga
 
 
 @pytest.mark.looptime
-async def test_an_outage_that_ends_during_a_call_is_reported_with_the_last_reason():
+async def test_outage_limit_reached_during_a_call_reports_the_last_reason():
     asked = 0
 
     async def fails_then_hangs(messages: Sequence[Message], **_: Any) -> ChatReply:
@@ -277,13 +277,13 @@ async def test_an_outage_that_ends_during_a_call_is_reported_with_the_last_reaso
         await rewards(group_of("a"), judge)
 
 
-async def test_a_prompt_that_is_no_text_and_no_messages_is_named():
+async def test_rejects_a_prompt_that_is_neither_text_nor_messages():
     judge = Judge(ScriptedJudge(length), lambda rollout: None, float, on_failure=FailurePolicy(retries=0))  # pyright: ignore[reportArgumentType]
     with pytest.raises(RewardError, match="the prompt of judge 'judge' for 'g/0' is None; it must be a text or"):
         await rewards(group_of("a"), judge)
 
 
-async def test_a_judge_that_is_cut_off_is_reported_once(caplog: pytest.LogCaptureFixture):
+async def test_truncated_judge_answer_is_logged_once(caplog: pytest.LogCaptureFixture):
     async def cut_off(messages: Sequence[Message], **_: Any) -> ChatReply:
         return ChatReply({"role": "assistant", "content": "1"}, FinishReason.LENGTH)
 
@@ -292,13 +292,13 @@ async def test_a_judge_that_is_cut_off_is_reported_once(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://judge", "http://"])
-def test_an_endpoint_needs_the_url_of_a_host(url: str):
+def test_endpoint_url_requires_scheme_and_host(url: str):
     with pytest.raises(ValueError, match='must begin with "http://" or "https://" and name a host'):
         Endpoint(url=url, model="judge")
 
 
 @pytest.mark.looptime
-async def test_calls_are_limited_at_once_and_in_a_minute():
+async def test_calls_are_limited_in_flight_and_per_minute():
     clock = asyncio.get_running_loop().time
     model, began = ScriptedJudge(length), clock()
     await rewards(group_of(*"abcdefgh"), Judge(model, lambda r: f"{r.rollout_id}", lambda text: 1.0, in_flight=3))
@@ -310,7 +310,7 @@ async def test_calls_are_limited_at_once_and_in_a_minute():
 
 
 @pytest.mark.looptime
-async def test_a_call_goes_on_when_its_caller_is_cancelled_and_is_not_made_again():
+async def test_judge_call_survives_cancellation_and_is_reused():
     model = ScriptedJudge(length)
     judge = Judge(model, said, float)
     judging = asyncio.ensure_future(rewards(group_of("a"), judge))
@@ -323,7 +323,7 @@ async def test_a_call_goes_on_when_its_caller_is_cancelled_and_is_not_made_again
 
 
 @pytest.mark.looptime
-async def test_disagreement_with_exact_checks_and_between_judges_is_recorded():
+async def test_records_disagreement_with_exact_checks_and_between_judges():
     one, other = ScriptedJudge(lambda text: "0.75"), ScriptedJudge(lambda text: "0.25")
     group = group_of("a")
     exact = Reward(lambda rollout: 1.0, name="exact")
@@ -345,7 +345,7 @@ async def test_disagreement_with_exact_checks_and_between_judges_is_recorded():
         ({"price": (-1.0, 1.0)}, "price of judge 'judge'"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], problem: str):
+def test_rejects_invalid_arguments(arguments: dict[str, Any], problem: str):
     with pytest.raises(ValueError, match=problem):
         Judge(ScriptedJudge(length), said, float, **arguments)
     with pytest.raises(ValueError, match="model of judge 'judge' is 'http://judge'; it must be an Endpoint"):
@@ -355,7 +355,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], problem: str):
 
 
 @pytest.mark.looptime
-async def test_a_reward_model_behind_vllm_is_asked_in_batches_and_once_for_each_text():
+async def test_vllm_reward_model_is_called_in_deduplicated_batches():
     batches: list[list[str]] = []
 
     def classify(request: httpx.Request) -> httpx.Response:
@@ -374,7 +374,7 @@ async def test_a_reward_model_behind_vllm_is_asked_in_batches_and_once_for_each_
     assert [rollout.metrics["reward_model_cached"] for rollout in group.rollouts] == [0.0, 0.0, 1.0, 0.0]
 
 
-async def test_a_reward_model_that_sends_something_else_fails_the_reward():
+async def test_malformed_reward_model_answer_fails_the_reward():
     score = ServedClassifier(
         "http://rm", "rm", transport=httpx.MockTransport(lambda request: httpx.Response(200, json={"data": []}))
     )
@@ -390,7 +390,7 @@ def classifier_of(probs: list[float], label: int | None = None) -> ServedClassif
     return ServedClassifier("http://rm", "rm", label=label, transport=httpx.MockTransport(classify))
 
 
-async def test_a_classifier_of_several_classes_needs_a_label():
+async def test_multi_class_classifier_requires_a_label():
     with pytest.raises(RewardError, match="has 2 outputs; choose the one that scores with label"):
         await rewards(group_of("a"), RewardModel(classifier_of([0.2, 0.8]), said))
     with pytest.raises(RewardError, match="has 2 outputs, numbered from 0"):
@@ -398,14 +398,14 @@ async def test_a_classifier_of_several_classes_needs_a_label():
     assert await rewards(group_of("a"), RewardModel(classifier_of([0.2, 0.8], label=1), said)) == [0.8]
 
 
-async def test_a_score_that_is_not_finite_is_not_kept(tmp_path: Path):
+async def test_non_finite_score_is_not_cached(tmp_path: Path):
     with pytest.raises(RewardError, match="nan is no finite number"):
         await rewards(group_of("a"), RewardModel(classifier_of([float("nan")]), said, cache=tmp_path))
     assert list_files(tmp_path) == []
     assert await rewards(group_of("a"), RewardModel(classifier_of([3.5]), said, cache=tmp_path)) == [3.5]
 
 
-async def test_a_classifier_of_this_process_scores_with_its_logits(tmp_path: Path):
+async def test_local_classifier_scores_with_logits(tmp_path: Path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()

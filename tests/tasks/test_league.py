@@ -29,7 +29,7 @@ def play(curriculum: LeagueCurriculum, state: dict[str, Any], version: int, *rew
     curriculum.finished(state, matched_number(0, version), rewards)
 
 
-def test_the_number_of_a_sample_names_its_opponent() -> None:
+def test_sample_number_encodes_the_opponent() -> None:
     assert split_number(matched_number(7, None)) == (7, None)
     assert split_number(matched_number(7, 0)) == (7, 0)
     assert split_number(matched_number(2**40 - 1, 2**22 - 1)) == (2**40 - 1, 2**22 - 1)
@@ -38,7 +38,7 @@ def test_the_number_of_a_sample_names_its_opponent() -> None:
         matched_number(2**40, None)
 
 
-def test_samples_stay_in_order_whoever_plays() -> None:
+def test_samples_stay_in_order_for_any_opponent() -> None:
     curriculum = league(self_play=0.5)
     state, samples = curriculum.begin(), []
     for _ in range(20):
@@ -48,7 +48,7 @@ def test_samples_stay_in_order_whoever_plays() -> None:
     assert samples == list(range(20))
 
 
-def test_versions_that_win_most_are_preferred_and_a_share_is_self_play() -> None:
+def test_hard_preference_favours_strong_versions_with_a_self_play_share() -> None:
     curriculum = league(self_play=0.25)
     state = curriculum.begin()
     for version in (10, 20):
@@ -68,13 +68,13 @@ def test_versions_that_win_most_are_preferred_and_a_share_is_self_play() -> None
         assert dealt[version] / 1500 == pytest.approx(weight / sum(expected.values()), abs=0.04)
 
 
-def test_each_preference_has_its_weights() -> None:
+def test_preference_weights() -> None:
     assert [preference("hard", p) for p in (0.0, 0.5, 1.0)] == [1.0, 0.25, 0.0]
     assert [preference("even", p) for p in (0.0, 0.5, 1.0)] == [0.0, 0.25, 0.0]
     assert [preference("uniform", p) for p in (0.0, 0.5, 1.0)] == [1.0, 1.0, 1.0]
 
 
-def test_draws_count_half_and_self_play_not_at_all() -> None:
+def test_draws_count_half_and_self_play_is_ignored() -> None:
     curriculum = league(draw=0.5)
     state = curriculum.begin()
     play(curriculum, state, 0, 0.5, 1.0, 0.0, 0.5)
@@ -84,7 +84,7 @@ def test_draws_count_half_and_self_play_not_at_all() -> None:
     assert state["versions"] == {"0": [1.0, 0.5]}
 
 
-def test_the_versions_that_are_kept_are_spread_between_the_first_and_the_newest() -> None:
+def test_kept_versions_are_spread_from_first_to_newest() -> None:
     curriculum = league(keep=4)
     state = curriculum.begin()
     for version in range(10, 170, 10):
@@ -96,7 +96,7 @@ def test_the_versions_that_are_kept_are_spread_between_the_first_and_the_newest(
     assert max(gaps) <= 80
 
 
-def test_a_restored_state_deals_and_counts_as_before() -> None:
+def test_restored_state_continues_identically() -> None:
     curriculum = league(self_play=0.2)
     state = curriculum.begin()
     for version in (5, 10):
@@ -110,7 +110,7 @@ def test_a_restored_state_deals_and_counts_as_before() -> None:
     assert [deal(again, restored) for _ in range(30)] == [deal(curriculum, state) for _ in range(30)]
 
 
-def test_a_group_against_a_version_that_the_checkpoint_lacks_adds_it() -> None:
+def test_result_against_an_unknown_version_adds_it() -> None:
     curriculum = league()
     state = curriculum.begin()
     curriculum.given(state, matched_number(0, 40))

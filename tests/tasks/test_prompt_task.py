@@ -65,18 +65,18 @@ async def play(task: Task, sample: Any, generate: Any) -> list[tuple[RolloutStat
 
 
 @pytest.mark.parametrize("task_class", [Sums, AsyncSums])
-async def test_an_answer_is_rewarded(task_class: type[Sums]) -> None:
+async def test_answer_is_rewarded(task_class: type[Sums]) -> None:
     done = RolloutStatus.COMPLETED
     assert sorted(await play(task_class(), (2, 3), says("5", "6"))) == [(done, 0.0), (done, 1.0)]
 
 
-async def test_what_is_cut_off_or_unreadable_is_worth_nothing() -> None:
+async def test_truncated_or_unparsable_answer_earns_zero() -> None:
     cut = await play(Sums(), (2, 3), says("5", "5", reason=FinishReason.LENGTH))
     assert cut == [(RolloutStatus.TRUNCATED_LENGTH, 0.0)] * 2
     assert await play(Sums(), (2, 3), says("?", "?")) == [(RolloutStatus.ERROR_PARSE, 0.0)] * 2
 
 
-def test_samples_depend_on_their_number_alone_and_validation_is_held_out() -> None:
+def test_samples_are_deterministic_and_validation_is_held_out() -> None:
     task = Sums(largest=9)
     trained = [task.train_sample(0, index) for index in range(300)]
     assert trained == [Sums(largest=9).train_sample(0, index) for index in range(300)]
@@ -88,12 +88,12 @@ def test_samples_depend_on_their_number_alone_and_validation_is_held_out() -> No
     assert {*Sums(largest=9, held_out=0).validation_samples(300)} & {*trained}
 
 
-def test_too_few_different_samples_say_what_to_do() -> None:
+def test_too_few_distinct_samples_error_gives_the_fix() -> None:
     with pytest.raises(DataError, match=r"Sums.sample gave no held-out sample in 1000 draws.*set held_out = 0"):
         Sums(largest=0).validation_samples(1)
 
 
-def test_a_key_with_an_address_is_refused() -> None:
+def test_rejects_a_sample_key_with_a_memory_address() -> None:
     class Objects(Sums):
         def key(self, sample: Any) -> str:
             return repr(object())
@@ -139,7 +139,7 @@ class Shown(Lookup):
         return call_of("look", {"x": rng.choice([1, 2])})
 
 
-async def test_demonstrations_are_played_and_the_same_at_every_call() -> None:
+async def test_demonstrations_are_deterministic() -> None:
     task = Shown()
     shown = list(task.demonstrations(300))  # with an event loop running, too
     assert shown == list(Shown().demonstrations(300))
@@ -153,7 +153,7 @@ async def test_demonstrations_are_played_and_the_same_at_every_call() -> None:
         assert demonstration.tools == [tool.schema for tool in tools_of(task.tools(sample))]
 
 
-def test_the_last_sixth_of_the_demonstrations_is_careless() -> None:
+def test_last_sixth_of_demonstrations_is_careless() -> None:
     class Careless(Shown):
         def demonstrate_carelessly(self, sample: int, messages: Sequence[Message], rng: random.Random) -> str | Message:
             return "unknown"
@@ -163,12 +163,12 @@ def test_the_last_sixth_of_the_demonstrations_is_careless() -> None:
     assert [demonstration.messages[-1]["content"] for demonstration in shown[50:]] == ["unknown"] * 10
 
 
-def test_a_task_that_shows_nothing_says_what_to_define() -> None:
+def test_task_without_demonstrations_error_gives_the_fix() -> None:
     with pytest.raises(ConfigError, match="Lookup has no demonstrations; define demonstrate"):
         list(Lookup().demonstrations(1))
 
 
-def test_a_demonstration_that_never_ends_is_an_error() -> None:
+def test_endless_demonstration_is_an_error() -> None:
     class Endless(Lookup):
         def demonstrate(self, sample: int, messages: Sequence[Message], rng: random.Random) -> str | Message:
             return call_of("look", {"x": 0})
@@ -182,6 +182,6 @@ class Unfinished(PromptTask):
         return 0
 
 
-def test_a_class_that_lacks_a_method_is_told_which() -> None:
+def test_missing_method_error_names_the_method() -> None:
     with pytest.raises(ConfigError, match=r"Unfinished is no task: it lacks prompt, reward; tasks in .*Sums"):
         load_task({"type": f"{__name__}:Unfinished"}, Origins((Path("run.toml"),)))

@@ -46,7 +46,7 @@ def make(folder: Path, **settings: Any) -> Rows:
     return Rows(**{"path": write(folder), "prompt": "question", "reward": REWARD, **settings})
 
 
-def test_every_epoch_has_every_row_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_each_epoch_shuffles_all_rows_differently(tmp_path: Path) -> None:
     task = make(tmp_path)
     held_out = [row["answer"] for row in task.validation_samples(1000)]
     size = len(ROWS) - len(held_out)
@@ -59,21 +59,21 @@ def test_every_epoch_has_every_row_in_an_order_of_its_own(tmp_path: Path) -> Non
     assert 0 < len(held_out) < 30
 
 
-def test_held_out_rows_stay_so_when_rows_are_added(tmp_path: Path) -> None:
+def test_held_out_rows_stay_held_out_when_rows_are_added(tmp_path: Path) -> None:
     before = make(tmp_path).validation_samples(1000)
     more = [{"question": f"What is {a} + 2?", "answer": str(a + 2)} for a in range(50)]
     after = make(tmp_path, path=write(tmp_path, "more.jsonl", more + ROWS)).validation_samples(1000)
     assert all(row in after for row in before)
 
 
-def test_a_second_file_is_what_is_held_out(tmp_path: Path) -> None:
+def test_validation_path_replaces_the_held_out_share(tmp_path: Path) -> None:
     other = write(tmp_path, "test.jsonl", ROWS[:5])
     task = make(tmp_path, validation_path=other)
     assert sorted(row["answer"] for row in task.validation_samples(9)) == ["1", "2", "3", "4", "5"]
     assert len({task.train_sample(0, index)["answer"] for index in range(100)}) == 100
 
 
-async def test_prompts_may_be_columns_templates_or_messages(tmp_path: Path) -> None:
+async def test_prompt_can_be_a_column_a_template_or_messages(tmp_path: Path) -> None:
     async def opening(**settings: Any) -> list[Any]:
         task = make(tmp_path, **settings)
         return list((await task.env(task.validation_samples(1)[0]).reset()).messages)
@@ -87,7 +87,7 @@ async def test_prompts_may_be_columns_templates_or_messages(tmp_path: Path) -> N
     assert (await opening(path=write(tmp_path, "chats.jsonl", chats), prompt="prompt"))[0]["role"] == "user"
 
 
-async def test_rows_are_rewarded_by_the_function_and_have_its_tools(tmp_path: Path) -> None:
+async def test_reward_function_and_tools_apply_to_rows(tmp_path: Path) -> None:
     task = make(tmp_path, tools=(f"{__name__}:look", f"{__name__}:Desk"))
     row = task.train_sample(0, 0)
     env = task.env(row)
@@ -98,7 +98,7 @@ async def test_rows_are_rewarded_by_the_function_and_have_its_tools(tmp_path: Pa
     assert (rollout.reward, rollout.reward_breakdown) == (1.0, {"is_right": 1.0})
 
 
-def test_a_column_is_demonstrated(tmp_path: Path) -> None:
+def test_demonstration_column(tmp_path: Path) -> None:
     answers = {row["question"]: row["answer"] for row in ROWS}
     task = make(tmp_path, demonstration="answer")
     task.check_settings()
@@ -111,7 +111,7 @@ def test_a_column_is_demonstrated(tmp_path: Path) -> None:
         list(make(tmp_path).demonstrations(1))
 
 
-def test_files_of_every_kind_have_the_same_rows(tmp_path: Path) -> None:
+def test_all_file_formats_give_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(f"\ufeff{json.dumps(ROWS)}", encoding="utf-8")
     lines = "".join(f'"{row["question"]}",{row["answer"]}\n' for row in ROWS)
     (tmp_path / "a.csv").write_text(f"\ufeffquestion,answer\n{lines}", encoding="utf-8")
@@ -136,7 +136,7 @@ def test_files_of_every_kind_have_the_same_rows(tmp_path: Path) -> None:
         ("a.parquet", "x", "is not a Parquet file"),
     ],
 )
-def test_a_file_without_rows_says_where(tmp_path: Path, name: str, content: str, problem: str) -> None:
+def test_unreadable_file_error_gives_the_location(tmp_path: Path, name: str, content: str, problem: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=problem):
         read_rows(tmp_path / name)
@@ -157,7 +157,7 @@ def test_a_file_without_rows_says_where(tmp_path: Path, name: str, content: str,
         ({"held_out": 1e-9}, "and 0 held out; give more rows, another share, or a task.validation_path"),
     ],
 )
-def test_what_cannot_be_a_task_is_found_when_settings_are_read(tmp_path: Path, settings: Any, problem: str) -> None:
+def test_check_settings_finds_unusable_settings(tmp_path: Path, settings: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         make(tmp_path, **settings).check_settings()
 
@@ -169,14 +169,12 @@ def test_what_cannot_be_a_task_is_found_when_settings_are_read(tmp_path: Path, s
         ({"path": "nowhere.jsonl"}, r"run\.toml: tasks\.sums: .*nowhere.jsonl cannot be read"),
     ],
 )
-def test_of_several_tasks_the_one_with_wrong_rows_is_named(
-    tmp_path: Path, settings: dict[str, Any], problem: str
-) -> None:
+def test_error_names_the_task_with_invalid_rows(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check_task(make(tmp_path, **settings), Origins((Path("run.toml"),)), "tasks.sums")
 
 
-def test_a_toml_file_alone_makes_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_defined_by_toml_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     write(folder)
@@ -193,6 +191,6 @@ def test_a_toml_file_alone_makes_a_task(tmp_path: Path, monkeypatch: pytest.Monk
         load_config(folder / "run.toml", check_files=False)
 
 
-def test_a_reward_must_name_a_function() -> None:
+def test_rejects_a_reward_that_names_no_function() -> None:
     with pytest.raises(ConfigError, match=r'task.reward = .x.*must be "module:function"'):
         load_task({"type": "titan_rl.tasks:Rows", "path": "a.jsonl", "reward": "x"}, Origins((Path("run.toml"),)))

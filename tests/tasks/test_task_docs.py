@@ -38,20 +38,20 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def test_the_page_has_files_of_every_kind() -> None:
+def test_page_has_the_expected_files() -> None:
     assert [name for name, _ in NAMED] == [
         "sums.py", "sums.toml", "questions.jsonl", "rewards.py", "questions.toml", "shop.py", "riddle.py",
         "test_rated.py", "test_sums.py",
     ]  # fmt: skip
 
 
-async def test_one_prompt_and_one_answer() -> None:
+async def test_single_turn_section() -> None:
     task: Any = load_config("sums.toml", check_files=False).tasks[0].task
     assert type(task) is module("sums").Sums
     assert (await play(task, (2, 3), lambda messages: " 5")).reward == 1.0
 
 
-async def test_rows_of_a_file() -> None:
+async def test_rows_section() -> None:
     task = load_config("questions.toml", check_files=False).tasks[0].task
     assert isinstance(task, Rows)
     task.check_settings()
@@ -61,14 +61,14 @@ async def test_rows_of_a_file() -> None:
     assert rollout.reward == 1.0
 
 
-def test_the_settings_of_rows_are_all_there_with_their_defaults() -> None:
+def test_rows_settings_table_is_complete() -> None:
     told = dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", PAGE, re.MULTILINE))
     for name, info in Rows.model_fields.items():
         shown = {None: "none", False: "`false`", "": '`""`', (): "`[]`", 0.1: "`0.1`", "prompt": '`"prompt"`'}
         assert told[name].strip() == ("" if info.is_required() else shown[info.default]), name
 
 
-async def test_tools() -> None:
+async def test_tools_section() -> None:
     shop = module("shop")
     names = [tool.name for tool in tools_of(shop.Till())]
     assert names == ["price", "take"]
@@ -82,21 +82,21 @@ async def test_tools() -> None:
     assert all(f"`{fault.__name__}`" in PAGE for fault in FAULTS if fault.__module__ == "builtins")
 
 
-def test_tools_with_other_limits() -> None:
+def test_tool_limits_snippet() -> None:
     (block,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "PatientShop" in block]
     names: dict[str, Any] = {}
     exec(block, names)
     assert isinstance(names["PatientShop"]().env(("nut", 1)), ToolEnv)
 
 
-async def test_conversations() -> None:
+async def test_conversations_section() -> None:
     riddle = module("riddle")
     answers = iter(["rain", "the night"])
     rollout = await play(riddle.Riddles(), "It falls and never breaks. What is it?", lambda messages: next(answers))
     assert (rollout.messages[2]["content"], rollout.reward) == ("No. It begins with n.", 0.5)
 
 
-def test_its_own_test_passes() -> None:
+def test_example_test_file_passes() -> None:
     tests = module("test_sums")
     tests.test_the_sum_is_worth_one()
     asyncio.run(asyncio.to_thread(tests.test_demonstrations_are_sometimes_right))

@@ -37,7 +37,7 @@ async def later(word: str) -> dict[str, Any]:
     return {"word": word, "right": True, "left": None}
 
 
-async def test_calls_are_answered_until_there_is_none() -> None:
+async def test_tool_calls_are_answered_until_a_final_answer() -> None:
     env = ToolEnv("What is 6 / 3?", [divide, later])
     observation = await env.reset()
     assert observation.messages == [{"role": "user", "content": "What is 6 / 3?"}]
@@ -57,7 +57,7 @@ class Opaque:
     """What JSON has no word for."""
 
 
-async def test_a_result_is_json_and_the_same_at_each_replay() -> None:
+async def test_tool_result_is_deterministic_json() -> None:
     step = await ToolEnv("go", lookup).step(calls(call("lookup"), call("lookup", {"known": True})))
     assert contents(step) == ['{"score":null}', '[null,"<test_tool_env.Opaque object>"]']
 
@@ -67,7 +67,7 @@ def lookup(known: bool = False) -> object:
     return [float("inf"), Opaque()] if known else {"score": float("nan")}
 
 
-async def test_the_policys_mistakes_become_messages() -> None:
+async def test_policy_mistakes_become_tool_messages() -> None:
     env = ToolEnv("go", divide)
     step = await env.step(
         calls(call("divide", {"a": 1, "b": 0}), call("divide", {"a": "x", "b": 1}), call("multiply"), call("divide"))
@@ -81,7 +81,7 @@ async def test_the_policys_mistakes_become_messages() -> None:
     assert step.rewards == {"tool_calls": 4.0, "tool_errors": 4.0}
 
 
-async def test_an_exception_is_logged_once_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
+async def test_tool_exception_is_logged_once_with_its_location(caplog: pytest.LogCaptureFixture) -> None:
     def odd(a: int) -> int:
         raise KeyError(a)
 
@@ -95,7 +95,7 @@ async def test_an_exception_is_logged_once_with_its_place(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("error", [NameError("a name that is not there"), ImportError("no package"), DataError("bad")])
-async def test_the_authors_mistakes_end_the_rollout(error: Exception) -> None:
+async def test_author_mistakes_end_the_rollout(error: Exception) -> None:
     def broken() -> None:
         raise error
 
@@ -103,7 +103,7 @@ async def test_the_authors_mistakes_end_the_rollout(error: Exception) -> None:
         await ToolEnv("go", broken).step(calls(call("broken")))
 
 
-async def test_which_exceptions_are_faults_can_be_said() -> None:
+async def test_fault_exceptions_are_configurable() -> None:
     def remote() -> None:
         raise ConnectionError("the service is down")
 
@@ -112,7 +112,7 @@ async def test_which_exceptions_are_faults_can_be_said() -> None:
         await ToolEnv("go", remote, faults=(OSError,)).step(calls(call("remote")))
 
 
-async def test_an_async_call_has_a_limit() -> None:
+async def test_async_tool_call_times_out() -> None:
     async def hang() -> None:
         await asyncio.Event().wait()
 
@@ -120,7 +120,7 @@ async def test_an_async_call_has_a_limit() -> None:
     assert contents(step) == ["Error: the call took longer than 0.01 s"]
 
 
-async def test_a_call_in_a_thread_has_a_limit_and_blocks_nobody() -> None:
+async def test_threaded_tool_call_times_out_without_blocking_others() -> None:
     release, threads = threading.Event(), list[str]()
 
     def block() -> None:
@@ -135,7 +135,7 @@ async def test_a_call_in_a_thread_has_a_limit_and_blocks_nobody() -> None:
     assert threads != [threading.current_thread().name]
 
 
-async def test_calls_and_results_have_limits() -> None:
+async def test_limits_on_calls_and_result_length() -> None:
     def spell(letters: int) -> str:
         """Letters."""
         return "x" * letters
@@ -164,7 +164,7 @@ class Account:
         self.closed += 1
 
 
-async def test_a_subclass_judges_by_what_the_tools_have_changed() -> None:
+async def test_subclass_can_reward_tool_state() -> None:
     class Paying(ToolEnv):
         def __init__(self, account: Account) -> None:
             super().__init__("Pay 3.", account)
@@ -185,7 +185,7 @@ async def test_a_subclass_judges_by_what_the_tools_have_changed() -> None:
     assert account.closed == 1
 
 
-async def test_without_tools_the_first_answer_is_the_last() -> None:
+async def test_first_answer_ends_an_environment_without_tools() -> None:
     env = ToolEnv([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}])
     observation = await env.reset()
     assert (len(observation.messages), observation.tools) == (2, None)

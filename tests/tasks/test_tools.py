@@ -60,7 +60,7 @@ def measure(
 NAMES = list(inspect.signature(measure).parameters)
 
 
-def test_a_schema_comes_of_hints_and_docstring() -> None:
+def test_schema_is_built_from_type_hints_and_docstring() -> None:
     schema = Tool.of(measure).schema
     function = schema["function"]
     assert (schema["type"], function["name"]) == ("function", "measure")
@@ -78,7 +78,7 @@ def test_a_schema_comes_of_hints_and_docstring() -> None:
     assert parameters["$defs"]["Place"]["properties"]["floor"] == {"type": "integer", "default": 0}
 
 
-def test_the_module_documents_the_schema_that_there_is() -> None:
+def test_schema_in_the_module_docstring_is_accurate() -> None:
     def multiply(a: float, b: float = 1.0) -> float:
         """Multiply two numbers.
 
@@ -98,7 +98,7 @@ def test_the_module_documents_the_schema_that_there_is() -> None:
     }
 
 
-def test_arguments_are_made_into_what_the_function_declares() -> None:
+def test_arguments_are_converted_to_declared_types() -> None:
     given = {
         "length": 2,
         "unit": "mi",
@@ -130,7 +130,7 @@ def test_arguments_are_made_into_what_the_function_declares() -> None:
         (3, "not a JSON object"),
     ],
 )
-def test_wrong_arguments_are_told_by_name(arguments: object, problem: str) -> None:
+def test_invalid_argument_error_names_the_argument(arguments: object, problem: str) -> None:
     with pytest.raises(ArgumentsError, match=problem):
         Tool.of(measure).checked(arguments)
 
@@ -144,12 +144,12 @@ JSON = st.recursive(
 
 @settings(max_examples=examples(400), deadline=None)
 @given(arguments=JSON | st.text() | JSON.map(json.dumps))
-def test_whatever_a_policy_gives_is_taken_or_refused_with_a_reason(arguments: object) -> None:
+def test_any_arguments_are_accepted_or_rejected_with_arguments_error(arguments: object) -> None:
     with suppress(ArgumentsError):
         assert measure(**Tool.of(measure).checked(arguments))
 
 
-def test_parameters_may_have_the_names_of_pydantics_own_methods() -> None:
+def test_parameter_names_may_shadow_pydantic_methods() -> None:
     def store(copy: int, schema: str, _hidden: bool = False, model_fields: int = 0) -> None: ...
 
     tool = Tool.of(store)
@@ -165,7 +165,7 @@ def test_parameters_may_have_the_names_of_pydantics_own_methods() -> None:
         "Look up.\n\n    Args:\n        word (str): what to look up",
     ],
 )
-def test_docstrings_of_every_style_describe_parameters(docstring: str) -> None:
+def test_docstring_styles_describe_parameters(docstring: str) -> None:
     def look(word: str) -> str:
         return word
 
@@ -201,7 +201,7 @@ def strange_default(a: Any = object()) -> None: ...  # noqa: B008
         (lambda: 1, "has no name by which it could be called"),
     ],
 )
-def test_what_cannot_be_described_is_an_error_when_the_tool_is_made(function: Any, problem: str) -> None:
+def test_tool_creation_rejects_undescribable_functions(function: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         Tool.of(function)
 
@@ -229,7 +229,7 @@ class Account:
     def close(self) -> None: ...
 
 
-def test_an_objects_public_methods_are_tools_that_share_its_state() -> None:
+def test_public_methods_become_tools_sharing_state() -> None:
     one, other = Account(), Account()
     tools = {tool.name: tool for tool in tools_of(one)}
     assert list(tools) == ["currency", "deposit"]
@@ -238,7 +238,7 @@ def test_an_objects_public_methods_are_tools_that_share_its_state() -> None:
     assert list(tools["deposit"].parameters["properties"]) == ["coins"]
 
 
-def test_tools_come_alone_in_lists_and_already_made() -> None:
+def test_tools_of_accepts_functions_lists_and_tools() -> None:
     made = Tool.of(measure)
     assert [tool.name for tool in tools_of([made, Account()])] == ["measure", "currency", "deposit"]
     assert tools_of(measure) == [made]
@@ -255,6 +255,6 @@ def test_tools_come_alone_in_lists_and_already_made() -> None:
         (object(), "give functions, or an object with public methods"),
     ],
 )
-def test_what_gives_no_tools_is_an_error(given: object, problem: str | None) -> None:
+def test_tools_of_rejects_objects_without_tools(given: object, problem: str | None) -> None:
     with pytest.raises(ValueError, match=problem):
         tools_of(given)

@@ -42,7 +42,7 @@ async def get(client: httpx.AsyncClient, path: str, **parameters: Any) -> Any:
     return (await client.get(path, params=parameters)).raise_for_status().json()
 
 
-async def test_runs_are_found_in_folders_of_runs_and_among_evaluations(tmp_path: Path) -> None:
+async def test_finds_runs_and_evaluations(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "20260101-000000-a", steps=4, rollouts=8)
     write_run(tmp_path / "runs" / "20260102-000000-b", steps=2, rollouts=8, state="failed")
     (tmp_path / "runs" / "latest").symlink_to("20260102-000000-b")
@@ -79,7 +79,7 @@ async def test_runs_are_found_in_folders_of_runs_and_among_evaluations(tmp_path:
         assert len((await get(client, "/api/runs"))["runs"]) == 4, "a run that begins later is there, too"
 
 
-async def test_no_link_out_of_a_run_is_followed(tmp_path: Path) -> None:
+async def test_does_not_follow_symlinks_out_of_a_run(tmp_path: Path) -> None:
     elsewhere = write_run(tmp_path / "elsewhere", steps=4, rollouts=8)
     (elsewhere / "trace").mkdir(exist_ok=True)
     event = {"ph": "X", "name": "secret", "tid": 1, "ts": 0, "dur": 5}
@@ -107,7 +107,7 @@ async def test_no_link_out_of_a_run_is_followed(tmp_path: Path) -> None:
         assert len((await get(client, "/api/runs"))["runs"]) == 1
 
 
-async def test_a_run_says_how_many_processes_it_held_for_how_long(tmp_path: Path) -> None:
+async def test_summary_gives_processes_held_and_process_hours(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2, rollouts=0)
     settings = "[training]\ndata_parallel = 2\n[generation]\nnum_generators = 3\ntensor_parallel_size = 2\n"
     (folder / "config.toml").write_text(settings)
@@ -121,7 +121,7 @@ async def test_a_run_says_how_many_processes_it_held_for_how_long(tmp_path: Path
     assert run["seconds"] > 0
 
 
-async def test_time_that_steps_wait_has_one_figure(tmp_path: Path) -> None:
+async def test_summary_splits_step_time_by_phase(tmp_path: Path) -> None:
     step = {"time/step_s": 8.0, "time/train_s": 3.0, "time/wait_for_rollouts_s": 5.0, "time/validation_s": 2.0}
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps({'step': i, **step})}\n" for i in (1, 2)))
     async with viewing(tmp_path) as client:
@@ -142,7 +142,7 @@ def prompt_line(step: int, group: str, reward: float | None, prompt: str, **more
     return line({**record, "rollout_id": f"{group}/0", "status": status, "reward": reward, **more})
 
 
-async def test_prompts_are_the_same_at_every_step_and_shown_by_their_median(tmp_path: Path) -> None:
+async def test_repeated_prompts_are_shown_by_their_median_rollout(tmp_path: Path) -> None:
     prompts = {"validation-0": ("easy", 0.1), "validation-1": ("middling", 0.0), "validation-2": ("hard", -0.3)}
     with (tmp_path / "rollouts.jsonl").open("wb") as file:
         for step in (0, 5, 10):
@@ -167,7 +167,7 @@ async def test_prompts_are_the_same_at_every_step_and_shown_by_their_median(tmp_
                 assert (at["lowest"], at["highest"], at["count"]) == (0.0, 0.95, 4)
 
 
-async def test_prompts_that_never_come_twice_are_not_called_the_same(tmp_path: Path) -> None:
+async def test_prompts_without_repeats_are_not_marked_the_same(tmp_path: Path) -> None:
     with (tmp_path / "rollouts.jsonl").open("wb") as file:
         for step in (1, 2, 3):
             for sibling, reward in enumerate((0.2, 0.4, 0.9)):
@@ -180,7 +180,7 @@ async def test_prompts_that_never_come_twice_are_not_called_the_same(tmp_path: P
         assert found["median"] == 0
 
 
-async def test_runs_of_the_same_name_have_ids_of_their_own(tmp_path: Path) -> None:
+async def test_runs_of_the_same_name_have_distinct_ids(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / place / "run", steps=steps, rollouts=0) for place, steps in (("a", 1), ("b", 2))]
     async with viewing(*folders) as client:
         runs = (await get(client, "/api/runs"))["runs"]
@@ -190,7 +190,7 @@ async def test_runs_of_the_same_name_have_ids_of_their_own(tmp_path: Path) -> No
             assert len(curves["curves"]["train/loss"]["steps"]) == run["steps"]
 
 
-async def test_a_run_goes_on_while_its_lock_is_held_and_was_killed_where_it_is_not(tmp_path: Path) -> None:
+async def test_run_state_follows_its_lock(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2, rollouts=0, state="running")
     async with viewing(folder) as client:
         (killed,) = (await get(client, "/api/runs"))["runs"]
@@ -202,7 +202,7 @@ async def test_a_run_goes_on_while_its_lock_is_held_and_was_killed_where_it_is_n
             assert (await get(client, "/api/runs/run/summary"))["failure"] is None
 
 
-async def test_curves_are_the_metrics_and_stay_within_the_points_asked_for(tmp_path: Path) -> None:
+async def test_curves_equal_the_metrics_within_the_requested_points(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=100, rollouts=0)
     records = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["train/loss"] for record in records if "train/loss" in record]
@@ -224,7 +224,7 @@ async def test_curves_are_the_metrics_and_stay_within_the_points_asked_for(tmp_p
         assert loss["group"] == "Optimization"
 
 
-async def test_steps_that_were_skipped_are_shown_with_their_number_also_over_a_resume(tmp_path: Path) -> None:
+async def test_skipped_steps_are_counted_across_a_resume(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2, rollouts=8)
 
     async def tile() -> dict[str, str] | None:
@@ -241,7 +241,7 @@ async def test_steps_that_were_skipped_are_shown_with_their_number_also_over_a_r
     assert (found["value"], found["tone"]) == ("3", "bad")
 
 
-def test_a_value_that_is_no_number_leaves_a_gap() -> None:
+def test_non_finite_value_leaves_a_gap_in_the_curve() -> None:
     columns = MetricColumns()
     for step, value in ((1, 0.5), (2, None), (4, 0.25), (3, "x"), (3, 1e999)):
         columns.add({"step": step, "train/loss": value})
@@ -249,7 +249,7 @@ def test_a_value_that_is_no_number_leaves_a_gap() -> None:
     assert columns.values("train/loss") == [0.5, 0.25]
 
 
-async def test_what_is_written_shows_and_what_a_resume_cuts_is_gone(tmp_path: Path) -> None:
+async def test_appended_records_show_and_truncated_records_disappear(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=10, rollouts=80)
     async with viewing(folder) as client:
 
@@ -271,7 +271,7 @@ async def test_what_is_written_shows_and_what_a_resume_cuts_is_gone(tmp_path: Pa
         assert await seen() == (6, 40)
 
 
-async def test_numbers_that_json_lacks_are_missing_and_the_rest_of_their_step_is_there(tmp_path: Path) -> None:
+async def test_non_finite_metrics_do_not_hide_the_rest_of_their_step(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=6, rollouts=8)
     wide = ", ".join(f'"task/t{number}/reward_mean": 0.123456789' for number in range(3000))
     with (folder / "metrics.jsonl").open("ab") as file:
@@ -287,7 +287,7 @@ async def test_numbers_that_json_lacks_are_missing_and_the_rest_of_their_step_is
     assert described["steps"] == 8, "also where the line is long"
 
 
-async def test_a_record_is_the_line_of_the_file(tmp_path: Path) -> None:
+async def test_rollout_record_is_the_line_of_the_file(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=3, rollouts=24)
     lines = (folder / "rollouts.jsonl").read_bytes().splitlines()
     async with viewing(folder) as client:
@@ -298,7 +298,7 @@ async def test_a_record_is_the_line_of_the_file(tmp_path: Path) -> None:
             assert answer.json()["rollout_id"] == row["rollout_id"]
 
 
-async def test_numbers_that_json_lacks_are_null_in_every_answer(tmp_path: Path) -> None:
+async def test_non_finite_numbers_are_null_in_every_answer(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[training]\nlr = inf\nbetas = [nan]\n")
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "train/loss": 0.5}\n{"step": 2, "train/loss": NaN}\n')
     records = [{"rollout_id": "g/0", "reward": reward, "turns": [{"logprobs": [reward]}]} for reward in (0.5, math.nan)]
@@ -317,7 +317,7 @@ async def test_numbers_that_json_lacks_are_null_in_every_answer(tmp_path: Path) 
         assert summary["warnings"] == []
 
 
-async def test_a_line_too_long_to_be_read_is_left_out(tmp_path: Path) -> None:
+async def test_overlong_line_is_skipped(tmp_path: Path) -> None:
     with (tmp_path / "rollouts.jsonl").open("wb") as file:
         file.write(b'{"rollout_id": "g/0"}\n')
         file.truncate(MAX_LINE_BYTES + 100)  # a hole, which takes no room
@@ -343,7 +343,7 @@ async def test_a_line_too_long_to_be_read_is_left_out(tmp_path: Path) -> None:
     ],
     ids=["not a number", "wide", "broken"],
 )
-async def test_the_steps_of_a_run_are_those_of_its_last_record(tmp_path: Path, last: bytes) -> None:
+async def test_run_steps_come_from_the_last_record(tmp_path: Path, last: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 2, "time_s": 3.0}\n' + last)
     async with viewing(tmp_path) as client:
         (run,) = (await get(client, "/api/runs"))["runs"]
@@ -370,7 +370,7 @@ async def test_the_steps_of_a_run_are_those_of_its_last_record(tmp_path: Path, l
         ("/static//etc/passwd", 404, None),
     ],
 )
-async def test_what_is_wrong_with_a_request_is_said(tmp_path: Path, path: str, status: int, field: str | None) -> None:
+async def test_invalid_request_error_names_the_field(tmp_path: Path, path: str, status: int, field: str | None) -> None:
     (tmp_path / "secret").mkdir()
     async with viewing(write_run(tmp_path / "run", steps=1, rollouts=8)) as client:
         answer = await client.get(path)
@@ -380,13 +380,13 @@ async def test_what_is_wrong_with_a_request_is_said(tmp_path: Path, path: str, s
         assert told.get("field") == field
 
 
-async def test_nothing_can_be_written(tmp_path: Path) -> None:
+async def test_write_methods_are_rejected(tmp_path: Path) -> None:
     async with viewing(write_run(tmp_path / "run", steps=1, rollouts=8)) as client:
         for method in ("POST", "PUT", "PATCH", "DELETE"):
             assert (await client.request(method, "/api/runs")).status_code == 405
 
 
-async def test_others_are_kept_out(tmp_path: Path) -> None:
+async def test_rejects_foreign_hosts_and_missing_keys(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=1, rollouts=8)
     with contextlib.closing(Runs([folder])) as runs:
         app = make_viewer(runs, key="secret")
@@ -407,7 +407,7 @@ async def test_others_are_kept_out(tmp_path: Path) -> None:
             assert "unsafe" not in answer.headers["content-security-policy"]
 
 
-async def test_whoever_listens_is_told_what_there_is_more_of(tmp_path: Path) -> None:
+async def test_event_stream_reports_changed_files(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2, rollouts=8)
     with contextlib.closing(Runs([folder])) as runs:
         app = make_viewer(runs, look_s=0.01)
@@ -442,6 +442,6 @@ async def test_whoever_listens_is_told_what_there_is_more_of(tmp_path: Path) -> 
             await listening
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_folder_error_names_the_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         Runs([tmp_path / "nowhere"])

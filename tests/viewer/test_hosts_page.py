@@ -75,7 +75,7 @@ def write_on_hosts(folder: Path) -> Path:
     return folder
 
 
-def test_the_hosts_of_a_run_and_what_each_does(tmp_path: Path) -> None:
+def test_read_hosts_lists_the_work_of_each_host(tmp_path: Path) -> None:
     folder = write_on_hosts(tmp_path / "run")
     found = read_hosts(folder)
     assert found is not None
@@ -89,12 +89,12 @@ def test_the_hosts_of_a_run_and_what_each_does(tmp_path: Path) -> None:
     assert read_hosts(folder) is not None, "something happened"
 
 
-def test_the_work_of_processes() -> None:
+def test_work_of_summarizes_process_names() -> None:
     assert work_of([]) == ""
     assert work_of(["generator-10", "trainer", "generator-2"]) == "trainer, 2 generators"
 
 
-def test_lanes_say_where_their_process_ran_where_there_are_several_hosts(tmp_path: Path) -> None:
+def test_lanes_name_their_host_with_several_hosts(tmp_path: Path) -> None:
     write_traces(tmp_path / "trace", PROCESSES)
     lanes = timeline(Traces(tmp_path / "trace"))["lanes"]
     assert {lane["process"]: lane["host"] for lane in lanes} == PROCESSES
@@ -107,9 +107,7 @@ def test_lanes_say_where_their_process_ran_where_there_are_several_hosts(tmp_pat
 
 
 @in_browser
-async def test_hosts_are_listed_with_what_became_of_them_and_that_changes(
-    open_page: OpenPage, runs_folder: Path
-) -> None:
+async def test_host_list_shows_states_and_updates(open_page: OpenPage, runs_folder: Path) -> None:
     folder = write_on_hosts(runs_folder / "20250102-000000-hosts")
     page = await open_page(f"#runs={folder.name}")
     card = page.get_by_role("region", name="Hosts", exact=True)
@@ -124,7 +122,7 @@ async def test_hosts_are_listed_with_what_became_of_them_and_that_changes(
 
 
 @in_browser
-async def test_a_run_on_one_host_has_no_list_of_them(open_page: OpenPage, runs_folder: Path) -> None:
+async def test_single_host_run_has_no_host_list(open_page: OpenPage, runs_folder: Path) -> None:
     folder = write_run(runs_folder / "20250103-000000-host", steps=4, rollouts=16)
     (folder / "hosts.json").write_text(json.dumps({"hosts": HOSTS[:1], "answers": {}}))
     page = await open_page(f"#runs={folder.name}")

@@ -80,9 +80,7 @@ async def axis(page: Any, name: str) -> list[str]:
     return [part.split(", last")[0] for part in text.removeprefix(f"{name} by step: ").split("; ")]
 
 
-async def test_losses_of_supervised_training_stand_on_an_axis_of_their_own(
-    open_page: OpenPage, supervised: str
-) -> None:
+async def test_supervised_losses_have_their_own_axis(open_page: OpenPage, supervised: str) -> None:
     page = await open_page(f"#runs={FIRST},{supervised}")
     assert await axis(page, "Reward") == [f"{FIRST}, in training", f"{FIRST}, held out"]
     assert await axis(page, "Loss") == [f"{supervised}, in training", f"{supervised}, held out"]
@@ -97,7 +95,7 @@ async def test_losses_of_supervised_training_stand_on_an_axis_of_their_own(
         assert {curve["run"] for curve in await panel.evaluate("element => element.panel.data()")} == {run}
 
 
-async def test_each_task_has_a_line_and_one_that_earns_nothing_is_named(open_page: OpenPage, dull: str) -> None:
+async def test_each_task_has_a_verdict_and_zero_reward_is_flagged(open_page: OpenPage, dull: str) -> None:
     page = await open_page(f"#runs={dull}")
     rows = page.locator(".tasks tbody tr")
     told = {
@@ -113,7 +111,7 @@ async def test_each_task_has_a_line_and_one_that_earns_nothing_is_named(open_pag
     assert await page.locator(".notice").count() == 0
 
 
-async def test_a_verdict_leads_to_the_rollouts_behind_it(open_page: OpenPage, dull: str) -> None:
+async def test_verdict_links_to_its_rollouts(open_page: OpenPage, dull: str) -> None:
     page = await open_page(f"#runs={dull}")
     verdict = page.locator(".verdict", has_text="of the groups teach nothing")
     await verdict.get_by_role("link").click()
@@ -125,7 +123,7 @@ async def test_a_verdict_leads_to_the_rollouts_behind_it(open_page: OpenPage, du
     assert all(step >= 11 and phase == "train" for step, phase in rows)
 
 
-async def test_the_same_prompt_is_shown_over_time_by_its_median_rollout(open_page: OpenPage, dull: str) -> None:
+async def test_same_prompt_is_shown_over_time_by_its_median_rollout(open_page: OpenPage, dull: str) -> None:
     page = await open_page(f"#runs={dull}")
     prompts = page.locator(".prompts")
     assert "What the policy says to the same prompt" in await prompts.inner_text()
@@ -140,7 +138,7 @@ async def test_the_same_prompt_is_shown_over_time_by_its_median_rollout(open_pag
     assert "step 10 · validation" in await page.locator(".detail-title").inner_text()
 
 
-async def test_curves_rollouts_and_timeline_share_the_chosen_step(open_page: OpenPage) -> None:
+async def test_tabs_share_the_selected_step(open_page: OpenPage) -> None:
     page = await open_page(f"#runs={FIRST}")
     over = page.locator("section.hero .u-over").first
     box = await over.bounding_box()
@@ -164,7 +162,7 @@ async def test_curves_rollouts_and_timeline_share_the_chosen_step(open_page: Ope
     assert "at=" not in page.url
 
 
-async def test_a_question_mark_lists_the_keys_of_the_tab(open_page: OpenPage) -> None:
+async def test_question_mark_lists_the_keyboard_shortcuts(open_page: OpenPage) -> None:
     page = await open_page(f"#tab=rollouts&runs={FIRST}")
     await page.keyboard.press("?")
     dialog = page.get_by_role("dialog", name="Keys")
@@ -179,7 +177,7 @@ async def test_a_question_mark_lists_the_keys_of_the_tab(open_page: OpenPage) ->
     assert "its messages" not in await dialog.inner_text()
 
 
-async def test_a_key_reaches_the_tab_though_the_closed_list_still_has_the_focus(open_page: OpenPage) -> None:
+async def test_keys_reach_the_tab_after_the_shortcut_list_closes(open_page: OpenPage) -> None:
     page = await open_page(f"#tab=rollouts&runs={FIRST}")
     await page.keyboard.press("?")
     await page.evaluate("""() => {
@@ -196,7 +194,7 @@ async def shown_runs(page: Any) -> list[str]:
     return [await one.inner_text() for one in await names.all() if await one.is_visible()]
 
 
-async def test_runs_are_filtered_by_words_and_by_their_settings(open_page: OpenPage, supervised: str) -> None:
+async def test_runs_are_filtered_by_words_and_settings(open_page: OpenPage, supervised: str) -> None:
     page = await open_page(f"#{BOTH}")
     search = page.get_by_label("Search runs")
     for text, expected in {
@@ -237,7 +235,7 @@ async def test_runs_are_grouped_and_their_curves_averaged(open_page: OpenPage, s
     assert "runs.group=training.lr&runs.mean=1" in page.url
 
 
-async def test_a_run_has_the_name_that_it_is_given(open_page: OpenPage) -> None:
+async def test_renamed_run_keeps_its_name_after_reload(open_page: OpenPage) -> None:
     page = await open_page(f"#{BOTH}")
     item = page.locator("#run-list li", has_text=FIRST)
     await item.hover()
@@ -251,7 +249,7 @@ async def test_a_run_has_the_name_that_it_is_given(open_page: OpenPage) -> None:
     assert "baseline" in await page.locator(".comparison tbody").first.inner_text()
 
 
-async def test_runs_are_compared_with_a_baseline_and_sorted_by_any_column(open_page: OpenPage) -> None:
+async def test_comparison_table_has_a_baseline_and_sorts_by_column(open_page: OpenPage) -> None:
     page = await open_page(f"#{BOTH}")
     table = page.locator(".comparison table").first
     heads = await table.locator("thead th").all_inner_texts()

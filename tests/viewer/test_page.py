@@ -27,14 +27,14 @@ async def drawn(page: Any, title: str) -> list[dict[str, Any]]:
     return await panel.evaluate("element => element.panel.data()")
 
 
-async def test_curves_are_what_the_run_wrote(open_page: OpenPage, runs_folder: Path) -> None:
+async def test_curves_equal_the_written_metrics(open_page: OpenPage, runs_folder: Path) -> None:
     page = await open_page(f"#tab=curves&smoothing=0&{BOTH}")
     first, second = sorted(await drawn(page, "Gradient norm"), key=lambda curve: curve["run"])
     for curve, run in ((first, FIRST), (second, SECOND)):
         assert (curve["x"], curve["values"]) == values(runs_folder, run, "train/grad_norm")
 
 
-async def test_smoothing_is_the_mean_of_what_came_before_weighed_by_distance(open_page: OpenPage) -> None:
+async def test_smoothing_is_a_distance_weighted_mean_of_previous_values(open_page: OpenPage) -> None:
     page = await open_page("#tab=curves&metrics=nothing")
     smoothed = await page.evaluate(
         """async () => {
@@ -51,7 +51,7 @@ async def test_smoothing_is_the_mean_of_what_came_before_weighed_by_distance(ope
     ]
 
 
-async def test_of_two_equal_curves_the_later_one_lets_the_other_through(open_page: OpenPage) -> None:
+async def test_later_of_two_equal_curves_is_dashed(open_page: OpenPage) -> None:
     page = await open_page(f"#tab=curves&metrics=nothing&runs={FIRST}")
     dashes = await page.evaluate(
         """async () => {
@@ -66,9 +66,7 @@ async def test_of_two_equal_curves_the_later_one_lets_the_other_through(open_pag
     assert dashes == [False, True, False]
 
 
-async def test_a_zoom_is_of_all_panels_is_linked_to_and_outlasts_what_comes(
-    open_page: OpenPage, runs_folder: Path
-) -> None:
+async def test_zoom_is_shared_linked_and_survives_new_data(open_page: OpenPage, runs_folder: Path) -> None:
     page = await open_page(f"#tab=curves&runs={SECOND}", width=1600)
     await drawn(page, "Reward")
     over = page.locator('section.panel[aria-label="Reward"] .u-over')
@@ -98,7 +96,7 @@ async def test_a_zoom_is_of_all_panels_is_linked_to_and_outlasts_what_comes(
     assert (await page.evaluate(ranges))[0] == [1, 61]
 
 
-async def test_tabs_go_by_arrows_and_search_by_a_slash(open_page: OpenPage) -> None:
+async def test_arrows_switch_tabs_and_slash_searches(open_page: OpenPage) -> None:
     page = await open_page(f"#runs={FIRST}")
     tab = page.get_by_role("tab", selected=True)
     await tab.focus()
@@ -119,7 +117,7 @@ async def test_tabs_go_by_arrows_and_search_by_a_slash(open_page: OpenPage) -> N
     await until(page, "document.querySelectorAll('section.panel').length > 10")
 
 
-async def test_only_panels_in_view_are_fetched(open_page: OpenPage) -> None:
+async def test_only_visible_panels_are_fetched(open_page: OpenPage) -> None:
     page = await open_page(f"#tab=curves&runs={FIRST}", height=500)
     await drawn(page, "Reward")
     panels = await page.evaluate("window.viewer.view.panels.map(one => Boolean(one.chart))")
@@ -127,7 +125,7 @@ async def test_only_panels_in_view_are_fetched(open_page: OpenPage) -> None:
     assert not panels[-1]
 
 
-async def test_settings_show_what_differs(open_page: OpenPage) -> None:
+async def test_settings_tab_shows_differences(open_page: OpenPage) -> None:
     page = await open_page(f"#tab=settings&{BOTH}")
     rows = page.locator(".settings-table tbody tr")
     await rows.first.wait_for()

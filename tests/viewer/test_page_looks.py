@@ -60,7 +60,7 @@ CONTRASTS = """() => {
 
 @in_browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_all_text_stands_out(open_page: OpenPage, theme: str) -> None:
+async def test_text_contrast_meets_wcag(open_page: OpenPage, theme: str) -> None:
     page = await open_page(f"#{BOTH}", color_scheme=theme)
     shown = 0
     for tab in TABS:
@@ -117,7 +117,7 @@ def oklab(rgb: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("seen", AS_SEEN)
 @pytest.mark.parametrize("name", ["light", "dark"])
-def test_the_first_runs_have_colours_that_everybody_tells_apart(name: str, seen: str) -> None:
+def test_first_run_colours_are_distinct_for_colour_blind_readers(name: str, seen: str) -> None:
     colours = theme(name)
     assert all(contrast(colours[f"--run-{i}"], colours["--card"]) >= 3 for i in range(1, 9))
 
@@ -131,7 +131,7 @@ def test_the_first_runs_have_colours_that_everybody_tells_apart(name: str, seen:
 
 
 @in_browser
-async def test_the_theme_follows_the_system_until_one_is_chosen_and_remembered(open_page: OpenPage) -> None:
+async def test_theme_follows_the_system_until_chosen_and_is_remembered(open_page: OpenPage) -> None:
     page = await open_page(f"#runs={FIRST}", color_scheme="dark")
     shown = "document.documentElement.dataset.theme"
     assert await page.evaluate(shown) == "dark"
@@ -146,7 +146,7 @@ async def test_the_theme_follows_the_system_until_one_is_chosen_and_remembered(o
 
 
 @in_browser
-async def test_nothing_is_wider_than_a_narrow_screen(open_page: OpenPage) -> None:
+async def test_page_fits_a_narrow_screen(open_page: OpenPage) -> None:
     page = await open_page(f"#{BOTH}", width=390, height=844)
     for tab in TABS:
         await page.get_by_role("tab", name=tab.title()).click()
@@ -155,7 +155,7 @@ async def test_nothing_is_wider_than_a_narrow_screen(open_page: OpenPage) -> Non
 
 
 @in_browser
-async def test_a_report_is_the_same_page_without_a_server_and_hostile_text_stays_text(
+async def test_report_works_without_a_server_and_escapes_hostile_text(
     open_page: OpenPage, runs_folder: Path, tmp_path: Path
 ) -> None:
     hostile = write_run(tmp_path / f"a {HOSTILE}", steps=4, rollouts=16)
@@ -190,7 +190,7 @@ async def test_a_report_is_the_same_page_without_a_server_and_hostile_text_stays
 
 
 @in_browser
-async def test_a_run_is_followed_to_its_end(open_page: OpenPage, runs_folder: Path) -> None:
+async def test_running_run_updates_until_it_fails(open_page: OpenPage, runs_folder: Path) -> None:
     folder = write_run(runs_folder / "20250101-000000-followed", steps=10, rollouts=16, state="running")
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -203,7 +203,7 @@ async def test_a_run_is_followed_to_its_end(open_page: OpenPage, runs_folder: Pa
 
 
 @in_browser
-async def test_the_chosen_run_stays_when_another_begins_and_is_missed_when_it_is_gone(
+async def test_selected_run_stays_when_another_starts_and_is_reported_when_removed(
     open_page: OpenPage, runs_folder: Path
 ) -> None:
     chosen, newer = (write_run(runs_folder / f"2029010{day}-000000-x", steps=2, rollouts=8) for day in (1, 2))
@@ -220,9 +220,7 @@ async def test_the_chosen_run_stays_when_another_begins_and_is_missed_when_it_is
 
 
 @in_browser
-async def test_ten_thousand_steps_are_drawn_with_their_extremes_and_zoomed_into_to_the_last_one(
-    open_page: OpenPage, runs_folder: Path
-) -> None:
+async def test_ten_thousand_steps_keep_extremes_and_zoom_to_full_detail(open_page: OpenPage, runs_folder: Path) -> None:
     folder = write_run(runs_folder / "20250102-000000-long", steps=10_000, rollouts=16)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     norms = {line["step"]: line["train/grad_norm"] for line in lines if "train/grad_norm" in line}

@@ -16,21 +16,21 @@ OWN = [path for path in page_files() if path.endswith(".js") and not path.starts
 
 
 @pytest.mark.parametrize("path", OWN)
-def test_text_of_a_run_becomes_neither_markup_nor_code(path: str) -> None:
+def test_page_modules_build_no_markup_or_code_from_strings(path: str) -> None:
     source = page_file(path)[0].decode()
     assert not MAKES_MARKUP.findall(source)
     assert not MAKES_CODE.findall(source)
 
 
 @pytest.mark.parametrize("path", [path for path in OWN if path.startswith(("rollouts/", "timeline/"))])
-def test_views_of_what_a_run_says_make_no_links(path: str) -> None:
+def test_viewer_does_not_turn_run_output_into_links(path: str) -> None:
     assert not re.findall(
         r"\bhref\b|h\(\"a\"|h\(\"(img|iframe|object|embed)\"", page_file(path)[0].decode().replace("location.href", "")
     )
 
 
 @pytest.mark.parametrize("path", OWN)
-def test_what_a_module_imports_is_there(path: str) -> None:
+def test_page_module_imports_exist(path: str) -> None:
     source = page_file(path)[0].decode()
     for names, module in re.findall(r'import (?:\{([^}]*)\}|\* as \w+) from "viewer/([\w/]+)"', source):
         assert f"{module}.js" in OWN

@@ -24,7 +24,7 @@ from titan_rl.core.files import read_json, strict_json
         (b'{"a": "\xff"}', None),
     ],
 )
-def test_what_is_no_number_is_null_and_what_is_no_object_is_none(line: bytes, value: Any) -> None:
+def test_read_json_maps_non_finite_numbers_and_invalid_lines_to_none(line: bytes, value: Any) -> None:
     assert read_json(line) == value
 
 
@@ -32,7 +32,7 @@ def test_what_is_no_number_is_null_and_what_is_no_object_is_none(line: bytes, va
     "line",
     [b'{"a": NaN, "b": [Infinity, 0.5]}', b'{"a": "\\ud83d", "b": NaN}', b'{"a": "\xff", "b": 1}', b'{"a": 1e999}'],
 )
-def test_what_a_page_reads_is_json_that_every_reader_takes(line: bytes) -> None:
+def test_strict_json_is_valid_json(line: bytes) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
@@ -42,6 +42,6 @@ def test_what_a_page_reads_is_json_that_every_reader_takes(line: bytes) -> None:
     assert set(told) == {"a"} | ({"b"} if b'"b"' in line else set())
 
 
-def test_a_line_that_is_json_stays_as_it_is() -> None:
+def test_strict_json_returns_valid_lines_unchanged() -> None:
     line = b'{"b":1,  "a": "\xc3\xa9"}'
     assert strict_json(line) is line

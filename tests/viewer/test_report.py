@@ -24,7 +24,7 @@ def report(folders: list[Path], **settings: int) -> tuple[str, dict[str, Any]]:
     return page, data_of(page)
 
 
-def test_a_small_run_is_there_whole(tmp_path: Path) -> None:
+def test_report_contains_a_small_run_completely(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=20, rollouts=48)
     page, data = report([folder])
     assert not re.search(r'(?:src|href)="(?!data:)', page), "it needs no network"
@@ -41,7 +41,7 @@ def test_a_small_run_is_there_whole(tmp_path: Path) -> None:
     assert of["summary"]["config"] == (folder / "config.toml").read_text()
 
 
-def test_what_has_no_room_is_left_out_by_whole_groups_far_apart_and_said(tmp_path: Path) -> None:
+def test_report_over_the_size_limit_omits_whole_groups_and_says_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=400, rollouts=800)
     page, data = report([folder], most_bytes=300_000)
     assert len(page) - len(report([write_run(tmp_path / "empty", steps=0, rollouts=0)])[0]) < 600_000
@@ -55,14 +55,14 @@ def test_what_has_no_room_is_left_out_by_whole_groups_far_apart_and_said(tmp_pat
     assert any("points" in text for text in data["left_out"])
 
 
-def test_a_failed_run_says_why(tmp_path: Path) -> None:
+def test_report_of_a_failed_run_gives_the_reason(tmp_path: Path) -> None:
     _, data = report([write_run(tmp_path / "run", steps=3, rollouts=8, state="failed")])
     assert data["runs"][0]["state"] == "failed"
     assert "the loss is nan" in data["of"]["run"]["summary"]["failure"]
 
 
 @pytest.mark.parametrize("hostile", ["</script><b>&", "<!--", "\u2028", "]]>"])
-def test_no_text_ends_the_data(tmp_path: Path, hostile: str) -> None:
+def test_hostile_text_does_not_end_the_embedded_data(tmp_path: Path, hostile: str) -> None:
     record = {"step": 1, "rollout_id": "g/0", "group_id": "g", "messages": [{"role": hostile, "content": hostile}]}
     (tmp_path / "rollouts.jsonl").write_bytes(line(record))
     (tmp_path / "config.toml").write_text(f"a = 1 # {hostile}")
@@ -72,7 +72,7 @@ def test_no_text_ends_the_data(tmp_path: Path, hostile: str) -> None:
     assert of["summary"]["config"].endswith(hostile)
 
 
-def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
+def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[training]\nlr = inf\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time_s": NaN, "train/loss": Infinity}\n')
     (tmp_path / "rollouts.jsonl").write_text('{"rollout_id": "g/0", "reward": -Infinity, "advantage": 1e999}\n')
@@ -83,18 +83,18 @@ def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
     assert of["rollouts"]["rows"][0]["reward"] is None
 
 
-def test_a_folder_without_a_single_record_has_a_page(tmp_path: Path) -> None:
+def test_report_of_an_empty_folder(tmp_path: Path) -> None:
     _, data = report([tmp_path])
     assert data["of"][tmp_path.name]["rollouts"] == {"rows": [], "records": {}}
 
 
-def test_several_runs_share_the_room(tmp_path: Path) -> None:
+def test_several_runs_share_the_size_limit(tmp_path: Path) -> None:
     _, data = report([write_run(tmp_path / name, steps=5, rollouts=16) for name in ("a", "b")], most_bytes=30_000)
     assert [run["id"] for run in data["runs"]] == ["a", "b"]
     assert any(text.startswith("b: ") for text in data["left_out"])
 
 
-def test_the_same_prompts_over_time_are_there_however_little_room_there_is(tmp_path: Path) -> None:
+def test_prompts_over_time_are_kept_under_the_size_limit(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=400, rollouts=800)
     with (folder / "rollouts.jsonl").open("ab") as file:
         for step in range(0, 400, 20):

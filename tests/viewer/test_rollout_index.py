@@ -97,9 +97,7 @@ def in_order(records: list[tuple[int, Record]], query: RolloutQuery) -> list[int
 
 
 @given(st.lists(RECORDS, max_size=12), st.lists(QUERIES, min_size=1, max_size=4), st.integers(0, 12))
-def test_a_query_finds_what_reading_every_line_does(
-    records: list[Record], queries: list[dict[str, Any]], split: int
-) -> None:
+def test_query_equals_a_full_scan(records: list[Record], queries: list[dict[str, Any]], split: int) -> None:
     index = RolloutIndex()
     lines = lines_of(records)
     known: list[tuple[int, Record]] = []
@@ -119,7 +117,7 @@ def test_a_query_finds_what_reading_every_line_does(
     index.close()
 
 
-def test_a_place_is_where_the_line_is() -> None:
+def test_byte_range_locates_the_line() -> None:
     records = [{"rollout_id": f"g/{place}", "turns": []} for place in range(3)]
     lines = lines_of(records)
     whole = b"".join(line + b"\n" for _, line in lines)
@@ -136,7 +134,7 @@ def test_a_place_is_where_the_line_is() -> None:
 @pytest.mark.parametrize(
     "broken", [b"", b"{", b"[]", b'"x"', b"\xff", b'{"step": "x"}', b'{"messages": 3}', b"[" * 10_000]
 )
-def test_what_is_no_transcript_is_left_out_and_counted(broken: bytes) -> None:
+def test_invalid_transcripts_are_skipped_and_counted(broken: bytes) -> None:
     index = RolloutIndex()
     index.add([(0, broken), (9, b'{"rollout_id": "g/0"}')])
     assert len(index) == 1
@@ -151,7 +149,7 @@ def test_long_texts_are_searched_at_both_ends() -> None:
     assert [index.find(RolloutQuery(text=part))["total"] for part in ("begin", "end", "middle")] == [1, 1, 0]
 
 
-def test_ranges_are_of_all_rollouts() -> None:
+def test_ranges_cover_all_rollouts() -> None:
     index = RolloutIndex()
     index.add(lines_of([{"step": step, "reward": step / 10} for step in (3, 1, 2)]))
     assert index.find(RolloutQuery(step_min=3))["ranges"] == {"step": [1, 3], "reward": [0.1, 0.3], "turns": [0, 0]}
@@ -165,11 +163,11 @@ def test_ranges_are_of_all_rollouts() -> None:
         ("unknown", "1"), ("limit", "9" * 30), ("limit", "١"),
     ],
 )  # fmt: skip
-def test_a_wrong_parameter_is_named(name: str, value: str) -> None:
+def test_invalid_parameter_error_names_the_field(name: str, value: str) -> None:
     with pytest.raises(QueryError, match=name) as caught:
         RolloutQuery.parse({name: value})
     assert caught.value.field == name
 
 
-def test_an_empty_parameter_is_none() -> None:
+def test_empty_parameter_is_ignored() -> None:
     assert RolloutQuery.parse({"status": "", "limit": "5"}) == RolloutQuery(limit=5)

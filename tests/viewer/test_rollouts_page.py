@@ -106,7 +106,7 @@ FILTERS: list[tuple[str, Callable[[Record], bool]]] = [
 ]
 
 
-async def test_a_link_lists_the_rollouts_that_fit(open_page: OpenPage, runs_folder: Path) -> None:
+async def test_link_filters_the_rollout_list(open_page: OpenPage, runs_folder: Path) -> None:
     records = records_of(runs_folder, FIRST)
     page = await open_page(f"#tab=rollouts&runs={FIRST}")
     for said, fits in FILTERS:
@@ -121,9 +121,7 @@ async def test_a_link_lists_the_rollouts_that_fit(open_page: OpenPage, runs_fold
         assert await page.evaluate("viewer.view.answer.total") == len(found) > 0
 
 
-async def test_facets_count_what_a_click_would_list_and_the_link_keeps_it(
-    open_page: OpenPage, runs_folder: Path
-) -> None:
+async def test_facet_counts_match_the_filtered_list(open_page: OpenPage, runs_folder: Path) -> None:
     records = records_of(runs_folder, FIRST)
     page = await open_page(f"#tab=rollouts&runs={FIRST}")
     await listed(page)
@@ -139,7 +137,7 @@ async def test_facets_count_what_a_click_would_list_and_the_link_keeps_it(
     await until(page, f"viewer.view.answer.total === {len(records)}")
 
 
-async def test_orders_and_scrolls_through_all(open_page: OpenPage, runs_folder: Path) -> None:
+async def test_sorts_and_scrolls_through_all_rollouts(open_page: OpenPage, runs_folder: Path) -> None:
     records = records_of(runs_folder, FIRST)
     page = await open_page(f"#tab=rollouts&runs={FIRST}")
     await listed(page)
@@ -155,7 +153,7 @@ async def test_orders_and_scrolls_through_all(open_page: OpenPage, runs_folder: 
     assert await last.get_attribute("aria-selected") == "true"
 
 
-async def test_an_answer_that_comes_late_is_dropped(open_page: OpenPage) -> None:
+async def test_outdated_answer_is_dropped(open_page: OpenPage) -> None:
     page = await open_page(f"#tab=rollouts&runs={FIRST}")
     await listed(page)
     total = await page.evaluate("""async () => {
@@ -175,7 +173,7 @@ async def test_an_answer_that_comes_late_is_dropped(open_page: OpenPage) -> None
     assert total == 2
 
 
-async def test_the_report_filters_as_the_server_does(open_page: OpenPage, runs_folder: Path) -> None:
+async def test_report_filters_like_the_server(open_page: OpenPage, runs_folder: Path) -> None:
     page = await open_page(f"#tab=rollouts&runs={FIRST}")
     await listed(page)
     queries = [dict(part.split("=") for part in said.split("&")) for said, _ in FILTERS if "text" not in said]
@@ -199,7 +197,7 @@ async def test_the_report_filters_as_the_server_does(open_page: OpenPage, runs_f
             assert embedded == served, query
 
 
-async def test_a_token_says_what_is_known_of_it(open_page: OpenPage, odd_run: str) -> None:
+async def test_token_card_shows_token_details(open_page: OpenPage, odd_run: str) -> None:
     page = await open_page(f"#tab=rollouts&runs={odd_run}&rollouts.index=1&rollouts.view=tokens")
     tokens = page.locator(".segment.completion").first.locator(".t")
     assert await tokens.count() == len(TOKENS)
@@ -226,7 +224,7 @@ async def test_a_token_says_what_is_known_of_it(open_page: OpenPage, odd_run: st
     assert "goes on from 4 of the 8 tokens" in await page.locator(".segment.prompt").nth(1).inner_text()
 
 
-async def test_colours_say_advantage_version_and_loss_mask(open_page: OpenPage, odd_run: str) -> None:
+async def test_token_colours_show_advantage_version_and_loss_mask(open_page: OpenPage, odd_run: str) -> None:
     page = await open_page(f"#tab=rollouts&runs={odd_run}&rollouts.index=1&rollouts.view=tokens")
     classes = "[...document.querySelectorAll('.segment.completion')][0].querySelectorAll('.t')"
     await page.locator(".tokens[data-colour=logprob]").wait_for()
@@ -266,7 +264,7 @@ CONTRASTS = """names => {
 }"""
 
 
-async def test_coloured_text_can_be_read_and_colours_grow_by_lightness(open_page: OpenPage, odd_run: str) -> None:
+async def test_token_colours_keep_contrast_and_grow_by_lightness(open_page: OpenPage, odd_run: str) -> None:
     page = await open_page(f"#tab=rollouts&runs={odd_run}&rollouts.index=1&rollouts.view=tokens")
     await page.locator(".segment.completion").first.wait_for()
     for theme in ("light", "dark"):
@@ -278,7 +276,7 @@ async def test_coloured_text_can_be_read_and_colours_grow_by_lightness(open_page
             assert lightness == sorted(lightness, reverse=theme == "light")
 
 
-async def test_hostile_text_stays_text_and_what_hides_is_shown(open_page: OpenPage, odd_run: str) -> None:
+async def test_hostile_text_is_escaped_and_hidden_characters_are_shown(open_page: OpenPage, odd_run: str) -> None:
     page = await open_page(f"#tab=rollouts&runs={odd_run}&rollouts.index=0", width=500)
     message = page.locator(".message.assistant pre")
     text = await message.text_content()
@@ -298,7 +296,7 @@ async def test_hostile_text_stays_text_and_what_hides_is_shown(open_page: OpenPa
     assert "No turn was played" in await page.locator(".token-view").inner_text()
 
 
-async def test_calls_of_tools_and_their_results_are_shown(open_page: OpenPage, odd_run: str) -> None:
+async def test_tool_calls_and_results_are_shown(open_page: OpenPage, odd_run: str) -> None:
     page = await open_page(f"#tab=rollouts&runs={odd_run}&rollouts.index=1")
     call = page.locator(".tool-call")
     assert (await call.locator("header").inner_text()).split() == ["calls", "look", "call_1"]
@@ -310,7 +308,7 @@ async def test_calls_of_tools_and_their_results_are_shown(open_page: OpenPage, o
     ]  # fmt: skip
 
 
-async def test_siblings_stand_side_by_side_best_first(open_page: OpenPage, odd_run: str) -> None:
+async def test_siblings_are_shown_side_by_side_best_first(open_page: OpenPage, odd_run: str) -> None:
     page = await open_page(f"#tab=rollouts&runs={odd_run}&rollouts.index=2&rollouts.view=siblings")
     await page.locator(".siblings").wait_for()
     assert await page.locator(".sibling-head .reward").all_inner_texts() == ["0.75", "0.5", "0.25", "–"]
@@ -323,7 +321,7 @@ async def test_siblings_stand_side_by_side_best_first(open_page: OpenPage, odd_r
     await until(page, "viewer.view.detail.index === 3")
 
 
-async def test_the_keyboard_goes_everywhere(open_page: OpenPage, runs_folder: Path) -> None:
+async def test_keyboard_navigation(open_page: OpenPage, runs_folder: Path) -> None:
     page = await open_page(f"#tab=rollouts&runs={FIRST}")
     await until(page, "viewer.view.detail.index === 0")
     assert "rollouts.index" not in page.url, "the first is open without being chosen"
@@ -348,7 +346,7 @@ async def test_the_keyboard_goes_everywhere(open_page: OpenPage, runs_folder: Pa
     assert await page.evaluate("document.activeElement.className") == "list"
 
 
-async def test_thirty_thousand_tokens_are_laid_out_only_where_they_are_seen(open_page: OpenPage, odd_run: str) -> None:
+async def test_thirty_thousand_tokens_are_laid_out_lazily(open_page: OpenPage, odd_run: str) -> None:
     page = await open_page(f"#tab=rollouts&runs={odd_run}&rollouts.index=3&rollouts.view=tokens")
     await page.locator(".segment.completion").wait_for()
     assert await page.locator(".segment.completion .t").count() == 30_000
@@ -367,7 +365,7 @@ async def test_thirty_thousand_tokens_are_laid_out_only_where_they_are_seen(open
     )
 
 
-async def test_a_rollout_can_be_copied(open_page: OpenPage, odd_run: str) -> None:
+async def test_completion_ids_can_be_copied(open_page: OpenPage, odd_run: str) -> None:
     page = await open_page(
         f"#tab=rollouts&runs={odd_run}&rollouts.index=1&rollouts.view=tokens",
         permissions=["clipboard-read", "clipboard-write"],

@@ -51,7 +51,7 @@ def shown(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-async def test_take_pictures(browser: Any, shown: Path) -> None:
+async def test_take_screenshots(browser: Any, shown: Path) -> None:
     names = sorted(folder.name for folder in find_runs(shown / "runs"))
     one, both = f"runs={names[-1]}", f"runs={names[-1]},{names[0]}"
     async with serving(shown / "in-progress") as url:

@@ -39,9 +39,7 @@ LOOK = st.tuples(st.just("look"), st.integers(1, 30))
 
 
 @given(st.lists(st.one_of(WRITE, CUT, TRUNCATE, LOOK, LOOK), max_size=30), st.sampled_from([5, 20, 1000]))
-def test_a_follower_knows_the_whole_lines_that_there_are(
-    tmp_path_factory, actions: list[tuple[str, object]], most: int
-) -> None:
+def test_tail_yields_every_complete_line(tmp_path_factory, actions: list[tuple[str, object]], most: int) -> None:
     path = tmp_path_factory.mktemp("tail") / "x.jsonl"
     follower = Follower(path, most)
     counter = 0
@@ -69,7 +67,7 @@ def test_a_follower_knows_the_whole_lines_that_there_are(
             assert follower.num_skipped == sum(len(line) > most for line in lines)
 
 
-def test_a_line_is_known_once_it_has_an_end(tmp_path: Path) -> None:
+def test_line_is_read_once_complete(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     tail = Tail(path)
     assert tail.read().is_last
@@ -82,7 +80,7 @@ def test_a_line_is_known_once_it_has_an_end(tmp_path: Path) -> None:
     assert not tail.has_changed()
 
 
-def test_a_line_without_an_end_is_looked_at_once(tmp_path: Path) -> None:
+def test_overlong_unfinished_line_is_read_once(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"x" * 100)
     tail = Tail(path, most=10)
@@ -94,7 +92,7 @@ def test_a_line_without_an_end_is_looked_at_once(tmp_path: Path) -> None:
     assert ([*chunk.lines], chunk.num_skipped) == ([(102, b"1")], 1)
 
 
-def test_a_file_that_is_gone_is_empty(tmp_path: Path) -> None:
+def test_removed_file_reads_as_empty(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"1\n")
     tail = Tail(path)
@@ -105,7 +103,7 @@ def test_a_file_that_is_gone_is_empty(tmp_path: Path) -> None:
     assert not tail.has_changed()
 
 
-def test_another_file_of_the_same_length_is_another_file(tmp_path: Path) -> None:
+def test_rewritten_file_of_the_same_length_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"1\n")
     tail = Tail(path)
@@ -115,14 +113,14 @@ def test_another_file_of_the_same_length_is_another_file(tmp_path: Path) -> None
 
 
 @given(st.lists(st.sampled_from([b"", b"a", b"bcd", b"\n", b"\n\n"])), st.integers(1, 9))
-def test_lines_are_read_from_the_end(tmp_path_factory, parts: list[bytes], at_once: int) -> None:
+def test_last_lines_reads_backwards(tmp_path_factory, parts: list[bytes], at_once: int) -> None:
     path = tmp_path_factory.mktemp("tail") / "x.jsonl"
     assert [*last_lines(path)] == []
     path.write_bytes(b"".join(parts))
     assert [*last_lines(path, at_once=at_once)] == b"".join(parts).split(b"\n")[-2::-1]
 
 
-def test_no_more_is_read_of_the_end_than_may_be(tmp_path: Path) -> None:
+def test_last_lines_reads_at_most_within_bytes(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"first\n" * 1000 + b"last\nunfinished")
     assert [*last_lines(path, within=21)] == [b"last"]

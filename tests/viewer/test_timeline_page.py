@@ -80,7 +80,7 @@ async def figures(page: Any, *window: float) -> dict[str, Any]:
     return await page.evaluate("window => viewer.view.figures(...window)", list(window))
 
 
-async def test_lanes_say_what_the_trace_says_and_idle_time_adds_up(open_timeline: OpenTimeline) -> None:
+async def test_lanes_match_the_trace_and_idle_time_adds_up(open_timeline: OpenTimeline) -> None:
     page = await open_timeline(TIMELINE)
     whole = await figures(page)
     assert [one["id"] for one in whole["lanes"]] == ["trainer/rank 0", "generator-1/engine", "env/rollout"]
@@ -95,7 +95,7 @@ async def test_lanes_say_what_the_trace_says_and_idle_time_adds_up(open_timeline
     assert (whole["syncs"], whole["steps"]) == (TIMELINE["syncs"], TIMELINE["steps"])
 
 
-async def test_idle_times_are_those_that_the_trace_counts_where_stages_are_narrower_than_a_pixel(
+async def test_idle_times_count_spans_narrower_than_a_pixel(
     open_timeline: OpenTimeline,
 ) -> None:
     counted = [{"lane": "trainer/rank 0", "seconds": 11.75, "share": 0.5875}, IDLE[1]]
@@ -107,7 +107,7 @@ async def test_idle_times_are_those_that_the_trace_counts_where_stages_are_narro
     assert (await figures(page, 4.0, 12.0))["lanes"][0]["idle"] == 3.0, "what is not counted is as drawn"
 
 
-async def test_keys_zoom_and_move_and_go_from_span_to_span(open_timeline: OpenTimeline) -> None:
+async def test_keys_zoom_pan_and_step_between_spans(open_timeline: OpenTimeline) -> None:
     page = await open_timeline(TIMELINE)
     await page.locator(".timeline-scroll canvas").focus()
     for key in ("+", "+", "ArrowRight"):
@@ -127,7 +127,7 @@ async def test_keys_zoom_and_move_and_go_from_span_to_span(open_timeline: OpenTi
     assert ((await figures(page))["from"], (await figures(page))["to"]) == (4, 8)
 
 
-async def test_keys_go_on_from_the_same_span_after_newer_figures_have_come(open_timeline: OpenTimeline) -> None:
+async def test_selected_span_survives_an_update(open_timeline: OpenTimeline) -> None:
     page = await open_timeline(TIMELINE)
     await page.locator(".timeline-scroll canvas").focus()
     for key in ("ArrowDown", "n"):
@@ -137,7 +137,7 @@ async def test_keys_go_on_from_the_same_span_after_newer_figures_have_come(open_
     assert (await page.locator(".span-tip").inner_text()).split("\n")[0] == "forward"
 
 
-async def test_mouse_zooms_moves_shows_and_chooses_steps(open_timeline: OpenTimeline) -> None:
+async def test_mouse_zooms_pans_and_selects_steps(open_timeline: OpenTimeline) -> None:
     page = await open_timeline(TIMELINE, width=1200)
     canvas = page.locator(".timeline-scroll canvas")
     box = await canvas.bounding_box()
@@ -167,7 +167,7 @@ async def test_mouse_zooms_moves_shows_and_chooses_steps(open_timeline: OpenTime
     assert "rollouts.step_min=2&rollouts.step_max=2" in page.url
 
 
-async def test_the_table_has_the_same_figures_and_names_stay_text(open_timeline: OpenTimeline) -> None:
+async def test_table_shows_the_same_figures_and_escapes_names(open_timeline: OpenTimeline) -> None:
     page = await open_timeline(TIMELINE, width=500)
     await page.locator(".timeline-tables summary").click()
     rows = [text.split("\t") for text in await page.locator(".figures").first.locator("tbody tr").all_inner_texts()]
@@ -179,7 +179,7 @@ async def test_the_table_has_the_same_figures_and_names_stay_text(open_timeline:
     assert await page.evaluate("document.documentElement.scrollWidth") <= 500
 
 
-async def test_staleness_and_lengths_stand_below_their_steps(open_timeline: OpenTimeline) -> None:
+async def test_staleness_and_lengths_are_drawn_below_their_steps(open_timeline: OpenTimeline) -> None:
     page = await open_timeline(TIMELINE)
     assert await page.locator(".schedule-head b:first-child").all_inner_texts() == ["Staleness", "Length"]
     assert await page.evaluate("viewer.view.schedule.of(2)") == {name: one["values"][1] for name, one in CURVES.items()}
@@ -189,14 +189,14 @@ async def test_staleness_and_lengths_stand_below_their_steps(open_timeline: Open
     assert "step 2" in await page.locator(".schedule-legend").first.inner_text()
 
 
-async def test_a_run_without_a_trace_says_so_and_shows_its_schedule(open_timeline: OpenTimeline) -> None:
+async def test_run_without_a_trace_shows_a_note_and_its_schedule(open_timeline: OpenTimeline) -> None:
     page = await open_timeline(None)
     assert "no timeline" in await page.locator(".bottleneck").inner_text()
     assert not await page.locator(".timeline-chart").is_visible()
     assert await page.locator(".schedule-panel").count() == 2
 
 
-async def test_steps_and_lanes_are_drawn_while_the_trace_is_read(open_timeline: OpenTimeline) -> None:
+async def test_steps_and_lanes_are_drawn_while_the_trace_loads(open_timeline: OpenTimeline) -> None:
     page = await open_timeline(TIMELINE, width=1200)
     seen = await page.evaluate(
         """async timeline => {
@@ -241,7 +241,7 @@ async def test_steps_and_lanes_are_drawn_while_the_trace_is_read(open_timeline: 
     ]
 
 
-async def test_the_column_of_idle_times_has_nothing_but_shares(open_timeline: OpenTimeline) -> None:
+async def test_idle_column_contains_only_shares(open_timeline: OpenTimeline) -> None:
     page = await open_timeline(TIMELINE, width=1200)
     written = await page.evaluate("""async () => {
       const { chart } = viewer.view;
@@ -278,7 +278,7 @@ async def test_two_hundred_lanes_scroll_and_fold(open_timeline: OpenTimeline) ->
     assert await scroller.evaluate("one => one.scrollHeight") < 200
 
 
-async def test_a_run_that_goes_on_is_followed_to_its_end(open_timeline: OpenTimeline) -> None:
+async def test_time_window_follows_a_growing_run(open_timeline: OpenTimeline) -> None:
     page = await open_timeline(TIMELINE)
     seen = await page.evaluate("""async () => {
       const { TimeWindow } = await import("viewer/timeline/window");
@@ -294,7 +294,7 @@ async def test_a_run_that_goes_on_is_followed_to_its_end(open_timeline: OpenTime
     assert seen == [[0, 30], [20, 30], [40, 50], [30, 40]]
 
 
-async def test_as_much_detail_is_asked_for_as_there_are_pixels(open_timeline: OpenTimeline) -> None:
+async def test_requested_detail_matches_the_pixel_width(open_timeline: OpenTimeline) -> None:
     page = await open_timeline(TIMELINE, width=1200)
     asked = await page.evaluate(
         """async timeline => {

@@ -51,12 +51,12 @@ def traces(tmp_path: Path) -> Traces:
     return Traces(tmp_path)
 
 
-def test_versions_are_marked_where_the_last_engine_had_them_also_if_narrower_than_a_pixel(traces: Traces) -> None:
+def test_versions_are_marked_at_the_last_engines_sync(traces: Traces) -> None:
     assert timeline(traces, width=100)["syncs"] == [[53.0, 1], [51.015625, 2]]
     assert timeline(traces, 52.0, 60.0)["syncs"] == [[53.0, 1]]
 
 
-def test_a_lane_has_the_kind_of_most_of_its_time_in_the_whole_run_and_other_spans_say_theirs(traces: Traces) -> None:
+def test_lane_kind_is_its_most_common_and_other_spans_name_theirs(traces: Traces) -> None:
     answer = timeline(traces, 50.0, 58.0)
     steps, first, _ = answer["lanes"]
     assert (steps["kind"], first["kind"]) == ("controller", "generator")
@@ -65,7 +65,7 @@ def test_a_lane_has_the_kind_of_most_of_its_time_in_the_whole_run_and_other_span
     assert pull == [50.0, 51.0, "pull", {"version": 1, "depth": 0, "kind": "sync"}]
 
 
-def test_waiting_is_idle_and_of_its_lane(traces: Traces) -> None:
+def test_waiting_counts_as_idle_time_of_its_lane(traces: Traces) -> None:
     answer = timeline(traces)
     assert next(one for one in answer["lanes"][1]["spans"] if one[2] == "idle") == [
         60.0,
@@ -77,13 +77,13 @@ def test_waiting_is_idle_and_of_its_lane(traces: Traces) -> None:
     assert answer["steps"] == [[1, 90.0, 100.0]]
 
 
-def test_idle_times_are_of_what_is_seen(traces: Traces) -> None:
+def test_idle_times_cover_the_visible_window(traces: Traces) -> None:
     answer = timeline(traces, 0.0, 100.0, seen=(70.0, 80.0))
     assert answer["idle"][1] == {"lane": "generator-0/engine", "seconds": 10.0, "share": 1.0}
     assert (answer["from"], answer["to"], answer["seen"]) == (0.0, 100.0, [70.0, 80.0])
 
 
-def test_a_step_ends_before_what_the_loop_does_beside_it(traces: Traces, tmp_path: Path) -> None:
+def test_step_excludes_validation_and_checkpoint_after_it(traces: Traces, tmp_path: Path) -> None:
     with (tmp_path / "controller.jsonl").open("a") as file:
         file.write(line("steps", span(100, 108, "validation", "validation", step=1)))
         file.write(line("steps", span(108, 109, "checkpoint", "checkpoint", step=1)))
@@ -91,20 +91,20 @@ def test_a_step_ends_before_what_the_loop_does_beside_it(traces: Traces, tmp_pat
 
 
 @pytest.mark.parametrize("wrong", [1e300, float("nan")])
-def test_a_time_that_is_none_costs_no_more_than_its_line(traces: Traces, tmp_path: Path, wrong: float) -> None:
+def test_invalid_timestamp_skips_only_its_line(traces: Traces, tmp_path: Path, wrong: float) -> None:
     known = timeline(traces)
     with (tmp_path / "controller.jsonl").open("a") as file:
         file.write(f'{{"ph": "X", "name": "a", "tid": 1, "ts": {wrong}, "dur": 5}}\n'.replace("nan", "NaN"))
     assert timeline(traces) == known
 
 
-def test_narrow_spans_are_joined_and_none_is_longer_than_it_is(traces: Traces) -> None:
+def test_narrow_spans_are_merged_without_extending_them(traces: Traces) -> None:
     answer = timeline(traces, 0.0, 100.0, width=10)
     (steps, _, _) = answer["lanes"]
     assert [one[:3] for one in steps["spans"]] == [[0.0, 90.0, "validation"], [90.0, 99.0, "busy"]]
 
 
-def test_lines_that_are_none_are_left_out_and_others_keep_their_args(traces: Traces, tmp_path: Path) -> None:
+def test_invalid_lines_are_skipped_and_others_keep_their_args(traces: Traces, tmp_path: Path) -> None:
     path = tmp_path / "generator-1.jsonl"
     with path.open("a") as file:
         file.write('{"cat":"sync","ph":"X","na\n\n' + line("engine", span(100, 110, "pull", "sync", version=9, é="ü")))
@@ -113,7 +113,7 @@ def test_lines_that_are_none_are_left_out_and_others_keep_their_args(traces: Tra
     assert shown == [100.0, 110.0, "pull", {"version": 9, "é": "ü", "depth": 0, "kind": "sync"}]
 
 
-def test_a_span_lies_in_those_around_it_in_whichever_order_they_were_written(traces: Traces, tmp_path: Path) -> None:
+def test_span_depth_does_not_depend_on_write_order(traces: Traces, tmp_path: Path) -> None:
     inner, outer, next_one = span(101, 102, "load", "sync"), span(100, 103, "pull", "sync"), span(103, 104, "x", "sync")
     with (tmp_path / "controller.jsonl").open("a") as file:
         file.writelines(line("steps", one) for one in (inner, next_one))
@@ -124,7 +124,7 @@ def test_a_span_lies_in_those_around_it_in_whichever_order_they_were_written(tra
     assert [(one[2], one[3]["depth"]) for one in drawn[1:]] == [("pull", 0), ("load", 1), ("x", 0)]
 
 
-def test_a_long_trace_is_read_in_parts_of_which_each_is_shown(tmp_path: Path) -> None:
+def test_long_trace_is_shown_incrementally(tmp_path: Path) -> None:
     spans = [span(at, at + 0.5, "train step", "trainer", step=1) for at in range(60_000)]
     (tmp_path / "controller.jsonl").write_text(named("steps") + "".join(line("steps", one) for one in spans))
     (tmp_path / "trainer.jsonl").write_text(named("train") + line("train", spans[0]) + '{"cut')

@@ -36,17 +36,17 @@ def told(found: MetricColumns, *tasks: str) -> list[tuple[str, str]]:
         (0.8, 0.3, "bad", "It gets worse"),
     ],
 )
-def test_a_change_counts_beyond_the_noise_of_its_steps(first: float, last: float, tone: str, title: str) -> None:
+def test_verdict_requires_a_change_beyond_step_noise(first: float, last: float, tone: str, title: str) -> None:
     found = columns(40, rollout__finished_reward_mean=noisy(first, last, 40))
     assert told(found) == [(tone, title)]
 
 
-def test_few_steps_are_too_early_to_tell_and_none_say_nothing() -> None:
+def test_verdict_with_few_or_no_steps() -> None:
     assert told(columns(5, rollout__reward_mean=0.5)) == [("", "Too early to tell whether it learns")]
     assert told(MetricColumns()) == []
 
 
-def test_noise_of_few_steps_and_of_few_held_out_prompts_is_no_verdict() -> None:
+def test_noise_of_few_steps_or_prompts_gives_no_verdict() -> None:
     found = columns(12, rollout__finished_reward_mean=noisy(0.3, 0.3, 12))
     for step, reward in ((0, 0.30), (12, 0.45)):
         suites = {f"validation/{suite}/reward_mean": reward for suite in ("long", "short")}
@@ -58,7 +58,7 @@ def test_noise_of_few_steps_and_of_few_held_out_prompts_is_no_verdict() -> None:
     assert [line["title"] for line in lines] == ["too early to tell", "too early to tell"]
 
 
-def test_held_out_prompts_that_fall_while_training_rises_are_learned_by_heart() -> None:
+def test_falling_held_out_reward_is_reported_as_overfitting() -> None:
     found = columns(40, rollout__finished_reward_mean=noisy(0.3, 0.8, 40))
     for step, reward in ((0, 0.5), (40, 0.3)):
         held_out = {"validation/reward_mean": reward, "validation/reward_std": 0.2, "validation/num_groups": 64.0}
@@ -75,7 +75,7 @@ def test_supervised_training_is_judged_by_its_loss() -> None:
     assert "Held-out loss 5.800 → 0.900" in verdict["text"]
 
 
-def test_a_task_that_earns_nothing_is_not_hidden_by_the_mean() -> None:
+def test_task_with_zero_reward_is_not_hidden_by_the_mean() -> None:
     figures = {
         "rollout__finished_reward_mean": noisy(0.2, 0.5, 40),
         "task/sort__finished_reward_mean": noisy(0.4, 0.99, 40),
@@ -109,7 +109,7 @@ def test_a_task_that_earns_nothing_is_not_hidden_by_the_mean() -> None:
         ("train/grad_norm", 0.0, "bad", "The gradient is zero", {"metrics": "train/grad_norm"}),
     ],
 )
-def test_reasons_link_to_what_shows_them(metric: str, value: float, tone: str, says: str, link: dict[str, Any]) -> None:
+def test_reasons_link_to_their_evidence(metric: str, value: float, tone: str, says: str, link: dict[str, Any]) -> None:
     found = columns(40, **{"rollout__finished_reward_mean": 0.3, metric: value})
     reason = next(one for one in verdicts(found, []) if says in one["title"])
     assert reason["tone"] == tone
