@@ -63,7 +63,7 @@ async def test_functions_map_actions_and_observations() -> None:
         task.check_settings()
         rollout = await one(task, "no number", "7")
     assert rollout.messages[0]["content"] == "It is None."
-    assert "That is no action: invalid literal" in rollout.messages[2]["content"]
+    assert "That is not an action: invalid literal" in rollout.messages[2]["content"]
     assert rollout.messages[-1]["content"] == "It is 7."
     assert rollout.reward_breakdown == {"reward": 0.0, "invalid_actions": 1.0}
 

@@ -184,7 +184,7 @@ async def test_where_transcripts_are_judged_an_agent_need_not_report(tmp_path: P
 @pytest.mark.parametrize(
     ("command", "limits", "status", "error"),
     [
-        (("true",), {}, RolloutStatus.ERROR_ENV, "the agent ended and had never asked the policy"),
+        (("true",), {}, RolloutStatus.ERROR_ENV, "the agent ended without sending a request to the policy"),
         (
             ("sleep", "60"),
             {"rollout_timeout_s": 0.2},

@@ -210,8 +210,8 @@ def test_ctrl_c_shows_what_is_done_and_the_rest_is_played_later(
     adder.released.set()
     out, err = capfd.readouterr()
     assert re.search(r"reward +1\.000 ± 0\.000\n", out)
-    assert "stopped before its end; these are the prompts that were done" in out
-    assert "SIGINT: stopping: what is done so far is shown" in err
+    assert "stopped early; only the finished prompts are shown" in out
+    assert "SIGINT: stopping: the results so far are shown" in err
     assert "stopped; the same command continues with --out out" in err
     adder.asked.clear()
     assert evaluate(config, *options) == 0

@@ -73,10 +73,10 @@ def test_what_cannot_be_exported_is_refused(
     assert main(["export", str(run), str(tmp_path / "out")]) == 2
     assert "has no checkpoint yet" in capfd.readouterr().err
     assert main(["export", str(EXAMPLE / "base"), str(tmp_path / "out")]) == 2
-    assert "is no run and no checkpoint" in capfd.readouterr().err
+    assert "is neither a run nor a checkpoint" in capfd.readouterr().err
     adapter = write_adapter(tmp_path / "adapter")
     assert main(["export", str(adapter), str(tmp_path / "out")]) == 2
-    assert "is no run and no checkpoint" in capfd.readouterr().err
+    assert "is neither a run nor a checkpoint" in capfd.readouterr().err
     assert not written
 
 
@@ -85,5 +85,5 @@ def test_an_output_that_cannot_be_made_is_a_wrong_argument(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert main(["export", str(run), str(tmp_path / "file" / "out")]) == 2
-    assert f"nothing can be written in {tmp_path / 'file'}" in capfd.readouterr().err
+    assert f"{tmp_path / 'file'} is not writable" in capfd.readouterr().err
     assert written == []

@@ -65,7 +65,7 @@ def test_a_run_is_served_with_its_settings_also_where_its_task_is_not(run_folder
     sys.modules.pop("echo_task", None)
     config, source = served(str(run_folder))
     assert (config.generation.num_generators, config.model.max_context) == (3, 128)
-    assert source.name == f"the model that {run_folder} starts from, of which no step is saved yet"
+    assert source.name == f"the initial model of {run_folder}, which has no saved step yet"
 
 
 def saved(run: Path, step: int, time: int) -> Path:
@@ -161,7 +161,7 @@ def test_a_folder_of_runs_names_the_newest(run_folder: Path, capsys):
         ("nowhere.invalid", {"API": "a"}, "host 'nowhere.invalid'"),
         ("127.0.0.1", {"API": "a", "ADMIN": "a"}, "the admin key is also a client's"),
         ("127.0.0.1", {"API": "é"}, "other than printable ASCII"),
-        ("127.0.0.1", {"API": ""}, "a key of the server is empty"),
+        ("127.0.0.1", {"API": ""}, "a server key is empty"),
     ],
 )
 def test_where_and_with_which_keys_nothing_is_served_is_refused_before_anything_starts(

@@ -135,4 +135,4 @@ async def test_generators_restart_when_loading_weights_fails(
         assert started.num_running == 1
     assert started.names == ["first", "second"]
     told = cast("ConsoleLines", policies.console)
-    assert "the generators are started again: no replica could load them" in told
+    assert "restarting the generators: no replica could load them" in told

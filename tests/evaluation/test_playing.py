@@ -197,13 +197,13 @@ async def test_table_compares_evaluations() -> None:
     title, *legend, _, header, reward = shown.splitlines()[:6]
     rest = shown.splitlines()[6:]
     assert legend == ["A: base", "B: step 8"]
-    assert title == "task counting: 2 prompts, 2 of each, right from reward 2 on"
+    assert title == "task counting: 2 prompts, 2 samples each, right from a reward of 2"
     assert header.split() == ["A", "B", "B", "-", "A"]
     assert reward.split() == [
         *("reward", "1.000", "±", "0.500", "4.000", "±", "0.000", "+3.000", "±", "0.500", "(2", "same", "prompts)")
     ]
     assert "pass@2        0.500 ± 0.500  1.000 ± 0.000" in [line.rstrip() for line in rest]
-    assert rest[-1] == "step 8: stopped before its end; these are the prompts that were done"
+    assert rest[-1] == "step 8: stopped early; only the finished prompts are shown"
     alone = table([worse])
     assert "B - A" not in alone
     other = Evaluation("c", 0, {"sorting": result(lines)}, 1.0)

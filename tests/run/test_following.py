@@ -97,7 +97,7 @@ async def test_a_checkpoint_that_cannot_be_read_is_reported_and_the_older_versio
     assert (publisher.tried, replica.calls, follower.version) == ([40], [], 3)
     (line,) = told
     assert line.startswith("step 40 of runs/latest cannot be served: ")
-    assert line.endswith("a byte of it is another; version 3 is served on; it is tried again in 3600 s")
+    assert line.endswith("a byte of it is another; version 3 is still served; retrying in 3600 s")
     completion = await router.generate([1], request_id="a", sampling=SamplingParams(max_tokens=2))
     assert completion.version_spans == (VersionSpan(3, 2),)
     save(tmp_path, 80)

@@ -125,7 +125,7 @@ async def test_switches_to_max_completion_tokens_when_the_server_requires_it() -
 async def test_malformed_reply_is_a_generation_error(answer: Any) -> None:
     server = Server(lambda: httpx.Response(200, json=answer))
     async with server.client() as chat:
-        with pytest.raises(GenerationError, match="what is no reply"):
+        with pytest.raises(GenerationError, match="an invalid reply"):
             await chat([user("Hi")], request_id="a", sampling=SAMPLING)
 
 

@@ -19,7 +19,7 @@ from titan_rl.types import Completion, SamplingParams
 async def test_malformed_completion_is_a_generation_error(said: Any) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=said))
     async with HttpGenerateFn("http://policy", transport=transport) as ask:
-        with pytest.raises(GenerationError, match="no completion"):
+        with pytest.raises(GenerationError, match="invalid completion"):
             await ask([1], request_id="r", sampling=SamplingParams(2))
 
 
@@ -61,7 +61,7 @@ async def test_rejects_invalid_token_ids(token_id: str) -> None:
     ],
 )
 async def test_unparsable_answer_error_gives_the_reason(said: str, why: str) -> None:
-    with pytest.raises(GenerationError, match=f"no completion: .*{why}"):
+    with pytest.raises(GenerationError, match=f"invalid completion: .*{why}"):
         await ask_one_that_says(said)
 
 
@@ -75,7 +75,7 @@ async def test_rejects_partial_prompt_logprobs(entry: Any) -> None:
     said = json.loads(completion()) | {"prompt_logprobs": [None, entry]}
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=said))
     async with HttpGenerateFn("http://policy", transport=transport) as ask:
-        with pytest.raises(GenerationError, match="at one place; it must be logprobs by token id"):
+        with pytest.raises(GenerationError, match="at one position; it must be logprobs by token id"):
             await ask([1, 2], request_id="r", sampling=SamplingParams(2, prompt_logprobs=0))
 
 

@@ -212,7 +212,7 @@ async def test_rejects_constraints_for_a_plain_generate_function() -> None:
         path, body = TYPED[0]
         answer = await client.post(path, json=body)
     assert answer.status_code == 400
-    assert "cannot hold an answer to a JSON schema" in answer.json()["error"]["message"]
+    assert "cannot enforce a JSON schema" in answer.json()["error"]["message"]
 
 
 async def test_rejects_forced_calls_when_the_renderer_cannot_parse_calls() -> None:

@@ -105,7 +105,7 @@ async def test_episode_without_a_turn_is_an_error() -> None:
     idle.end()
     rollout = rollout_of(idle)
     assert (rollout.status, rollout.error) == (
-        RolloutStatus.ERROR_ENV, "the agent ended and had never asked the policy",
+        RolloutStatus.ERROR_ENV, "the agent ended without sending a request to the policy",
     )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ async def test_failed_and_cancelled_requests_are_no_longer_in_flight() -> None:
 async def test_rejects_duplicate_choices_and_invalid_rewards() -> None:
     episode = store().open("e")
     say(episode, [user("a")], "b", "r0")
-    with pytest.raises(ValueError, match="'r0' has a choice 0"):
+    with pytest.raises(ValueError, match="'r0' already has a choice 0"):
         say(episode, [user("a")], "b", "r0")
     with pytest.raises(LookupError, match="'r9'"):
         episode.reward({"solved": 1.0}, "r9")

@@ -260,7 +260,7 @@ async def test_chat_without_a_renderer_error_gives_the_fix() -> None:
     async with served() as stage, client_of(stage.app) as client:
         refused = await chat(client, "hi")
         assert refused.status_code == 400
-        assert "a chat_template.jinja in its folder, or the server the setting model.renderer" in refused.text
+        assert "add a chat_template.jinja to the model's folder, or set model.renderer" in refused.text
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 400
 
 

@@ -191,7 +191,7 @@ async def test_stored_response_can_be_retrieved_and_deleted() -> None:
             await client.responses.delete(given.id)
             with pytest.raises(openai.NotFoundError):
                 await client.responses.retrieve(given.id)
-            with pytest.raises(openai.BadRequestError, match="no response that is stored"):
+            with pytest.raises(openai.BadRequestError, match="names no stored response"):
                 await client.responses.create(model="policy", input="sky", previous_response_id=given.id)
         unstored = await client.responses.create(model="policy", input="sky", store=False)
         with pytest.raises(openai.NotFoundError):

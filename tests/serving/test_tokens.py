@@ -68,7 +68,7 @@ async def test_prompt_logprobs_reject_streams_and_several_choices(more: dict[str
             PATH, json={"token_ids": [1, 2], "sampling_params": sampling, "stream": "stream" in more}
         )
         assert answer.status_code == 400
-        assert "prompt_logprobs come with one whole answer" in answer.text
+        assert "prompt_logprobs require a single answer without streaming" in answer.text
 
 
 async def test_renderers_package_client() -> None:

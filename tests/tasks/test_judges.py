@@ -399,7 +399,7 @@ async def test_multi_class_classifier_requires_a_label():
 
 
 async def test_non_finite_score_is_not_cached(tmp_path: Path):
-    with pytest.raises(RewardError, match="nan is no finite number"):
+    with pytest.raises(RewardError, match="nan is not a finite number"):
         await rewards(group_of("a"), RewardModel(classifier_of([float("nan")]), said, cache=tmp_path))
     assert list_files(tmp_path) == []
     assert await rewards(group_of("a"), RewardModel(classifier_of([3.5]), said, cache=tmp_path)) == [3.5]

@@ -132,5 +132,5 @@ async def test_settings_tab_shows_differences(open_page: OpenPage) -> None:
     assert [await row.locator("th, td").all_inner_texts() for row in await rows.all()] == [
         ["training.lr", "0.001", "0.0003"]
     ]
-    await page.get_by_label("also what is the same").check()
+    await page.get_by_label("show equal settings too").check()
     await page.get_by_role("row", name="tasks.1.name countdown countdown").wait_for()

@@ -221,7 +221,7 @@ async def test_token_card_shows_token_details(open_page: OpenPage, odd_run: str)
     }  # fmt: skip
     said = await page.locator(".token-view [role=status]").inner_text()
     assert "logprob −2" in said
-    assert "goes on from 4 of the 8 tokens" in await page.locator(".segment.prompt").nth(1).inner_text()
+    assert "continues from 4 of the 8 tokens" in await page.locator(".segment.prompt").nth(1).inner_text()
 
 
 async def test_token_colours_show_advantage_version_and_loss_mask(open_page: OpenPage, odd_run: str) -> None:

@@ -239,7 +239,7 @@ class EvaluationRun:
         return {"policy": self._policy.name, "played": played, "settings": settings}
 
 
-STOPPING = "stopping: what is done so far is shown; once more ends it at once"
+STOPPING = "stopping: the results so far are shown; repeat the signal to end at once"
 
 
 def run_evaluations(

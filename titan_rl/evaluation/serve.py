@@ -69,7 +69,7 @@ def take_keys(server: ServerConfig) -> Keys:
     return keys
 
 
-STOPPING = "stopping: requests under way end with a 503; once more ends it at once"
+STOPPING = "stopping: requests in flight end with a 503; repeat the signal to end at once"
 ENDED = "ended at once"
 
 
@@ -83,7 +83,7 @@ def run_server(
 
     Args:
         verbosity: Verbosity of the messages until the server is ready.
-        adapters: Adapters to serve beside the policy, by the names of their models in requests.
+        adapters: Adapters to serve in addition to the policy, by the names of their models in requests.
 
     Returns:
         The exit code: 128 + the number of the signal that ended the server in order.

@@ -24,7 +24,7 @@ def table(evaluations: Sequence[Evaluation]) -> str:
 
     Example:
 
-        task sums: 64 prompts, 4 of each, right from reward 1 on
+        task sums: 64 prompts, 4 samples each, right from a reward of 1
         A: the model base
         B: step 80 of runs/latest
 
@@ -73,8 +73,8 @@ def _legend(evaluations: Sequence[Evaluation]) -> list[str]:
 
 def _title(name: str, results: Sequence[TaskResult | None]) -> str:
     sizes = {
-        f"{result.num_prompts} prompt{'' if result.num_prompts == 1 else 's'}, {result.samples_per_prompt} of each, "
-        f"right from reward {result.success:g} on"
+        f"{result.num_prompts} prompt{'' if result.num_prompts == 1 else 's'}, {result.samples_per_prompt} samples each"
+        f", right from a reward of {result.success:g}"
         for result in results
         if result is not None
     }
@@ -109,11 +109,11 @@ def _notes(evaluations: Sequence[Evaluation], results: Sequence[TaskResult | Non
         if result is None:
             continue
         if not evaluation.is_complete:
-            yield f"{evaluation.policy}: stopped before its end; these are the prompts that were done"
+            yield f"{evaluation.policy}: stopped early; only the finished prompts are shown"
         if result.num_unparsed:
             yield (
                 f"{evaluation.policy}: {result.num_unparsed} of {result.num_samples} answers could not be parsed, "
-                "which is the policy's doing; in no mean and no pass@k without an error_reward of the rubric"
+                "which is the policy's fault; they count in means and pass@k only if the rubric has an error_reward"
             )
         if result.unreached_success:
             yield f"{evaluation.policy}: {result.unreached_success}"

@@ -29,15 +29,15 @@ class Keys:
 
     def __init__(self, api: Iterable[str] = (), admin: str | None = None) -> None:
         if isinstance(api, str):
-            raise ConfigError("the keys of clients are one string; give a list of keys")
+            raise ConfigError("the client keys are a single string; give a list of keys")
         api = tuple(api)
         for key in api if admin is None else (*api, admin):
             if not key or not all("!" <= character <= "~" for character in key):
-                raise ConfigError("a key of the server is empty or has other than printable ASCII characters")
+                raise ConfigError("a server key is empty or has characters other than printable ASCII")
         self._api = tuple(key.encode() for key in api)
         self._admin = None if admin is None else admin.encode()
         if self._admin in self._api:
-            raise ConfigError("the admin key is also a client's; it must be one of its own")
+            raise ConfigError("the admin key is also a client key; use a different one")
 
     @property
     def required(self) -> bool:
@@ -119,7 +119,7 @@ class Admission:
             return None
         found = None if self._episodes is None else self._episodes.find(key.decode("latin-1"))
         if found is None:
-            raise ApiError(401, "there is no episode of this key, or it is long over", code="invalid_api_key")
+            raise ApiError(401, "no episode has this key, or it ended long ago", code="invalid_api_key")
         return found
 
     def _client(self, key: bytes | None) -> Client:

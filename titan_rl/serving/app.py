@@ -168,11 +168,11 @@ class _Endpoints:
         return JSONResponse(openapi(tuple(self._names), with_keys=self._with_keys))
 
     async def _no_such_path(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise ApiError(404, f"there is no such path here; there are {', '.join(self._names)}", code="unknown_path")
+        raise ApiError(404, f"unknown path; the paths are {', '.join(self._names)}", code="unknown_path")
 
 
 async def _none_to_open(wait_s: float) -> Opened:
-    raise ApiError(404, "this server's episodes are not opened by harnesses")
+    raise ApiError(404, "this server does not open episodes for harnesses")
 
 
 def _post(path: str, endpoint: Endpoint) -> Route:

@@ -221,11 +221,11 @@ class HttpGenerateFn(HttpEndpoint):
         """
         if sampling.constraint is not None:
             raise RequestError(
-                f"request {request_id!r} has a constraint, and what it leaves out does not come over HTTP"
+                f"request {request_id!r} has a constraint, whose allowed logprobs are not transferred over HTTP"
             )
         if sampling.return_routed_experts or sampling.top_logprobs:
             output = "routed experts" if sampling.return_routed_experts else "top logprobs"
-            raise RequestError(f"request {request_id!r} asks for {output}, which do not come over HTTP")
+            raise RequestError(f"request {request_id!r} asks for {output}, which are not transferred over HTTP")
         body = {
             "request_id": request_id,
             "model": self._model,
@@ -242,7 +242,7 @@ class HttpGenerateFn(HttpEndpoint):
             scores = prompt_scores_of(answer.get("prompt_logprobs"), prompt_token_ids, sampling.prompt_logprobs)
             return replace(completion, prompt_scores=scores)
         except NOT_UNDERSTOOD as error:
-            raise GenerationError(f"{self.endpoint} answered with what is no completion: {error!r}") from error
+            raise GenerationError(f"{self.endpoint} sent an invalid completion: {error!r}") from error
 
     def _completion(self, request_id: str, answer: Any, max_tokens: int) -> Completion:
         (choice,) = answer["choices"]
@@ -328,12 +328,12 @@ def prompt_scores_of(prompt_logprobs: Any, prompt: Sequence[int], top_k: int) ->
     top: list[tuple[int, float]] = []
     for token, entry in zip(prompt[1:], cast("list[Any]", prompt_logprobs)[1:], strict=True):
         if not isinstance(entry, dict):
-            raise ValueError(f"prompt_logprobs have {entry!r} at one place; it must be logprobs by token id")
+            raise ValueError(f"prompt_logprobs have {entry!r} at one position; it must be logprobs by token id")
         by_token = {int(each): _prompt_logprob(shown["logprob"]) for each, shown in entry.items()}
         if token not in by_token:
-            raise ValueError(f"prompt_logprobs have no token {token} at its place")
+            raise ValueError(f"prompt_logprobs have no token {token} at its position")
         if len(by_token) < top_k:
-            raise ValueError(f"prompt_logprobs have {len(by_token)} tokens at one place; {top_k} were requested")
+            raise ValueError(f"prompt_logprobs have {len(by_token)} tokens at one position; {top_k} were requested")
         logprobs.append(by_token[token])
         top += sorted(by_token.items(), key=lambda pair: pair[1], reverse=True)[:top_k]
     return PromptScores(
@@ -420,7 +420,7 @@ class HttpChatFn(HttpEndpoint):
         except NOT_UNDERSTOOD as error:
             if isinstance(error, RequestError):
                 raise
-            raise GenerationError(f"{self.endpoint} answered with what is no reply: {error!r}") from error
+            raise GenerationError(f"{self.endpoint} sent an invalid reply: {error!r}") from error
 
     async def _post(
         self,

@@ -68,7 +68,7 @@ class EpisodeRewards:
             RequestError: There already is a turn of this answer.
         """
         if answer in self._by_answer:
-            raise RequestError(f"answer {answer[0]!r} has a choice {answer[1]}; each has an id of its own")
+            raise RequestError(f"answer {answer[0]!r} already has a choice {answer[1]}; ids of answers must be unique")
         self._by_answer[answer] = {}
 
     def report(self, rewards: Mapping[str, float], answer_id: str | None, index: int) -> None:
@@ -236,7 +236,7 @@ class Episode:
         self._sampled: list[SamplingParams] = []  # by index of the turn
         self._rewards = EpisodeRewards()
         self._in_flight: dict[asyncio.Timeout, int] = {}  # number of completions that each request asks for
-        late = f"its own time is up: it has {self._limits.time_s:g} s"
+        late = f"its time limit of {self._limits.time_s:g} s is over"
         self._timer = self._loop.call_later(self._limits.time_s, self.time_is_up, late)
 
     def __repr__(self) -> str:
@@ -299,14 +299,14 @@ class Episode:
         self._require_open()
         left = self._limits.turns - len(self._sampled)
         if left <= 0:
-            self.end(RolloutStatus.TRUNCATED_TURNS, f"it has had its {self._limits.turns} turns")
+            self.end(RolloutStatus.TRUNCATED_TURNS, f"it has used all of its {self._limits.turns} turns")
         elif self.tree.num_bytes >= self._limits.memory_bytes:
-            self.end(RolloutStatus.TRUNCATED_LENGTH, "its conversations take up the memory that one episode may have")
+            self.end(RolloutStatus.TRUNCATED_LENGTH, "its conversations have reached the memory limit of an episode")
         self._require_open()
         if num_choices > left:
             raise RequestError(
-                f"{num_choices} completions are asked for, and the episode has {left} of its {self._limits.turns} turns"
-                " left; each completion is one"
+                f"{num_choices} completions were requested, but the episode has {left} of its {self._limits.turns} "
+                "turns left; each completion is a turn"
             )
         if len(self._in_flight) >= self._limits.requests:
             raise BusyError(f"the episode has {len(self._in_flight)} requests in flight, which is its limit")
@@ -398,7 +398,10 @@ class Episode:
         rollout.status, rollout.error, rollout.failure = self.status, self.error, self._failure
         rollout.metrics["branches"] = float(len(branches))
         if not rollout.turns and self.status is RolloutStatus.COMPLETED:
-            rollout.status, rollout.error = RolloutStatus.ERROR_ENV, "the agent ended and had never asked the policy"
+            rollout.status, rollout.error = (
+                RolloutStatus.ERROR_ENV,
+                "the agent ended without sending a request to the policy",
+            )
 
     def _require_open(self) -> None:
         if self.status is not None:

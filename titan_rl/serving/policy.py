@@ -223,9 +223,11 @@ def _check_requested_outputs(sampling: SamplingParams, given: Completion | Token
             constraints.
     """
     if sampling.top_logprobs and given.token_ids and given.top_logprobs is None:
-        raise ApiError(400, "what generates here gives the sampled tokens' logprobs alone", param="top_logprobs")
+        raise ApiError(
+            400, "the generator behind this server returns only the logprobs of sampled tokens", param="top_logprobs"
+        )
     if sampling.prompt_logprobs is not None and isinstance(given, Completion) and given.prompt_scores is None:
-        raise ApiError(400, "what generates here gives no logprobs of prompts", param="prompt_logprobs")
+        raise ApiError(400, "the generator behind this server returns no prompt logprobs", param="prompt_logprobs")
     if sampling.constraint is not None and given.token_ids and given.allowed_logprobs is None:
-        message = "what generates here cannot hold an answer to a JSON schema or to calls of tools; leave that out"
+        message = "the generator behind this server cannot enforce a JSON schema or force tool calls; leave these out"
         raise ApiError(400, message, code=UNSUPPORTED_VALUE)

@@ -103,8 +103,8 @@ def listener_of(host: str, port: int, keys: Keys) -> socket.socket:
     """
     if not (names_this_machine(host) or keys.required):
         raise ConfigError(
-            f"host is {host!r}, which others can reach, and there is no key for clients; give it one: Keys(api=[...]), "
-            "or TITAN_RL_API_KEY in the environment of titan-rl serve"
+            f"host is {host!r}, which other machines can reach, but there is no key for clients; give it one: "
+            "Keys(api=[...]), or TITAN_RL_API_KEY in the environment of titan-rl serve"
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio disables Nagle's algorithm only for sockets with an explicit TCP protocol; otherwise every answer waits 40
@@ -116,7 +116,7 @@ def listener_of(host: str, port: int, keys: Keys) -> socket.socket:
         listener.listen(2048)
     except (OSError, OverflowError, ValueError) as error:
         listener.close()
-        raise ConfigError(f"host {host!r} and port {port} cannot be served on: {error}") from error
+        raise ConfigError(f"cannot listen on host {host!r} and port {port}: {error}") from error
     return listener
 
 

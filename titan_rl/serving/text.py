@@ -199,7 +199,9 @@ class Tokenizing:
             try:
                 self._of_thread.copies = copy.deepcopy(self._owned)  # together: a renderer may hold the tokenizer
             except Exception as error:  # a user's renderer may hold anything
-                logger.info("short texts wait for long ones to be tokenized: no copy can be made: %r", error)
+                logger.info(
+                    "short texts wait while long ones are tokenized, because the tokenizer cannot be copied: %r", error
+                )
                 self._can_copy = False
         return self._can_copy
 

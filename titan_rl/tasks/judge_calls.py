@@ -97,7 +97,7 @@ class VerdictCache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError) as error:
-            logger.warning("the verdict %s cannot be read and is asked for again: %s", self._path(key), error)
+            logger.warning("the verdict %s cannot be read and is requested again: %s", self._path(key), error)
             return None
 
     def put(self, key: str, verdict: Verdict) -> None:
@@ -113,7 +113,7 @@ class VerdictCache:
                 json.dump(asdict(verdict), file)
             os.replace(name, path)
         except (OSError, TypeError) as error:
-            logger.warning("the verdict %s cannot be kept on the disk: %s", path, error)
+            logger.warning("the verdict %s cannot be written to disk: %s", path, error)
             self._known[key] = verdict
 
     def _path(self, key: str) -> Path:
@@ -200,7 +200,7 @@ class ModelReward(FunctionReward[Any]):
         try:
             check(known.value)
         except Exception as error:
-            logger.warning("a kept answer of judge %r cannot be parsed, and is asked for again: %s", self.name, error)
+            logger.warning("a cached answer of judge %r cannot be parsed and is requested again: %s", self.name, error)
             return False
         return True
 
@@ -225,7 +225,7 @@ class ModelReward(FunctionReward[Any]):
             check(verdict.value)
         except Exception as error:
             raise RewardError(
-                f"judge {self.name!r} gave what cannot be parsed: {type(error).__name__}: {error}; it said "
+                f"the answer of judge {self.name!r} cannot be parsed: {type(error).__name__}: {error}; it said "
                 f"{str(verdict.value)[:200]!r}"
             ) from error
         verdict = replace(verdict, seconds=clock() - began)

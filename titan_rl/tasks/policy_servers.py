@@ -1,5 +1,5 @@
-"""Policies served beside a run, by processes of `titan-rl serve` that are restarted if they die: a checkpoint or model,
-and the frozen versions of a run, which share one server that holds the weights of one version at a time."""
+"""Policies served alongside a run, by processes of `titan-rl serve` that are restarted if they die: a checkpoint or
+model, and the frozen versions of a run, which share one server that holds the weights of one version at a time."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class PersistentGenerate:
                     prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
                 )
             except GenerationError as error:
-                logger.warning("%s: %s; it is asked again in %g s", self._name, error, backoff.next_s)
+                logger.warning("%s: %s; retrying in %g s", self._name, error, backoff.next_s)
             await backoff.pause()
 
 

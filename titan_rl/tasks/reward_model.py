@@ -71,7 +71,7 @@ class ServedClassifier:
         except RequestError:
             raise
         except (LookupError, TypeError, ValueError) as error:
-            raise GenerationError(f"{self._endpoint} sent what is no classification: {error!r}") from error
+            raise GenerationError(f"{self._endpoint} sent an invalid classification: {error!r}") from error
         if len(scores) != len(texts):
             raise GenerationError(f"{self._endpoint} sent {len(scores)} scores for {len(texts)} texts")
         return scores
@@ -157,7 +157,7 @@ def _finite(value: object) -> float:
     """
     number = float_or_none(value)
     if number is None or not math.isfinite(number):
-        raise ValueError(f"{value!r} is no finite number")
+        raise ValueError(f"{value!r} is not a finite number")
     return number
 
 

@@ -150,18 +150,18 @@ class ViewerApp:
         """
         host = request.headers.get("host", "")
         if not names_this_machine(host_of(host)):
-            return _error(403, f"this is served to this machine alone, as http://localhost, and not as {host[:100]!r}")
+            return _error(403, f"this server only answers as http://localhost, not as {host[:100]!r}")
         if self._key is None:
             return None
         cookie = f"titan_rl_view_{request.url.port}"
         if request.url.path == "/" and "key" in request.query_params:
             if not secrets.compare_digest(request.query_params["key"].encode(), self._key.encode()):
-                return _error(403, "this key is of another server; open the address that titan-rl view prints")
+                return _error(403, "this key belongs to another server; open the address that titan-rl view prints")
             answer = RedirectResponse("/", 303)
             answer.set_cookie(cookie, self._key, httponly=True, samesite="strict")
             return answer
         if not secrets.compare_digest(request.cookies.get(cookie, "").encode(), self._key.encode()):
-            return _error(403, "open the address that titan-rl view prints: it has the key")
+            return _error(403, "open the address that titan-rl view prints, which contains the key")
         return None
 
 
@@ -172,7 +172,7 @@ def _of_run(runs: Runs, answer: Callable[[Request, RunReader], Response]) -> Cal
         run = request.path_params["run"]
         reader = runs.reader(run)
         if reader is None:
-            raise HTTPException(404, f"there is no run {run[:200]!r}; /api/runs has those there are")
+            raise HTTPException(404, f"there is no run {run[:200]!r}; /api/runs lists the runs")
         return answer(request, reader)
 
     return endpoint
@@ -309,7 +309,7 @@ def listen(port: int | None) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         problem = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        raise ConfigError(f"--port {port}: {problem}; take another one, or 0 for any that is free") from None
+        raise ConfigError(f"--port {port}: {problem}; use another one, or 0 for any free port") from None
     return listener
 
 

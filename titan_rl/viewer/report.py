@@ -28,7 +28,7 @@ _ROW_BYTES = 400
 _TIMELINE_SHARE = 0.15
 _CURVES_SHARE = 0.3
 _PROMPTS_SHARE = 0.2
-_MORE = "titan-rl view has all of them"
+_MORE = "titan-rl view shows all of them"
 
 
 def write_report(
@@ -74,7 +74,7 @@ def _data_of(reader: RunReader, most_bytes: int, patience_s: float) -> tuple[dic
     spent = sum(_POINT_BYTES * len(curve["steps"]) for curve in curves.values())
     phases, indexed = reader.count_groups(patience_s)
     if indexed < 1:
-        left_out.append(f"of the file of rollouts only the first {indexed:.0%} was read; {_MORE}")
+        left_out.append(f"only the first {indexed:.0%} of the rollouts file was read; {_MORE}")
     shown = small_timeline(reader.traces, int(_TIMELINE_SHARE * most_bytes))
     if shown is not None:
         shown["bottleneck"] = reader.summary()["bottleneck"]
@@ -83,7 +83,7 @@ def _data_of(reader: RunReader, most_bytes: int, patience_s: float) -> tuple[dic
     kept = _rollouts(reader, phases, prompts, most_bytes - spent)
     total = reader.num_rollouts
     if len(kept) < total:
-        left_out.append(f"{len(kept):,} of {total:,} rollouts are here, of steps far apart; {_MORE}")
+        left_out.append(f"{len(kept):,} of {total:,} rollouts are included, from steps far apart; {_MORE}")
     data = {
         "summary": reader.summary(),
         "metrics": {"metrics": described(reader.columns())},

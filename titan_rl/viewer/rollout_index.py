@@ -74,7 +74,7 @@ class RolloutQuery:
         values: dict[str, Any] = {}
         for name, text in given.items():
             if name not in kinds:
-                raise QueryError(name, text, f"left out; what may be given is {', '.join(kinds)}")
+                raise QueryError(name, text, f"left out; the parameters are {', '.join(kinds)}")
             if kinds[name].startswith("float"):
                 values[name] = number(name, text)
             elif kinds[name].startswith("bool"):

@@ -93,7 +93,7 @@ class RunReader:
                     lines = "line cannot be read, and is" if count == 1 else "lines cannot be read, and are"
                     warnings.append(f"{count} {lines} left out of {name}.jsonl")
             warnings += [
-                f"{name} is a link, which is not followed; put what it leads to in its place"
+                f"{name} is a symlink, which is not followed; replace it with its target"
                 for name in _READ
                 if (self.folder / name).is_symlink()
             ]
@@ -233,7 +233,7 @@ class Runs:
         for path in given:
             if not path.is_dir():
                 raise ConfigError(
-                    f"{path} is no folder; name that of a run, as runs/latest, or one that has runs in it"
+                    f"{path} is not a folder; name the folder of a run, such as runs/latest, or a folder of runs"
                 )
         self._given = [path.resolve() for path in given]
         self._readers: dict[str, RunReader] = {}

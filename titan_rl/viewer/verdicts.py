@@ -274,7 +274,7 @@ _REASONS = (
     _Reason("rollout/status/error_generate", 0.05, 0.3, "{:.0%} of the rollouts fail while generating",
           "They take no part in training.", "error_generate"),
     _Reason("train/on_policy_logprob_diff_mean", 1e-2, 1e-1, "Trainer and generators disagree on logprobs by {:.2g}",
-          "They do not compute the same, and what follows from rewards is a consequence of that."),
+          "Their computations differ, and other signs may be a consequence of that."),
     _Reason("train/approx_kl", 0.05, 0.5, "The trained policy is far from the one that sampled: a KL of {:.2g}",
           "Try a lower training.lr, or a smaller scheduling.max_staleness."),
     _Reason("train/clip_fraction", 0.2, 0.5, "{:.0%} of the tokens are clipped",
@@ -300,7 +300,7 @@ def _reasons(columns: MetricColumns) -> Iterator[Verdict]:
     if skipped := num_skipped(columns.values("train/skipped_steps")):
         title = f"{skipped:.0f} step{'' if skipped == 1 else 's'} had no finite loss or gradient, and changed nothing"
         link = {"label": "their rollouts", "tab": "rollouts", "values": {"rollouts.dropped": "true"}}
-        yield _verdict("warn", title, "training.max_skipped_steps says how many a run bears.", link)
+        yield _verdict("warn", title, "training.max_skipped_steps says how many a run tolerates.", link)
     if len(gradients) >= _FEWEST and not any(gradients[-RECENT:]):
         yield _verdict(
             "bad", "The gradient is zero", "No step changes the weights.", _curves("train/grad_norm", "the curve")

@@ -313,7 +313,7 @@ class Person:
             elif command == "/tokens" and prompt_token_ids is not None:
                 self._screen.tokens(prompt_token_ids, self._last)
             elif command == "/tokens":
-                self._console.message("there are none without the model's tokenizer")
+                self._console.message("tokens need the model's tokenizer")
             elif command.startswith("/"):
                 self._console.message(f"there is no command {command}; see /help")
             else:

@@ -82,7 +82,7 @@ class Screen:
         for rollout in group.rollouts:
             self.write_line(shown_end(rollout, group.failure))
             if rollout.status is RolloutStatus.ERROR_PARSE and rollout.turns:
-                self.write_line(f"    what could not be parsed: {self.text(rollout.turns[-1].completion.token_ids)}")
+                self.write_line(f"    not parsed: {self.text(rollout.turns[-1].completion.token_ids)}")
         if group.failure is not None:
             self.write_line(f"the rubric failed: {group.failure}")
 

@@ -176,9 +176,9 @@ class RunFollower:
                 logger.exception("%s cannot be served", source.name)
             self._wait_s = min(self._wait_s * 2, MAX_WAIT_S) if source.version == self._failed else self._every_s
             self._failed, self._again_at = source.version, clock() + self._wait_s
-            instead = self._router.trouble() or f"version {self.version} is served on"
+            instead = self._router.trouble() or f"version {self.version} is still served"
             self._console.warning(
-                f"{source.name} cannot be served: {reason(error)}; {instead}; it is tried again in {self._wait_s:g} s"
+                f"{source.name} cannot be served: {reason(error)}; {instead}; retrying in {self._wait_s:g} s"
             )
 
     async def _serve(self, source: PolicySource) -> None:

@@ -187,12 +187,12 @@ class OpenedPolicies:
         """Return generators with the weights of a model: those of the previous policy if the architecture is the same,
         otherwise new ones."""
         if self._generators is not None and self._generators.architecture == architecture_of(model):
-            self.console.message(f"loading {source.name} into the generators of the policy before")
+            self.console.message(f"loading {source.name} into the generators of the previous policy")
             try:
                 await self._generators.load(model)
                 return self._generators
             except StateDictError as error:
-                self.console.warning(f"the generators are started again: {reason(error)}")
+                self.console.warning(f"restarting the generators: {reason(error)}")
         await self._close()
         starting = start_generators_for(source, model, self._config, self._files, self.console)
         self._generators = await self._resources.enter_async_context(starting)

@@ -101,14 +101,14 @@ def _saved(given: str) -> PolicySource:
         path = single_policy(path)
     source = newest_checkpoint(path) if is_run else find_policy(given)
     if source is None or source.checkpoint is None or source.toml is None:
-        what = "has no checkpoint yet" if source is None else "is no run and no checkpoint"
+        what = "has no checkpoint yet" if source is None else "is neither a run nor a checkpoint"
         raise ConfigError(f"{given} {what}; name a run's folder, or one below its checkpoints")
     return source
 
 
 def _check_free(out: Path) -> None:
     if out.exists():
-        raise ConfigError(f"{out} exists, and nothing is overwritten; name a new folder")
+        raise ConfigError(f"{out} already exists and is not overwritten; name a new folder")
     above = next(folder for folder in out.parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"{out} cannot be made: nothing can be written in {above}; name another folder")
+        raise ConfigError(f"{out} cannot be created: {above} is not writable; name another folder")

@@ -90,7 +90,7 @@ def _newest_of_run(run: Path) -> PolicySource:
     run = single_policy(run)
     toml, export, newest = run / "config.toml", run / "export", newest_checkpoint(run)
     if newest is None and not export.is_dir():
-        name = f"the model that {run} starts from, of which no step is saved yet"
+        name = f"the initial model of {run}, which has no saved step yet"
         return PolicySource(name, toml=toml, run=run.resolve())
     saved_at = 0.0 if newest is None or newest.checkpoint is None else newest.checkpoint.stat().st_mtime
     if newest is None or (export.is_dir() and export.stat().st_mtime >= saved_at):

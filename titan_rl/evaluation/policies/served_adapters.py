@@ -59,7 +59,9 @@ def find_adapters(config: ServeConfig, source: PolicySource) -> dict[str, Policy
             'come without the adapter; set it to "none"'
         )
     if not getattr(find_engine(generation.engine), "several_adapters", False):
-        raise ConfigError(f'server.adapters with generation.engine = "{generation.engine}", which holds no adapters')
+        raise ConfigError(
+            f'server.adapters with generation.engine = "{generation.engine}", which does not support adapters'
+        )
     if server.model in adapters:
         raise ConfigError(f"server.adapters has {server.model!r}, the name of the model; set server.model or rename it")
     return {

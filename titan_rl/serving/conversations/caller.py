@@ -114,8 +114,7 @@ def _opening(messages: Sequence[Message], tools: Tools | None) -> bytes:
 
 
 NO_RENDERER = (
-    "this server has no renderer for messages: its model needs a chat_template.jinja in its folder, or the server "
-    "the setting model.renderer"
+    "this server has no renderer for messages: add a chat_template.jinja to the model's folder, or set model.renderer"
 )
 
 Show = Callable[[Sequence[int]], str]

@@ -100,15 +100,15 @@ class Constraining:
         try:
             return self._found_form()
         except Exception as error:  # a renderer may raise anything
-            return f"its renderer cannot show one ({type(error).__name__})"
+            return f"its renderer cannot render one ({type(error).__name__})"
 
     def _calls(self, tools: Sequence[Mapping[str, Any]], wanted: Constraint) -> Format:
         form = self.call_form
         if isinstance(form, str):
             raise ApiError(
                 400,
-                f"{wanted.param} forces a call of a tool, and how this model writes calls cannot be described to a "
-                f"grammar: {form}. Offer the tools without forcing one",
+                f"{wanted.param} forces a tool call, but the form of this model's calls cannot be described by a "
+                f"grammar: {form}. Offer the tools without forcing a call",
                 param=wanted.param,
                 code=UNSUPPORTED_VALUE,
             )
@@ -189,11 +189,11 @@ class Constraining:
         reply = reply[: next((index for index, token in enumerate(reply) if token in stops), len(reply))]
         parsed = self._renderer.parse_response(reply, tools=tools, prompt_ids=prompt)
         if not getattr(self._renderer, "reads_tool_calls", True) or len(parsed.tool_calls) != count:
-            return "its renderer reads no calls of tools; set model.renderer to one that does"
+            return "its renderer does not parse tool calls; set model.renderer to one that does"
         before, name, rest = self._text.shown(reply).partition(_NAME)
         arguments = _ARGUMENTS.search(rest)
         if not name or arguments is None:
-            return "the arguments of a call are not a JSON object there"
+            return "it does not write the arguments of a call as a JSON object"
         begin = before.rpartition(THINK_END)[2].lstrip("\n")  # reasoning is handled separately
         return begin, rest[: arguments.start()], rest[arguments.end() :]
 

@@ -82,7 +82,7 @@ def api_error_of(error: Exception, request_id: str) -> ApiError:
         logger.warning("request %s failed: %r", request_id, error)
         return ApiError(503, "the policy cannot answer at present; try again", headers={"retry-after": "1"})
     logger.error("request %s failed", request_id, exc_info=error)
-    return ApiError(500, "the server failed; its log says why")
+    return ApiError(500, "the server failed; see its log")
 
 
 def _nearest(details: Sequence[Any]) -> Any:

@@ -87,12 +87,12 @@ class ServerMetrics:
             registry=self._registry,
         )
         self.completions_running = Gauge(
-            "titan_rl_completions_running", "Completions under way.", registry=self._registry
+            "titan_rl_completions_running", "Completions in progress.", registry=self._registry
         )
         self.prompt_tokens = Counter("titan_rl_prompt_tokens", "Prompt tokens.", registry=self._registry)
         self.completion_tokens = Counter("titan_rl_completion_tokens", "Sampled tokens.", registry=self._registry)
         self.gone = Counter(
-            "titan_rl_clients_gone", "Requests whose client went away before the answer.", registry=self._registry
+            "titan_rl_clients_gone", "Requests whose client disconnected before the answer.", registry=self._registry
         )
         self.first_token_s = Histogram(
             "titan_rl_time_to_first_token_seconds",

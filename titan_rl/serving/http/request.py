@@ -128,7 +128,7 @@ class RequestMiddleware:
                 # Otherwise a page in a user's browser could post to a server on loopback without a preflight request.
                 raise ApiError(415, "the content-type is not application/json")
             if headers.get(b"content-encoding", b"identity") != b"identity":
-                raise ApiError(415, "the body is compressed; send it as it is, without a content-encoding")
+                raise ApiError(415, "the body is compressed; send it without a content-encoding")
             self._check_page(headers.get(b"origin"), _host(headers, scope["http_version"]), scope.get("server"))
             # With "app" in its scope, the router raises an exception if it finds no route.
             own = {"app": self, "path": path, "caller": caller, "body": body, "request_id": request_id.decode()}
@@ -145,13 +145,13 @@ class RequestMiddleware:
         """Refuse requests from pages of other hosts. Browsers send the page's origin, unless they take the server for
         the page's own. They always send the host, so a request without a host is not from a browser."""
         if origin is not None and not names_this_machine(host_of(origin.decode(errors="replace"))):
-            raise ApiError(403, "pages of other hosts are not answered")
+            raise ApiError(403, "requests from pages of other hosts are refused")
         if self.keyed or host is None or server is None or not names_this_machine(server[0]):
             return
         if not names_this_machine(host_of(host.decode(errors="replace"))):
             raise ApiError(
                 403,
-                "this server has no keys and is for this machine alone: ask it as localhost, or give it keys "
+                "this server has no keys and only answers requests to localhost: use localhost, or give it keys "
                 "(TITAN_RL_API_KEY)",
             )
 
@@ -198,7 +198,7 @@ def _host(headers: dict[bytes, bytes], http_version: str) -> bytes | None:
     """
     host = headers.get(b"host")
     if host is None and http_version == "1.1":
-        raise ApiError(400, "the request has no Host header, which HTTP/1.1 asks for", code="missing_host")
+        raise ApiError(400, "the request has no Host header, which HTTP/1.1 requires", code="missing_host")
     return host
 
 

@@ -131,7 +131,7 @@ def messages_from_blocks(body: ConversationBody) -> list[Message]:
             raise wire.wrong(f"{where}.role", "must be one of user, assistant, system")
     if messages[-1].get("role") == "assistant":
         where = f"messages[{len(body.messages) - 1}].role"
-        raise wire.wrong(where, "is the assistant's; a reply that was begun is not gone on with")
+        raise wire.wrong(where, "is the assistant's; prefilled replies are not supported")
     return messages
 
 
@@ -343,13 +343,13 @@ class Threads:
         if not isinstance(message_id, str):
             raise ApiError(400, "thread.previous_message_id must be a string", param="thread.previous_message_id")
         if (held := self._held.find(caller, message_id)) is None:
-            message = "thread.previous_message_id is of no message that is held here; send the whole conversation"
+            message = "thread.previous_message_id names no message that is stored here; send the whole conversation"
             raise ApiError(404, message, param="thread.previous_message_id", code="thread_not_found")
         return msgspec.json.decode(held[0])
 
 
 def _differs(field: str) -> ApiError:
-    message = f"{field} is not what the thread was created with; leave it out, or create a new thread"
+    message = f"{field} differs from that of the thread; leave it out, or create a new thread"
     return ApiError(400, message, param=field, code="thread_fingerprint_mismatch")
 
 

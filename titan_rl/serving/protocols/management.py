@@ -122,7 +122,7 @@ def admin_routes(control: Control) -> list[Route]:
             await control.pull_state_dict(version)
         except UnavailableWeightsError as error:
             served = "no version is" if control.version is None else f"version {control.version} is the newest"
-            message = f"version {version} is not published; {served}, and what is served is served on"
+            message = f"version {version} is not published; {served}; the served version is unchanged"
             raise ApiError(409, message, param="version", code="unknown_version") from error
 
     async def abort(request: Request) -> None:
@@ -136,7 +136,7 @@ def admin_routes(control: Control) -> list[Route]:
             except RuntimeError as error:  # already paused, or not paused
                 raise ApiError(409, str(error)) from error
             except StateDictError as error:
-                raise ApiError(409, "no replica could pull this version; the server's log says why") from error
+                raise ApiError(409, "no replica could pull this version; see the server's log") from error
             return Response(status_code=204)
 
         return Route(f"{ADMIN_PREFIX}{endpoint.__name__}", answer, methods=["POST"])
@@ -169,10 +169,10 @@ class EndpointDescription:
 _GENERATES = (_JSON, _STREAM)
 _OPERATIONS = {
     "/inference/v1/generate": EndpointDescription("Token ids in, token ids out.", GenerateBody, _GENERATES),
-    "/v1/completions": EndpointDescription("Text that goes on from a prompt.", CompletionBody, _GENERATES),
+    "/v1/completions": EndpointDescription("Text that continues a prompt.", CompletionBody, _GENERATES),
     "/v1/chat/completions": EndpointDescription("Messages in, a message out.", ChatBody, _GENERATES),
     "/v1/responses": EndpointDescription("Items in, items out.", ResponsesBody, _GENERATES),
-    "/v1/responses/{id}": EndpointDescription("A response that is stored.", also_deletes=True),
+    "/v1/responses/{id}": EndpointDescription("A stored response.", also_deletes=True),
     "/v1/messages": EndpointDescription("Blocks in, blocks out.", MessagesBody, _GENERATES, "AnthropicError"),
     "/v1/messages/count_tokens": EndpointDescription(
         "Tokens of a conversation.", ConversationBody, errors="AnthropicError"
@@ -181,17 +181,17 @@ _OPERATIONS = {
     "/detokenize": EndpointDescription("The text of tokens.", DetokenizeBody),
     "/v1/models": EndpointDescription("The model."),
     "/v1/models/{name}": EndpointDescription("The model, by its name."),
-    "/health": EndpointDescription("Whether the policy can answer; 503 with the reason where it cannot."),
-    "/metrics": EndpointDescription("Metrics, as Prometheus has them.", answers=("text/plain",)),
+    "/health": EndpointDescription("Whether the policy can answer; 503 with the reason if it cannot."),
+    "/metrics": EndpointDescription("Metrics in Prometheus format.", answers=("text/plain",)),
     "/openapi.json": EndpointDescription("This description."),
     "/episodes": EndpointDescription("Open an episode.", OpenBody),
-    "/episodes/{id}": EndpointDescription("How an episode goes."),
-    "/episodes/{id}/reward": EndpointDescription("What an episode, or a turn of it, is worth.", RewardBody),
-    "/episodes/{id}/end": EndpointDescription("An episode is over.", EndBody),
+    "/episodes/{id}": EndpointDescription("The state of an episode."),
+    "/episodes/{id}/reward": EndpointDescription("Report rewards of an episode or of one of its turns.", RewardBody),
+    "/episodes/{id}/end": EndpointDescription("End an episode.", EndBody),
     "/admin/pause": EndpointDescription("Pause generation.", PauseBody, ()),
-    "/admin/resume": EndpointDescription("Go on with generation.", Nothing, ()),
+    "/admin/resume": EndpointDescription("Resume generation.", Nothing, ()),
     "/admin/pull": EndpointDescription("Pull a policy version.", PullBody, ()),
-    "/admin/abort": EndpointDescription("Abort what is under way.", Nothing, ()),
+    "/admin/abort": EndpointDescription("Abort the requests in flight.", Nothing, ()),
 }
 _OPTIONAL = {"type": ["string", "null"]}
 _OPENAI_ERROR = object_schema(
@@ -240,7 +240,7 @@ def _described(path: str, operation: EndpointDescription, with_keys: bool) -> di
         "summary": operation.summary,
         "responses": {
             "200" if content else "204": done,
-            "default": {"description": "What is wrong.", "content": {_JSON: {"schema": error}}},
+            "default": {"description": "An error.", "content": {_JSON: {"schema": error}}},
         },
     }
     if path.startswith(ADMIN_PREFIX):

@@ -67,7 +67,7 @@ def answer_generate(backend: wire.Backend, request: Request) -> Answer:
     policy = backend.policy.named(body.model)
     num_choices = params.n or 1
     if params.prompt_logprobs is not None and (num_choices > 1 or body.stream):
-        message = "prompt_logprobs come with one whole answer; leave n and stream out"
+        message = "prompt_logprobs require a single answer without streaming; leave n and stream out"
         raise ApiError(400, message, param="prompt_logprobs", code=UNSUPPORTED_VALUE)
     backend.check_choices(num_choices, "sampling_params.n")
     given = params.sampling(backend.stop_token_ids)
@@ -198,7 +198,7 @@ def answer_tokenize(backend: wire.Backend, request: Request) -> Answer:
     body = read(request, TokenizeBody)
     policy = backend.policy.named(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "there has to be a prompt or messages, and not both", param="prompt")
+        raise ApiError(400, "give either prompt or messages", param="prompt")
     turn_request = None if body.messages is None else _turn_request(policy, body, request)
     turns = None if turn_request is None else backend.require_turns()
 

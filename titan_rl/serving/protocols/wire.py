@@ -49,7 +49,7 @@ class Backend:
             ApiError: With status 400 if the server has no renderer.
         """
         if self.turns is None:
-            raise ApiError(400, f"{NO_RENDERER}; ask /v1/completions or /inference/v1/generate")
+            raise ApiError(400, f"{NO_RENDERER}; or use /v1/completions or /inference/v1/generate")
         return self.turns
 
     def check_choices(self, count: int, param: str) -> None:
@@ -224,12 +224,14 @@ def constraint_of(
     if forced is None:
         return None if schema is None else Constraint(params[1], schema=schema, one_call=one_call)
     if not tools:
-        raise ApiError(400, f"{params[0]} forces a call of a tool, and no tools are offered", param=params[0])
+        raise ApiError(400, f"{params[0]} forces a tool call, but no tools are offered", param=params[0])
     if forced is True:
         return Constraint(params[0], tools, one_call=one_call)
     named = [tool for tool in tools if tool["function"]["name"] == forced]
     if not named:
-        raise ApiError(400, f"{params[0]} names {forced[:100]!r}, which is none of the tools offered", param=params[0])
+        raise ApiError(
+            400, f"{params[0]} names {forced[:100]!r}, which is not among the offered tools", param=params[0]
+        )
     return Constraint(params[0], named[:1], one_call=True)
 
 

@@ -258,7 +258,7 @@ class _SessionEnv:
     async def reset(self) -> MessageObservation:
         observed = await self._session.open(**self._sample)
         if observed.done:
-            raise OpenEnvError(f"{self._session.url} begins an episode that is done already")
+            raise OpenEnvError(f"{self._session.url} began an episode that is already done")
         texts = [text for text in (self._task.prompt, self._to_text(observed.observation)) if text]
         return MessageObservation(messages_of("\n\n".join(texts), self._task.system))
 
@@ -298,7 +298,7 @@ class _ActionEnv(_SessionEnv):
     def _refused(self, error: Exception) -> MessageStep:
         self._invalid_left -= 1
         return MessageStep(
-            messages_of(f"That is no action: {error}"),
+            messages_of(f"That is not an action: {error}"),
             status=RolloutStatus.COMPLETED if self._invalid_left < 0 else None,
             rewards={"reward": 0.0, "invalid_actions": 1.0},
         )

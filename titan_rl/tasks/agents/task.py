@@ -153,7 +153,7 @@ class WaitingSamples:
                         taken.set_result(None)
                         return opened
         except TimeoutError:
-            raise BusyError("no sample waits for a harness; ask again, or with a longer wait_s") from None
+            raise BusyError("no sample is waiting for a harness; try again, or use a longer wait_s") from None
         self.close()  # wakes the other waiting harnesses
         raise ApiError(503, "the run is over", code="run_over")
 
@@ -375,6 +375,6 @@ async def _end_in_time(policy: RolloutPolicy, episode: Episode) -> None:
 
 def _time_is_up(policy: RolloutPolicy, episode: Episode) -> str:
     return (
-        f"its own time is up: it has used {policy.time_s:g} s (rollout.rollout_timeout_s), and the policy has answered "
-        f"it {episode.num_turns} times"
+        f"its time limit is over: it has used {policy.time_s:g} s (rollout.rollout_timeout_s), and the policy has "
+        f"answered {episode.num_turns} of its requests"
     )

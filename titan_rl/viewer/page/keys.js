@@ -9,7 +9,7 @@ const EVERYWHERE = [
 const OF_TABS = {
   overview: [["← →", "move from step to step, where the chart has the focus"], ["Enter", "choose the step, where the chart has the focus"], ["p  n", "previous or next prompt"]],
   curves: [["← →", "move from point to point, where a chart has the focus"], ["Enter", "choose the step, where a chart has the focus"], ["Esc", "zoom out"], ["drag", "zoom all charts"], ["click", "choose the step"]],
-  rollouts: [["j  k", "next or previous rollout"], ["Enter", "open it"], ["m  t  s", "its messages, tokens or siblings"], ["[  ]", "better or worse sibling"], ["c", "colour tokens by something else"]],
+  rollouts: [["j  k", "next or previous rollout"], ["Enter", "open it"], ["m  t  s", "its messages, tokens or siblings"], ["[  ]", "better or worse sibling"], ["c", "change what the colours of tokens show"]],
   timeline: [["+  −", "zoom"], ["← →", "move"], ["↑ ↓", "choose a lane"], ["n  p", "next or previous span"], ["0", "see the whole run"], ["Enter", "zoom to the span"]],
   settings: [],
 };

@@ -210,14 +210,16 @@ def take_prefill(
     """
     if not continue_final:
         if add_generation_prompt is False:
-            raise wire.wrong("add_generation_prompt", "is false; a prompt without it is gone on with by no reply")
+            raise wire.wrong("add_generation_prompt", "is false; only continue_final_message works without it")
         return None
     if add_generation_prompt:
-        raise wire.wrong("add_generation_prompt", "is true beside continue_final_message, which begins no new message")
+        raise wire.wrong(
+            "add_generation_prompt", "is true together with continue_final_message, which begins no new message"
+        )
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or len(messages) < 2:
         where = f"messages[{len(messages) - 1}]"
-        raise wire.wrong(where, "must be a text that the assistant has begun, behind another message, to be continued")
+        raise wire.wrong(where, "must be the beginning of an assistant's text, after another message, to be continued")
     return messages.pop()["content"]
 
 

@@ -27,7 +27,7 @@ def answer_chat(backend: wire.Backend, request: Request) -> Answer:
     num_choices = body.n or 1
     backend.check_choices(num_choices, "n")
     if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs are told with logprobs; set logprobs to true", param="top_logprobs")
+        raise ApiError(400, "top_logprobs require logprobs; set logprobs to true", param="top_logprobs")
     messages, tools = messages_from(body.messages), tools_from(body.tools)
     prefill = take_prefill(messages, body.continue_final_message, body.add_generation_prompt)
     turn_request = TurnRequest(

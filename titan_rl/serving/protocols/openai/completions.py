@@ -34,12 +34,12 @@ def answer_completions(backend: Backend, request: Request) -> Answer:
     """Answer `POST /v1/completions`."""
     text = backend.text
     if text is None:
-        raise ApiError(400, "this server has no tokenizer; ask /inference/v1/generate")
+        raise ApiError(400, "this server has no tokenizer; use /inference/v1/generate")
     body = read(request, CompletionBody)
     caller = caller_of(request)
     policy = backend.policy.named(body.model)
     if body.echo and body.logprobs is not None:
-        message = "echo tells the prompt's text and none of its logprobs; leave logprobs out"
+        message = "echo returns the prompt's text without logprobs; leave logprobs out"
         raise ApiError(400, message, param="echo", code=UNSUPPORTED_VALUE)
     given, num_choices = _given(body), body.n or 1
     num_completions = num_choices * len(given)

@@ -43,7 +43,7 @@ class StoredResponses:
         if response_id is None:
             return ()
         if (found := self._stored.find(caller, response_id)) is None:
-            message = "previous_response_id is of no response that is stored here; send the whole input"
+            message = "previous_response_id names no stored response; send the whole input"
             raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
         return msgspec.json.decode(found[1])
 

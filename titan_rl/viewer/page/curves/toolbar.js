@@ -21,7 +21,7 @@ export function toolbar(view, { runs, words, hidden }, on) {
   const reset = h("button", { type: "button", class: "reset", onclick: () => view.set({ from: null, to: null }) }, "Reset zoom");
   const range = h("span", { class: "range" });
   const chips = runs.map(run => h("button", { type: "button", class: "chip", style: { "--run": run.colour }, onclick: () => on.toggleRun(run.id) }, run.name));
-  const element = h("div", { class: "toolbar", role: "toolbar", "aria-label": "How curves are drawn" },
+  const element = h("div", { class: "toolbar", role: "toolbar", "aria-label": "Appearance of curves" },
     h("label", { class: "search" }, search, h("kbd", { "aria-hidden": "true" }, "/")),
     h("label", { class: "smoothing" }, h("span", {}, "Smoothing"), slider, amount),
     h("div", { class: "segments", role: "group", "aria-label": "Horizontal axis" }, x),

@@ -103,7 +103,7 @@ export function hosts({ hosts: found }, run, alone) {
     h("div", { class: "comparison", tabindex: "0", role: "region", "aria-label": `${name}, a line each` }, h("table", {},
       h("thead", {}, h("tr", {}, ["Host", "Does", "State", "Why", "Address"].map(label => h("th", { scope: "col" }, label)))),
       h("tbody", {}, found.hosts.map(row)))),
-    events.length > 0 && h("ul", { "aria-label": "What became of them, the newest first" }, events.map(({ at, host, what, why }) =>
+    events.length > 0 && h("ul", { "aria-label": "Events of the hosts, newest first" }, events.map(({ at, host, what, why }) =>
       h("li", {}, h("time", { class: "soft", title: moment(at) }, clock(at - run.began)), " ", h("b", {}, host), ` ${BECAME[what] ?? what}`, why ? h("span", { class: "soft" }, `: ${why}`) : null))));
 }
 

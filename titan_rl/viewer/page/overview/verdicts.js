@@ -6,7 +6,7 @@ import { percent } from "viewer/quantities";
 
 const MARKS = { good: "✓", warn: "!", bad: "✗", "": "…" };
 
-/** A card with the verdicts on a run, each with its link. Of several runs, a line each, with what speaks against it. Null without verdicts. */
+/** A card with the verdicts on a run, each with its link. Of several runs, a line each, with the signs against it. Null without verdicts. */
 export function verdicts(runs, summaries) {
   const several = runs.length > 1;
   const told = runs.map((run, i) => ({ run, all: summaries[i].verdicts ?? [] })).filter(({ all }) => all.length);
@@ -21,7 +21,7 @@ export function verdicts(runs, summaries) {
   const learns = told.every(({ all }) => all[0].tone === "good");
   return h("section", { class: `card verdicts${several ? " several" : ""}`, "aria-label": title }, h("h2", {}, title), h("ul", {}, told.map(({ run, all }) => item(run, all[0]))),
     others.length ? h("h2", {}, learns ? "What to look at" : "Why not") : null, others.length ? h("ul", {}, others) : null,
-    said.length ? h("details", { open: true }, h("summary", { class: "soft" }, "What the run warned of"), said.map(text => h("p", { class: "soft" }, text))) : null);
+    said.length ? h("details", { open: true }, h("summary", { class: "soft" }, "Warnings of the run"), said.map(text => h("p", { class: "soft" }, text))) : null);
 }
 
 /** A table with a line for each task of each run; null if no run has several tasks. `curves`: rewards by run and task, "run/task". */

@@ -33,7 +33,7 @@ export function siblingColumns(rows, records, open, go) {
   }
   return h("div", { class: "sibling-view" }, spread(columns, open, go),
     shared > 0 && h("details", { class: "shared", open: shared === 1 },
-      h("summary", {}, `What all ${columns.length} begin with (${count(shared, "message")})`), messages[0].slice(0, shared).map(message => messageCard(message))),
+      h("summary", {}, `Common beginning of all ${columns.length} (${count(shared, "message")})`), messages[0].slice(0, shared).map(message => messageCard(message))),
     grid);
 }
 

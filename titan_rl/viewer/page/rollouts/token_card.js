@@ -43,7 +43,7 @@ export function factsOf(token) {
   const facts = [["id", String(token.id)]];
   if (token.logprob !== null) facts.push(["logprob", number(token.logprob, 4)], ["probability", probability(token.logprob)]);
   if (token.version !== null) facts.push(["version", String(token.version)]);
-  if (token.part === "prompt") facts.push(["trained on", "no, it is of the prompt"]);
+  if (token.part === "prompt") facts.push(["trained on", "no, it is part of the prompt"]);
   else facts.push(["trained on", token.trained === null ? "not recorded" : token.trained ? "yes" : "no"]);
   if (token.part === "completion" && token.advantage !== null) facts.push(["advantage", signed(token.advantage)]);
   facts.push(["position", `${token.position} in the context of turn ${token.turn + 1}`]);

@@ -91,7 +91,7 @@ export class TokenView {
 
   #segment({ kind, turn, tokens, kept }) {
     const name = kind === "prompt" ? "prompt" : "completion";
-    const whole = kept && `goes on from ${kept.kept.toLocaleString("en")} of the ${kept.of.toLocaleString("en")} tokens before it: what followed them is gone`;
+    const whole = kept && `continues from ${kept.kept.toLocaleString("en")} of the ${kept.of.toLocaleString("en")} tokens before it: the rest was dropped`;
     return h("section", { class: `segment ${kind}`, "aria-label": `${name} of turn ${turn + 1}` },
       h("header", {}, h("b", {}, `Turn ${turn + 1}`), ` ${name} · ${count(tokens.length, "token")}`, whole && h("span", { class: "branch" }, ` · ${whole}`)),
       h("div", { class: "segment-text" }, blocks(tokens).map(block => this.#block(block))));

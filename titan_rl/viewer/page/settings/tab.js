@@ -9,7 +9,7 @@ export function open(container, { source, runs, state }) {
   const files = h("div", {});
   let summaries = [];
   container.append(
-    h("div", { class: "settings-bar" }, words, runs.length > 1 ? h("label", {}, all, " also what is the same") : null), table, files);
+    h("div", { class: "settings-bar" }, words, runs.length > 1 ? h("label", {}, all, " show equal settings too") : null), table, files);
 
   Promise.all(runs.map(run => source.summary(run.id))).then(found => {
     if (closed) return;

@@ -45,7 +45,7 @@ export class EmbeddedSource {
 
   async rollout(run, index) {
     const { records } = this.#of(run).rollouts;
-    if (!Object.hasOwn(records, index)) throw new Error("This rollout is not in the report: `titan-rl view` has all of them.");
+    if (!Object.hasOwn(records, index)) throw new Error("This rollout is not in the report: `titan-rl view` shows all of them.");
     return records[index];
   }
 

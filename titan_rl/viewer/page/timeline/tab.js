@@ -211,7 +211,7 @@ class TimelineTab {
     const act = change => () => { change(); this.chart.draw(); this.#moved(); };
     this.where = h("span", { class: "soft where" });
     const follow = h("input", { type: "checkbox", checked: this.window.follow, onchange: () => { this.window.follow = follow.checked; } });
-    return h("div", { class: "timeline-bar", role: "toolbar", "aria-label": "What is in sight" },
+    return h("div", { class: "timeline-bar", role: "toolbar", "aria-label": "Visible range" },
       button("−", act(() => this.window.zoom(1.6)), { "aria-label": "Zoom out", title: "key −" }), button("+", act(() => this.window.zoom(1 / 1.6)), { "aria-label": "Zoom in", title: "key +" }),
       button("‹", act(() => this.window.pan(-0.4)), { "aria-label": "Earlier", title: "key ←" }), button("›", act(() => this.window.pan(0.4)), { "aria-label": "Later", title: "key →" }),
       button("Whole run", act(() => this.window.set(0, this.window.whole)), { title: "key 0" }), this.where, this.run.state === "running" && h("label", {}, follow, " follow the end"),
@@ -232,7 +232,7 @@ class TimelineTab {
     const idle = this.chart.groups.filter(group => group.waits && group.kind !== "controller").map(({ label, lanes }) =>
       `${label.toLowerCase()} idle ${percent(idleShareOf(lanes, from, to))}`);
     const [first, last] = [steps[0]?.[0], steps.at(-1)?.[0]];
-    const name = steps.length ? first === last ? `Step ${first}` : `Steps ${first} to ${last}` : "What is chosen";
+    const name = steps.length ? first === last ? `Step ${first}` : `Steps ${first} to ${last}` : "Selection";
     this.chosen.replaceChildren(h("b", {}, name), h("span", {}, `${seconds(to - from)}${steps.length > 1 ? `, ${seconds((to - from) / steps.length)} a step` : ""}; ${idle.join(", ")}`),
       button("Zoom to it", () => { this.window.set(from, to); this.chart.draw(); this.#moved(); }),
       steps.length > 0 && button("Its rollouts", () => this.#goToRollouts(first, last)),

@@ -15,7 +15,7 @@ export function timelineTables(groups, from, to) {
     table("Lanes", ["Lane", "Kind", "Spans", "Busy", "Idle", "Idle share"], lanes.map(lane => [
       lane.label, lane.kind, lane.spans.length.toLocaleString("en"), seconds(busySeconds(lane, from, to)),
       lane.waits ? seconds(idleSeconds(lane, from, to)) : "–", lane.waits && lane.kind !== "controller" ? percent(idleShare(lane, from, to)) : "–"])),
-    table("What took longest", ["Lane", "What", "Begins at", "Takes"], spans.slice(0, LONGEST).map(([lane, [start, end, name]]) => [lane.label, name, seconds(start), seconds(end - start)])),
+    table("Longest spans", ["Lane", "What", "Begins at", "Takes"], spans.slice(0, LONGEST).map(([lane, [start, end, name]]) => [lane.label, name, seconds(start), seconds(end - start)])),
   ];
 }
 
