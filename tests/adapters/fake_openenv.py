@@ -1,4 +1,4 @@
-"""A server that speaks OpenEnv's protocol, and fails as it is told."""
+"""Fake server of OpenEnv's protocol, with scripted answers and failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any] | str | None]
 
 @dataclass
 class Server:
-    """Answers with what `answer` gives: a message, "hang" or "drop"; None as an echo would."""
+    """Server that answers with the result of `answer`: a message, "hang" or "drop", or None to echo the action."""
 
     answer: Answer = lambda message: None
     places: int = 8

@@ -1,4 +1,4 @@
-"""Plays the environments of an adapter with a policy that speaks in messages."""
+"""Play an adapter's environments with policies of messages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def calling(name: str, **arguments: Any) -> Message:
 
 
 def free_square(messages: Sequence[Message]) -> str:
-    """Plays tic-tac-toe."""
+    """Play tic-tac-toe by taking the first free square."""
     return re.findall(r"'(\[\d\])'", messages[-1]["content"])[0]
 
 
 async def play(task: Any, sample: Any, *policies: Policy, **limits: Any) -> RolloutGroup:
-    """A group with one sibling for each policy."""
+    """Play a group with one sibling for each policy."""
     waiting = list(policies)
     settings = RolloutConfig(**{"max_turns": 32, **limits})
 

@@ -1,4 +1,4 @@
-"""The settings that docs/how_to/adapters.md shows are read as they stand, with the libraries that they name."""
+"""Settings in docs/how_to/adapters.md, loaded unchanged and played with the libraries that they name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASE = [("model.path", str(ROOT / "examples" / "alphabet_sort" / "base")), ("mod
 
 
 def shown(section: str, language: str = "toml") -> list[str]:
-    """The files of that kind that a section of the page shows."""
+    """Code blocks of a language in a section of the page."""
     _, _, text = PAGE.partition(f"\n## {section}\n")
     return re.findall(rf"```{language}\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
 

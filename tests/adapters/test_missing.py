@@ -1,4 +1,4 @@
-"""An adapter whose library is not installed says how to install it."""
+"""Error of an adapter whose library is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenEnv's protocol against a server that may fail; `test_real_openenv.py` has OpenEnv's own."""
+"""OpenEnv's protocol against a fake server; `test_real_openenv.py` uses OpenEnv's own server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hint(observation: Any) -> str:
 
 
 def at_step(*answers: Any) -> Answer:
-    """What is answered to the first step, the second and so on."""
+    """Answer the first step, the second and so on with these."""
     left = list(answers)
     return lambda message: left.pop(0) if message["type"] == "step" else None
 
@@ -127,7 +127,7 @@ async def test_server_faults_are_environment_errors(fault: Any, said: str) -> No
         rollout = await one(OpenEnv(url=server.url, answer_timeout_s=0.1), "hello")
         assert rollout.status is RolloutStatus.ERROR_ENV
         assert said in str(rollout.error)
-        while server.num_open:  # noqa: ASYNC110  the connection is given back, whatever has become of it
+        while server.num_open:  # noqa: ASYNC110  the connection is closed in every case
             await asyncio.sleep(0)
 
 

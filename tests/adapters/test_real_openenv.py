@@ -1,4 +1,4 @@
-"""OpenEnv's own server, in an environment of its own: asked for with `make test-clients`."""
+"""OpenEnv's own server, in a separate virtual environment. Run with `make test-clients`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = asked_for
 
 @pytest.fixture(scope="module")
 def ports(request: pytest.FixtureRequest) -> Iterator[tuple[int, ...]]:
-    """Of the guessing game, and of the environment of tools."""
+    """Ports of the guessing game and of the environment with tools."""
     python = python_with(request.config.cache, "openenv", "openenv-core==0.3.0")
     server = subprocess.Popen([python, PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
@@ -40,9 +40,9 @@ def guessing(port: int, **settings: Any) -> OpenEnv:
 
 def halving(messages: Any) -> str:
     low, high = 1, 4
-    for said, told in zip(messages[1::2], messages[2::2], strict=False):
+    for said, answer in zip(messages[1::2], messages[2::2], strict=False):
         guess = int(re.findall(r"\d+", said["content"])[0])
-        low, high = (guess + 1, high) if "higher" in told["content"] else (low, guess - 1)
+        low, high = (guess + 1, high) if "higher" in answer["content"] else (low, guess - 1)
     return f'{{"guess": {(low + high) // 2}}}'
 
 

@@ -1,4 +1,4 @@
-"""Rewards as TRL's `GRPOTrainer` itself computes them. It takes long to import: asked for with `make test-clients`."""
+"""Rewards compared with those of TRL's `GRPOTrainer`. Run with `make test-clients`, because TRL is slow to import."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAID = ["yes", "no", "never so", "y"]
 
 
 def by_trl(prompts: list[Any], completions: list[Any], row: dict[str, Any]) -> list[dict[str, float]]:
-    """What each function gives to each completion; what it gives None to is left out."""
+    """Compute the value of each function for each completion with TRL. None values are left out."""
     from transformers import TrainerState
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in_daemon

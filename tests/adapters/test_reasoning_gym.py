@@ -1,4 +1,4 @@
-"""Data sets of reasoning-gym, by the package itself."""
+"""Data sets of the reasoning-gym package."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if importlib.util.find_spec("reasoning_gym") is None:
 
 from reasoning_gym.factory import DATASETS
 
-FEW = {"min_animals": 1, "max_animals": 1, "max_instances": 3}  # some dozens of different questions
-# Some have many right answers, and name none.
-WITHOUT_AN_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
-CONFIGS = {"knight_swap": {"impossible_ratio": 1.0}}  # else it takes seconds for an item
+FEW = {"min_animals": 1, "max_animals": 1, "max_instances": 3}  # a few dozen distinct questions
+# Data sets with many right answers, which give none.
+WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+CONFIGS = {"knight_swap": {"impossible_ratio": 1.0}}  # otherwise an item takes seconds
 
 
 def legs(**settings: Any) -> ReasoningGym:
@@ -36,7 +36,7 @@ async def test_every_dataset_gives_questions_and_scores_right_answers(name: str)
     task = ReasoningGym(dataset=name, held_out=0, config=CONFIGS.get(name, {}))
     item = task.train_sample(0, 3)
     assert item["question"] in task.prompt(item)[-1]["content"]
-    if name in WITHOUT_AN_ANSWER:
+    if name in WITHOUT_ANSWER:
         assert item["answer"] is None
     else:
         assert await task.reward(item, f"It is this: <answer>{item['answer']}</answer>") == 1.0

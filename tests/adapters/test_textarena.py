@@ -1,4 +1,4 @@
-"""Games of textarena, by the package itself."""
+"""Games of the textarena package."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from textarena.envs.registration import ENV_REGISTRY
 
 TOKENIZER = byte_tokenizer()
 
-# By line: these want a key of OpenRouter, a word list from the network, files that the package lacks, a newer Python;
-# the last one fails at its first move.
-NOT_HERE = """
+# By line: games that need an OpenRouter key, a word list from the network, files that the package lacks, or a newer
+# Python. The last one fails at its first move.
+UNAVAILABLE = """
     Debate GuessWho ScenarioPlanning TwentyQuestions
     Codenames DontSayIt Hangman LetterAuction SpellingBee WordChains WordLadder WordSearch Wordle
     ScorableGames UsedCar UsedCarNegotiation
@@ -38,7 +38,7 @@ GAMES = {ENV_REGISTRY[name].entry_point: name for name in reversed(ENV_REGISTRY)
 
 
 def halving() -> Callable[[Sequence[Message]], str]:
-    """Guesses a number by halving what is left."""
+    """Make a policy that guesses a number by bisection."""
     low, high = 1, 20
 
     def guess(messages: Sequence[Message]) -> str:
@@ -54,7 +54,7 @@ def halving() -> Callable[[Sequence[Message]], str]:
     return guess
 
 
-@pytest.mark.parametrize("name", [name for name in GAMES.values() if name.partition("-")[0] not in NOT_HERE])
+@pytest.mark.parametrize("name", [name for name in GAMES.values() if name.partition("-")[0] not in UNAVAILABLE])
 def test_every_game_starts_and_accepts_a_move(name: str) -> None:
     task = TextArena(env_id=name)
     task.check_settings()
@@ -68,7 +68,7 @@ def test_every_game_starts_and_accepts_a_move(name: str) -> None:
 
 
 async def play_in_tokens(task: TextArena, sample: Any, policy: Callable[[str], str], size: int = 2) -> RolloutGroup:
-    """With a policy that reads the whole conversation as text."""
+    """Play a group with a policy that reads the whole conversation as text."""
 
     async def generate(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
         said = policy(TOKENIZER.decode(prompt_token_ids))
@@ -91,7 +91,7 @@ async def test_single_player_game_is_played_to_its_end(game: str) -> None:
     assert (won.status, won.reward) == (RolloutStatus.COMPLETED, 1.0)
     assert won.reward_breakdown == {"reward": 1.0, "invalid_moves": 0.0, "ended_by_invalid_move": 0.0}
     assert "between 1 and 20" in won.messages[0]["content"]
-    assert all("between 1 and 20" not in message["content"] for message in won.messages[1:])  # nothing is told twice
+    assert all("between 1 and 20" not in message["content"] for message in won.messages[1:])  # nothing is repeated
     assert lost.status is RolloutStatus.COMPLETED
     assert "invalid move" in lost.messages[2]["content"]
     assert lost.reward_breakdown["invalid_moves"] == 1.0
@@ -113,7 +113,7 @@ async def test_siblings_play_the_same_game_concurrently() -> None:
     expected = random.Random(5).random()
     groups = await asyncio.gather(*(play(task, sample, *[halving() for _ in range(8)]) for _ in range(3)))
     assert len({str(rollout.messages) for group in groups for rollout in group.rollouts}) == 1
-    assert random.random() == expected  # others' random numbers are left alone
+    assert random.random() == expected  # the global random state is unchanged
     other = await play(task, task.train_sample(0, 2), halving())
     assert other.rollouts[0].messages != groups[0].rollouts[0].messages
 
@@ -130,7 +130,7 @@ async def test_policy_plays_all_seats() -> None:
     first, second = by_seat["player_0"].messages, by_seat["player_1"].messages
     assert "You are Player 0" in first[0]["content"]
     assert "You are Player 1" in second[0]["content"]
-    assert "[Player 0]" in second[0]["content"]  # it hears what the other has said
+    assert "[Player 0]" in second[0]["content"]  # it sees the other player's moves
     assert "has won" in str(first[-1]) or first[-1]["role"] == "user"
 
 
@@ -143,7 +143,7 @@ async def test_function_plays_the_other_seats() -> None:
         )
         seats += [rollout.seat for rollout in group.rollouts]
         assert all(rollout.status is RolloutStatus.COMPLETED for rollout in group.rollouts)
-    assert len(seats) == 12  # one of each game's two
+    assert len(seats) == 12  # one rollout of each of the two siblings
     assert set(seats) == {"player_0", "player_1"}
 
 

@@ -1,4 +1,4 @@
-"""Rows, reward functions and environments that are written for TRL, with `datasets` and TRL's own functions."""
+"""Rows, reward functions and environments written for TRL, with `datasets` and TRL's own functions."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_reward_functions_get_texts_for_a_text_prompt(tmp_path: Path) -> N
     task = sums(tmp_path, "remembered", "is_right", reward_weights=(1.0, 3.0), system="Be brief.")
     row = task.train_sample(0, 0)
     group = await play(task, row, lambda _: row["answer"], lambda _: "none")
-    assert [rollout.reward for rollout in group.rollouts] == [3.0, 0.0]  # a weighted sum, as TRL's
+    assert [rollout.reward for rollout in group.rollouts] == [3.0, 0.0]  # a weighted sum, as in TRL
     assert group.rollouts[0].reward_breakdown == {"remembered": 0.0, "is_right": 1.0}
     assert group.rollouts[0].messages[:2] == [
         {"role": "system", "content": "Be brief."},
@@ -136,7 +136,7 @@ async def test_reward_functions_get_tokens_and_the_policy_step(tmp_path: Path) -
     assert given["completion_ids"] == replies
     assert given["completions"] == ["18", "eighteen"]
     assert given["trainer_state"].global_step == 5
-    assert [rollout.reward for rollout in group.rollouts] == [0.0, -0.8]  # TRL's own, which counts tokens
+    assert [rollout.reward for rollout in group.rollouts] == [0.0, -0.8]  # TRL's own function, which counts tokens
 
 
 async def test_none_excludes_a_reward_and_logged_values_are_recorded(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ async def test_trl_reward_functions_work_unmodified(tmp_path: Path) -> None:
 
 
 class TestEnvironments:
-    """A class with `reset` and methods for tools."""
+    """Environment class with `reset` and tool methods."""
 
     def task(self, folder: Path, *functions: str, **settings: Any) -> TRLTask:
         prompt = [{"role": "user", "content": "Use your tools."}]

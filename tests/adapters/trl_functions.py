@@ -1,4 +1,4 @@
-"""Reward functions and environments as they are written for TRL."""
+"""Reward functions and environments written for TRL."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def thread(completions, **kwargs) -> list[float]:
 
 
 class Judge:
-    """An object that is called, and asks its sibling before it answers: neither is done alone."""
+    """Callable reward whose two calls must run concurrently: the first waits for the second."""
 
     def __init__(self) -> None:
         self.asked: asyncio.Event | None = None
@@ -69,7 +69,7 @@ same_judge = judge
 
 
 class Counter:
-    """Counts up to a number that the row says."""
+    """Environment in which the policy counts up to the number of the row."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -107,7 +107,7 @@ class Counter:
 
 
 class Plain:
-    """Has no reward of its own."""
+    """Environment without `get_reward`."""
 
     def reset(self, **columns: Any) -> None: ...
 
@@ -130,7 +130,7 @@ at_counting = asyncio.Event()
 
 
 async def counted_later(environments, **kwargs) -> list[float]:
-    """Never comes to an end when it is called for the first time."""
+    """Block forever on the first call."""
     if not at_counting.is_set():
         at_counting.set()
         await asyncio.Event().wait()

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from background import HANG_S
+from serving.conversation_fakes import BASE, chat_template_renderer
 from serving.served import Engines
-from serving.talk import BASE, chat_template_renderer
 
 from titan_rl import load_config
 from titan_rl.core.console import LOG

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 from background import HANG_S
+from serving.conversation_fakes import BASE, chat_template_renderer
 from serving.served import CONTEXT, Engines, until
-from serving.talk import BASE, chat_template_renderer
 
 from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("renderers")
 
-from serving.speaking import byte_tokenizer
+from serving.byte_model import byte_tokenizer
 
 from titan_rl.config.build import make_renderer
 from titan_rl.core.errors import ConfigError

@@ -40,7 +40,7 @@ def test_75_percent_wins_are_191_elo_points() -> None:
     assert first.elo - second.elo == pytest.approx(190.8, abs=0.2)
     assert first.elo == pytest.approx(-second.elo)
     assert (first.num_games, first.score) == (4000, 0.75)
-    # The score's error of sqrt(p (1 - p) / n), on the scale of the difference, of which a rating is half.
+    # Standard error sqrt(p (1 - p) / n) of the score, scaled to the Elo difference; a rating has half of it.
     slope = 400 / 2.302585 / (0.75 * 0.25)
     assert first.standard_error == pytest.approx(slope * (0.75 * 0.25 / 4000) ** 0.5 / 2, rel=0.01)
 
@@ -84,6 +84,6 @@ async def test_pair_alternates_seats() -> None:
     assert pair.results(rollouts) == [1.0, 0.0, 0.5], "a game without a reward has no result"
     cut = Rollout("g/4/white", "g", 4, None, seat="white", status=RolloutStatus.TRUNCATED_LENGTH, reward=-1.0)
     other = Rollout("g/4/black", "g", 4, None, seat="black", status=RolloutStatus.UNDECIDED)
-    assert pair.results([cut, other]) == [0.0], "who ends a game by an answer that is cut off loses it"
+    assert pair.results([cut, other]) == [0.0], "a policy that ends a game with a truncated answer loses it"
     faulty = Rollout("g/5/white", "g", 5, None, seat="white", status=RolloutStatus.ERROR_ENV, reward=1.0)
     assert pair.results([faulty, replace(other, sibling=5)]) == []

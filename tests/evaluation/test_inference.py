@@ -1,4 +1,4 @@
-"""Several policies, one after the other: those of one architecture use the same generators."""
+"""Evaluation of several policies in turn: policies of one architecture share generators."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BASE = Path(__file__).parents[2] / "examples" / "alphabet_sort"
 
 
 class Router:
-    """Router whose replicas pull what is published, or refuse it."""
+    """Router whose replicas pull published weights, or refuse them."""
 
     def __init__(self, transport: SharedMemoryTransport, published: PublishedWeights) -> None:
         self._transport = transport
@@ -91,7 +91,7 @@ def policies(tmp_path: Path) -> OpenedPolicies:
 
 
 def copy_of(folder: Path, *, plus: float = 0.0, **config: object) -> str:
-    """Copy of the example's model with other weights, and another config."""
+    """Copy the example's model with changed weights and config."""
     shutil.copytree(BASE / "base", folder)
     weights = load_file(folder / "model.safetensors")
     save_file({name: tensor + plus for name, tensor in weights.items()}, folder / "model.safetensors")
@@ -134,5 +134,5 @@ async def test_generators_restart_when_loading_weights_fails(
         await policies.open(copy_of(tmp_path / "second"))
         assert started.num_running == 1
     assert started.names == ["first", "second"]
-    told = cast("ConsoleLines", policies.console)
-    assert "restarting the generators: no replica could load them" in told
+    messages = cast("ConsoleLines", policies.console)
+    assert "restarting the generators: no replica could load them" in messages

@@ -1,4 +1,4 @@
-"""Held-out prompts, played by a policy that counts down, and what comes of them."""
+"""Evaluation of held-out prompts by a scripted policy: results, failures, resuming, and the table."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ async def test_unparsed_answers_are_noted_below_the_table() -> None:
     unread = [{**line, "status": "error_parse", "reward": None} if line["prompt"] == 0 else line for line in lines]
     found = result(unread)
     assert (found.num_unparsed, found.num_unscored, found.errors) == (2, 2, [])
-    told = table([Evaluation("policy", 0, {"counting": found}, 1.0)])
-    assert "policy: 2 of 6 answers could not be parsed" in told
+    shown = table([Evaluation("policy", 0, {"counting": found}, 1.0)])
+    assert "policy: 2 of 6 answers could not be parsed" in shown
     scored = [{**line, "reward": 0.0} if line["reward"] is None else line for line in unread]
     assert result(scored).num_unparsed == 0
 
@@ -160,7 +160,9 @@ async def test_resume_skips_finished_prompts() -> None:
     first = await play(suite([1, 2]), suite([4], name="other"), generate=fails_at_two)
     suites = [suite([1, 2, 3]), suite([5], name="other")]
     kept = finished_lines([*first, {**first[0], "sibling": 7, "prompt": 9}], suites)
-    assert {(line["task"], line["prompt"]) for line in kept} == {("counting", 0)}  # one failed, and one changed
+    assert {(line["task"], line["prompt"]) for line in kept} == {
+        ("counting", 0)
+    }  # one prompt failed, and one has changed
     asked: list[str] = []
 
     async def noted(prompt_token_ids: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
@@ -222,7 +224,7 @@ async def test_seats_of_a_game_are_separate_samples_of_one_prompt() -> None:
     assert finished_lines(lines, [suite([1, 2])]) == lines
     assert found.reward is not None
     assert (found.num_prompts, found.num_samples, found.reward.num_prompts) == (2, 8, 2)
-    assert str(found.reward) == "0.000 ± 0.000", "seats of a game that sum to zero say the same"
+    assert str(found.reward) == "0.000 ± 0.000", "seats of a zero-sum game are not independent"
     assert str(found.avg_at[2]) == "0.000 ± 0.000"
     assert (found.avg_at[2].num_prompts, found.pass_at[2].num_prompts) == (2, 2)
 

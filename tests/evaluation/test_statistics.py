@@ -1,4 +1,4 @@
-"""Errors of means, against the formulas written out and against what random draws do."""
+"""Standard errors of means, compared with explicit formulas and with simulations."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_standard_error_matches_the_spread_of_repeated_evaluations() -> None:
         return {i: [float(draw.random() < chance) for _ in range(4)] for i, chance in enumerate(chances)}
 
     estimates = [clustered_mean(evaluation()) for _ in range(400)]
-    told = fmean(e.standard_error for e in estimates if e is not None and e.standard_error is not None)
-    assert told == pytest.approx(stdev(e.mean for e in estimates if e is not None), rel=0.1)
+    reported = fmean(e.standard_error for e in estimates if e is not None and e.standard_error is not None)
+    assert reported == pytest.approx(stdev(e.mean for e in estimates if e is not None), rel=0.1)
 
 
 def test_single_prompt_has_no_error_and_no_prompts_no_mean() -> None:

@@ -1,4 +1,4 @@
-"""One engine for many versions: requests wait for their weights, and no version starves."""
+"""One engine for many versions: requests wait until their weights are loaded, and no version starves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titan_rl.types import VersionSpan
 
 
 class Engine:
-    """Notes the weights with which each request ran; requests end when they are released."""
+    """Engine that records the weights of each request. Requests end once `release` is set."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -60,11 +60,11 @@ async def test_requests_of_another_version_wait_for_running_ones(tmp_path: Path)
     assert engine.ran == [("base-0", "base")]
     tasks.append(ask(switch, None, "base-1"))
     await settle()
-    assert engine.ran == [("base-0", "base")], "it waits behind the versions that wait already"
+    assert engine.ran == [("base-0", "base")], "it queues behind the versions that are already waiting"
     engine.release.set()
     await asyncio.gather(*tasks)
     assert engine.ran[1:] == [("a-0", "a"), ("a-1", "a"), ("b-0", "b"), ("base-1", "base")]
-    assert engine.loaded == ["a", "b", "base"], "each is loaded once for all that wait"
+    assert engine.loaded == ["a", "b", "base"], "each is loaded once for all waiting requests"
 
 
 async def test_cancelled_waiting_request_does_not_block_others(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ async def test_unloadable_weights_fail_only_their_requests(tmp_path: Path) -> No
         await ask(switch, "a", "a-0")
     engine.broken = False
     await ask(switch, None, "base-0")
-    assert engine.ran == [("base-0", "base")], "the base is loaded again, since the weights are unknown"
+    assert engine.ran == [("base-0", "base")], "the base is loaded again, because the current weights are unknown"
     assert engine.loaded == ["base"]
 
 

@@ -1,4 +1,4 @@
-"""The agent of examples/agent, its demonstrations, and that it runs against a server."""
+"""Agent of examples/agent: questions, demonstrations, and runs against a server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("agents", reason="needs the agent extra")
 pytest.importorskip("transformers")
 
+from serving.byte_model import qwen3, script
 from serving.served import Engines, served
-from serving.speaking import qwen3, script
 from transformers import AutoTokenizer
 
 from examples.agent import agent, evaluate
@@ -90,7 +90,7 @@ def test_right_demonstrations_come_first() -> None:
 
 
 def right_answer(asked: str) -> str:
-    """What to say to the question, or to what the tool said."""
+    """Right reply to the question, or to the result of a tool."""
     heard = asked.removeprefix("<tool_response>\n").removesuffix("\n</tool_response>")
     messages = demonstrate(QUESTION, random.Random(0), careless=0.0).messages
     said = messages[next(at for at, message in enumerate(messages) if message["content"] == heard) + 1]

@@ -1,4 +1,4 @@
-"""The alphabet-sort task through its public names."""
+"""Alphabet-sort task: samples, environment, reward, and settings."""
 
 from __future__ import annotations
 

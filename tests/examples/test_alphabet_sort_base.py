@@ -1,4 +1,4 @@
-"""The base model's demonstrations, and the tiny model that is made for them."""
+"""Demonstrations of alphabet-sort, and the tiny base model that is made for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums."""
+"""Arithmetic example: reward and demonstrations."""
 
 from __future__ import annotations
 

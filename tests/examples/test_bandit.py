@@ -1,4 +1,4 @@
-"""The bandit, in tokens."""
+"""Bandit example, in tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from titan_rl import Completion, FinishReason, Rollouter, RolloutGroup, Sampling
 
 
 async def pull(task: Bandit, arm: Any, samples: int) -> list[RolloutGroup]:
-    """Pulls the arm that `arm(state)` says."""
+    """Play groups in which the policy always pulls `arm(state)`."""
 
     async def generate(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
         return Completion(request_id, [arm(prompt_token_ids[-1])], [0.0], FinishReason.STOP, [VersionSpan(0, 1)])

@@ -1,4 +1,4 @@
-"""The calculator, whose functions are tools."""
+"""Calculator example, whose functions are tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Word problems: rows, demonstrations, and what counts as the right number."""
+"""Word problems: rows, demonstrations, and grading of the final number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guessing game, turn by turn."""
+"""Guessing game: turns, rewards, and demonstrations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan_rl import Message, RolloutStatus
 
 
 def halve(messages: Sequence[Message]) -> str:
-    """Guesses the middle of what is left."""
+    """Guess the middle of the remaining range."""
     return str(sum(remaining(messages)) // 2)
 
 

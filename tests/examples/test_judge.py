@@ -1,4 +1,4 @@
-"""Sums graded by a judge."""
+"""Judge example: sums graded by a judge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kuhn poker: its rules, what a best response wins, and hands that a policy plays against itself."""
+"""Kuhn poker: rules, exploitability, and hands that a policy plays against itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Policy = dict[tuple[str, History], float]
 
 
 def equilibrium(bluff: float) -> Policy:
-    """Kuhn's own, one for each `bluff` from 0 to 1/3."""
+    """Kuhn's equilibrium with this bluffing probability, from 0 to 1/3."""
     first = {"jack": (bluff, 0.0), "queen": (0.0, bluff + 1 / 3), "king": (3 * bluff, 1.0)}
     second = {"jack": (1 / 3, 0.0), "queen": (0.0, 1 / 3), "king": (1.0, 1.0)}
     policy: Policy = {}
@@ -94,7 +94,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplateRenderer:
 
 
 class Player:
-    """A `GenerateFn` that acts by the probabilities of a policy, which it is asked for in messages."""
+    """`GenerateFn` that samples actions with the probabilities of a policy."""
 
     def __init__(self, policy: Policy, renderer: ChatTemplateRenderer) -> None:
         asked: list[Any] = [{"role": "user", "content": "?"}]

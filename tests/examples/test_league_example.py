@@ -1,4 +1,4 @@
-"""Rock, paper, scissors: points, exploitability, and what a policy is measured by."""
+"""Rock, paper, scissors: points, exploitability, and measures of a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every example must pass: a dry run of its settings, with a tiny model in the place of its base model."""
+"""Dry run of every example's settings, with a tiny model instead of its base model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan_rl.run.dry_run import play_dry_run
 from titan_rl.training.tiny_model import make_tiny_model
 
 EXAMPLES = sorted(path.parent.name for path in Path("examples").glob("*/cpu.toml"))
-EXAMPLES.remove("agent")  # played by a program, which no dry run starts
+EXAMPLES.remove("agent")  # played by a program, which a dry run does not start
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -1,4 +1,4 @@
-"""A model behind OpenAI's chat protocol, as a player."""
+"""Player of a model behind OpenAI's chat protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ASKED = [{"role": "user", "content": "Heads or tails?"}]
 
 
 class Server:
-    """Gives these answers in turn, the last one for ever, and notes what it is asked."""
+    """Server that gives these answers in turn, repeats the last one, and records the requests."""
 
     def __init__(self, *answers: httpx.Response | Exception) -> None:
         self.asked: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Who plays the seats of a task, by its settings."""
+"""Players of a task's seats, from its settings."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_league_seat_is_played_by_the_matched_version() -> None:
     task = task_of(seats={"b": {"league": "even", "every": 5}})
     assert task.league == LeagueSeat(league="even", every=5)
     assert Trio.model_validate(task.model_dump(mode="json")) == task
-    assert kinds(players_of(task)) == "ppp", "the policy itself plays where no version is chosen"
+    assert kinds(players_of(task)) == "ppp", "the policy plays the seat if no version is chosen"
     with pytest.raises(RuntimeError, match="version 5, which only answers in a run"):
         task.make_env(Matched(0, 5), None)  # pyright: ignore[reportArgumentType]
     two = task_of(seats={"a": {"league": "even"}, "b": {"league": "hard"}})

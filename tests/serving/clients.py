@@ -1,4 +1,4 @@
-"""A policy that gives known answers to known questions, and the clients that agents have."""
+"""Server of a scripted policy with known answers, and the official clients connected to it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import anthropic
 import openai
+from byte_model import VOCAB, byte_tokenizer, script
 from served import Served, served
-from speaking import VOCAB, byte_tokenizer, script
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.http.exchange import ServerLimits
@@ -29,23 +29,23 @@ ANSWERS = {
 
 
 @asynccontextmanager
-async def talking(
+async def chat_server(
     renderer: Any = None,
     *,
     answers: dict[str, str] | None = None,
     engine: dict[str, Any] | None = None,
     **app: Any,
 ) -> AsyncIterator[Served]:
-    """Two engines that answer what is in `ANSWERS`.
+    """Serve two engines that give the answers of `ANSWERS`.
 
     Args:
-        engine: settings of `ScriptedEngine`.
-        app: those of `make_app`.
+        engine: Settings of `ScriptedEngine`.
+        app: Settings of `make_app`.
     """
-    told = answers or ANSWERS
+    known = answers or ANSWERS
 
     def answer(asked: str) -> str:
-        return told.get(asked, f"you said {asked}")
+        return known.get(asked, f"you said {asked}")
 
     async with served(
         engine={"script": script(TOKENIZER, answer), "vocab_size": VOCAB, "max_context": 2048, **(engine or {})},

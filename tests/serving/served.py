@@ -1,4 +1,4 @@
-"""A policy over two scripted engines behind a router, served."""
+"""Server of a policy with scripted engines behind a router."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class Engines:
 
 
 def client_of(app: PolicyApp, **headers: str) -> httpx.AsyncClient:
-    """A client in the same process, without a network."""
+    """Make a client that calls the application directly, without a network."""
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://policy", headers=headers, timeout=30.0
     )
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Give the event loop and the engines their turns until something holds."""
+    """Wait until a condition holds, while the event loop and the engines run."""
     async with asyncio.timeout(HANG_S):
-        while not condition():  # noqa: ASYNC110 what engines do in their threads sets no event
+        while not condition():  # noqa: ASYNC110 engines run in threads and set no event
             await asyncio.sleep(0.001)
 
 

@@ -1,4 +1,4 @@
-"""A backend that aborts in the middle of a chat: what a client is told has no seam."""
+"""Abort in the middle of a completion: the client sees one uninterrupted answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from clients import talking
+from clients import chat_server
 from served import Served, client_of, until
 
 CHAT = "/v1/chat/completions"
@@ -21,8 +21,8 @@ def chunks(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("budget", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_aborted_and_resumed_completion_reads_as_one(budget: str, stream: bool) -> None:
-    """Where a backend aborts: tokens, logprobs and usage of the parts add up, the budget is the rest of it, the id and
-    the role are those of the first and the finish reason is that of the last."""
+    """After an abort, the completion continues with the rest of its budget. Tokens, logprobs and usage of the parts add
+    up, id and role are those of the first part, and the finish reason is that of the last."""
     more: dict[str, Any] = {budget: 12, "logprobs": True, "return_token_ids": True}
     if stream:
         more |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -32,9 +32,9 @@ async def test_aborted_and_resumed_completion_reads_as_one(budget: str, stream: 
             answered = await client.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}], **more})
         return chunks(answered.text) if stream else [answered.json()]
 
-    async with talking() as stage:
+    async with chat_server() as stage:
         whole = await answer(stage)
-    async with talking(engine={"block_at_step": 6}, count=1) as stage:
+    async with chat_server(engine={"block_at_step": 6}, count=1) as stage:
         (engine,) = stage.engines.engines
         asked = asyncio.create_task(answer(stage))
         await asyncio.to_thread(engine.started.wait, 20)
@@ -45,7 +45,7 @@ async def test_aborted_and_resumed_completion_reads_as_one(budget: str, stream: 
         await stage.router.resume()
         parts = await asked
 
-    def told(events: list[Any]) -> Any:
+    def summary(events: list[Any]) -> Any:
         choices = [choice for event in events for choice in event["choices"]]
         said = [choice.get("message") or choice["delta"] for choice in choices]
         return {
@@ -58,6 +58,6 @@ async def test_aborted_and_resumed_completion_reads_as_one(budget: str, stream: 
             "usage": [event["usage"]["completion_tokens"] for event in events if event.get("usage")],
         }
 
-    assert told(parts) == told(whole)
-    assert (told(whole)["ids"], told(whole)["usage"], len(told(whole)["token_ids"])) == (1, [12], 12)
-    assert (told(whole)["roles"], told(whole)["finish_reasons"]) == (["assistant"], ["length"])
+    assert summary(parts) == summary(whole)
+    assert (summary(whole)["ids"], summary(whole)["usage"], len(summary(whole)["token_ids"])) == (1, [12], 12)
+    assert (summary(whole)["roles"], summary(whole)["finish_reasons"]) == (["assistant"], ["length"])

@@ -10,10 +10,10 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
-from clients import ANSWERS, CALL, TOKENIZER, anthropic_client, talking
+from byte_model import qwen3
+from clients import ANSWERS, CALL, TOKENIZER, anthropic_client, chat_server
 from pydantic import TypeAdapter
 from served import client_of
-from speaking import qwen3
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.api_keys import Keys
@@ -40,7 +40,7 @@ def events_in(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("make", [qwen3, ChatTemplateRenderer])
 async def test_stream_equals_non_streamed_message(name: str, make: Callable[..., Any]) -> None:
     asked = {"messages": [user(name)], "tools": [TOOL], "max_tokens": 100, **TOKENS}
-    async with talking(make(TOKENIZER)) as stage, client_of(stage.app) as client:
+    async with chat_server(make(TOKENIZER)) as stage, client_of(stage.app) as client:
         whole = (await client.post(MESSAGES, json=asked)).json()
         text = (await client.post(MESSAGES, json={**asked, "stream": True})).text
     events = events_in(text)
@@ -65,7 +65,7 @@ async def test_stream_equals_non_streamed_message(name: str, make: Callable[...,
 
 
 async def test_returned_content_blocks_keep_their_tokens() -> None:
-    async with talking(qwen3(TOKENIZER)) as stage, anthropic_client(stage) as client:
+    async with chat_server(qwen3(TOKENIZER)) as stage, anthropic_client(stage) as client:
         for stream in (False, True):
             asked: Any = {"model": "policy", "max_tokens": 100, "tools": [TOOL], "extra_body": TOKENS}
             asked["system"] = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
@@ -106,14 +106,14 @@ async def test_stream_reports_the_same_cached_prompt_usage_at_start_and_end() ->
         counted = (await client.post("/v1/messages/count_tokens", json={"messages": [user("hi")]})).json()
         whole = (await client.post("/v1/messages", json=asked)).json()
         events = events_in((await client.post("/v1/messages", json={**asked, "stream": True})).text)
-    told = [whole["usage"], events[0]["message"]["usage"], events[-2]["usage"]]
-    assert [usage["input_tokens"] for usage in told] == [counted["input_tokens"]] * 3
-    assert [usage["cache_read_input_tokens"] for usage in told] == [None] * 3
+    usages = [whole["usage"], events[0]["message"]["usage"], events[-2]["usage"]]
+    assert [usage["input_tokens"] for usage in usages] == [counted["input_tokens"]] * 3
+    assert [usage["cache_read_input_tokens"] for usage in usages] == [None] * 3
 
 
 def test_sync_client() -> None:
     async def whole() -> None:
-        async with talking(qwen3(TOKENIZER)) as stage, serve(stage.app) as url:
+        async with chat_server(qwen3(TOKENIZER)) as stage, serve(stage.app) as url:
             await asyncio.to_thread(sync, url)
 
     def sync(url: str) -> None:
@@ -156,10 +156,10 @@ def test_sync_client() -> None:
     ],
 )
 async def test_rejects_unsupported_fields_by_name(change: dict[str, Any], param: str) -> None:
-    async with talking() as stage, client_of(stage.app) as client:
-        told = await client.post(MESSAGES, json={"max_tokens": 5, "messages": [user("x")], **change})
-    error = told.json()
-    assert (told.status_code, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
+    async with chat_server() as stage, client_of(stage.app) as client:
+        response = await client.post(MESSAGES, json={"max_tokens": 5, "messages": [user("x")], **change})
+    error = response.json()
+    assert (response.status_code, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
     assert param in error["error"]["message"]
 
 
@@ -173,14 +173,16 @@ async def test_accepts_fields_without_effect() -> None:
         "service_tier": "auto",
         "stop_sequences": [],
     }
-    async with talking() as stage, client_of(stage.app) as client:
-        told = await client.post(f"{MESSAGES}?beta=true", json={"max_tokens": 50, "messages": [user("sky")], **neutral})
-    assert told.json()["content"][0]["text"] == "blue"
+    async with chat_server() as stage, client_of(stage.app) as client:
+        response = await client.post(
+            f"{MESSAGES}?beta=true", json={"max_tokens": 50, "messages": [user("sky")], **neutral}
+        )
+    assert response.json()["content"][0]["text"] == "blue"
 
 
 async def test_errors_have_the_anthropic_format() -> None:
     keys, limits = Keys(api=["secret"]), ServerLimits(body_bytes=100)
-    async with talking(limits=limits, keys=keys) as stage, serve(stage.app) as url:
+    async with chat_server(limits=limits, keys=keys) as stage, serve(stage.app) as url:
         asked: Any = {"model": "policy", "max_tokens": 5}
         async with anthropic.AsyncAnthropic(base_url=url, api_key="wrong", max_retries=0) as client:
             with pytest.raises(anthropic.AuthenticationError) as caught:
@@ -199,13 +201,13 @@ async def test_errors_have_the_anthropic_format() -> None:
 
 async def test_failing_stream_ends_with_the_error() -> None:
     limits = ServerLimits(request_s=0.3)
-    async with talking(limits=limits, engine={"block_at_step": 3}) as stage, anthropic_client(stage) as client:
+    async with chat_server(limits=limits, engine={"block_at_step": 3}) as stage, anthropic_client(stage) as client:
         with pytest.raises(anthropic.APIStatusError, match="not answered within"):
             await answered(client, True, model="policy", max_tokens=50, messages=[user("hi")])
 
 
 async def test_parallel_tool_calls_can_be_disabled() -> None:
-    async with talking(qwen3(TOKENIZER), answers={"look": CALL + CALL}) as stage, client_of(stage.app) as client:
+    async with chat_server(qwen3(TOKENIZER), answers={"look": CALL + CALL}) as stage, client_of(stage.app) as client:
         asked = {"messages": [user("look")], "tools": [TOOL], "max_tokens": 200}
         for disabled, number in ((False, 2), (True, 1)):
             choice = {"type": "auto", "disable_parallel_tool_use": disabled}
@@ -214,7 +216,7 @@ async def test_parallel_tool_calls_can_be_disabled() -> None:
 
 
 async def test_any_model_name_is_accepted_with_any_model() -> None:
-    async with talking(any_model=True) as stage, anthropic_client(stage) as client:
+    async with chat_server(any_model=True) as stage, anthropic_client(stage) as client:
         done = await client.messages.create(model="claude-opus-9", max_tokens=20, messages=[user("sky")])
         assert (done.content[0].text, done.model) == ("blue", "policy")
 
@@ -228,7 +230,7 @@ async def look(at: str) -> str:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tool_runner_sends_each_message_once(stream: bool) -> None:
     answers = {"look": CALL, "<tool_response>\nsky\n</tool_response>": "It is blue."}
-    async with talking(qwen3(TOKENIZER), answers=answers) as stage, anthropic_client(stage) as client:
+    async with chat_server(qwen3(TOKENIZER), answers=answers) as stage, anthropic_client(stage) as client:
         runner: Any = client.beta.messages.tool_runner(
             model="policy", max_tokens=200, tools=[look], messages=[user("look")], system="be brief", stream=stream
         )
@@ -241,7 +243,7 @@ async def test_tool_runner_sends_each_message_once(stream: bool) -> None:
 
 async def test_thread_continues_from_sampled_tokens_and_can_branch() -> None:
     create, asked = {"type": "create"}, {"max_tokens": 100, **TOKENS}
-    async with talking(qwen3(TOKENIZER)) as stage, client_of(stage.app) as client:
+    async with chat_server(qwen3(TOKENIZER)) as stage, client_of(stage.app) as client:
         whole = {**asked, "system": "be brief", "tools": [TOOL], "messages": [user("sky")], "thread": create}
         first = (await client.post(MESSAGES, json=whole)).json()
         on = {"type": "continue", "previous_message_id": first["id"]}
@@ -251,13 +253,13 @@ async def test_thread_continues_from_sampled_tokens_and_can_branch() -> None:
             assert then["content"][0]["text"] == answer
             assert then["prompt_token_ids"][: len(so_far)] == so_far
         same = {"system": "be brief", "tools": [TOOL]}
-        told = await client.post(MESSAGES, json={**asked, **same, "messages": [user("sky")], "thread": on})
-        assert told.json()["prompt_token_ids"][: len(so_far)] == so_far
+        response = await client.post(MESSAGES, json={**asked, **same, "messages": [user("sky")], "thread": on})
+        assert response.json()["prompt_token_ids"][: len(so_far)] == so_far
 
 
 async def test_client_recreates_an_evicted_thread() -> None:
     limits = ServerLimits(request_s=30.0, response_bytes=10)
-    async with talking(qwen3(TOKENIZER), limits=limits) as stage, anthropic_client(stage) as client:
+    async with chat_server(qwen3(TOKENIZER), limits=limits) as stage, anthropic_client(stage) as client:
         thread = client.beta.messages.thread(model="policy", max_tokens=50)
         assert [(await thread.send(user(said))).content[-1].text for said in ("sky", "think", "sky")] == [
             "blue", "yes", "blue",
@@ -266,7 +268,7 @@ async def test_client_recreates_an_evicted_thread() -> None:
 
 
 async def test_thread_errors_have_the_codes_that_clients_handle() -> None:
-    async with talking(keys=Keys(api=["a", "b"])) as stage, serve(stage.app) as url:
+    async with chat_server(keys=Keys(api=["a", "b"])) as stage, serve(stage.app) as url:
         asked: Any = {"model": "policy", "max_tokens": 50, "messages": [user("sky")]}
         codes: list[str | None] = []
         async with (
@@ -292,7 +294,7 @@ async def test_thread_errors_have_the_codes_that_clients_handle() -> None:
 
 
 async def test_request_errors_have_error_codes() -> None:
-    async with talking() as stage, anthropic_client(stage) as client:
+    async with chat_server() as stage, anthropic_client(stage) as client:
         for more, code in (
             ({"model": "claude"}, "model_not_found"),
             ({"messages": [user("x" * 3000)]}, "context_length_exceeded"),

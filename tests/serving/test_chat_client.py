@@ -1,4 +1,4 @@
-"""`HttpChatFn`: what it asks of servers, and what it makes of their answers."""
+"""`HttpChatFn`: its requests, and the parsing of answers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
+from serving.conversation_fakes import SAMPLING, chat_template_renderer, user
 from serving.served import served
-from serving.talk import SAMPLING, chat_template_renderer, user
 
 from titan_rl import FinishReason, GenerationError, PromptTooLongError, RequestError, SamplingParams
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
@@ -17,7 +17,7 @@ from titan_rl.serving.client import HttpChatFn
 
 
 class Server:
-    """Answers as it is told, and remembers what it was asked."""
+    """Server that gives scripted answers and records the requests."""
 
     def __init__(self, *answers: Callable[[], httpx.Response]) -> None:
         self.asked: list[dict[str, Any]] = []

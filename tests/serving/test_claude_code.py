@@ -1,12 +1,12 @@
-"""The requests of Claude Code, made with Anthropic's client: what it sends beside the conversation."""
+"""Requests of Claude Code, made with Anthropic's client, with all the fields that it sends besides the conversation."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import anthropic
-from clients import CALL, TOKENIZER, anthropic_client, talking
-from speaking import qwen3
+from byte_model import qwen3
+from clients import CALL, TOKENIZER, anthropic_client, chat_server
 
 BETAS = ["claude-code-20250219", "interleaved-thinking-2025-05-14", "context-management-2025-06-27"]
 CACHED: Any = {"type": "ephemeral", "ttl": "1h"}
@@ -55,10 +55,10 @@ def asked(nonce: str, messages: list[Any]) -> dict[str, Any]:
 
 
 async def turn(client: anthropic.AsyncAnthropic, nonce: str, messages: list[Any]) -> tuple[Any, list[int], list[int]]:
-    """One streamed answer, as the client puts it together; the tokens of its prompt, and its own."""
+    """Stream an answer. Returns the message, the tokens of the prompt, and the tokens of the completion."""
     async with client.beta.messages.stream(**asked(nonce, messages)) as stream:
-        (told,) = [event.model_extra async for event in stream if event.type == "message_delta"]
-        return await stream.get_final_message(), told["prompt_token_ids"], told["token_ids"]
+        (extra,) = [event.model_extra async for event in stream if event.type == "message_delta"]
+        return await stream.get_final_message(), extra["prompt_token_ids"], extra["token_ids"]
 
 
 async def test_session_keeps_its_tokens_despite_a_changing_system_prompt() -> None:
@@ -67,7 +67,10 @@ async def test_session_keeps_its_tokens_despite_a_changing_system_prompt() -> No
         "<system-reminder>today</system-reminder>look": "I look." + CALL,
         "<tool_response>\nclear\n</tool_response>": "Done.",
     }
-    async with talking(qwen3(TOKENIZER), answers=answers, any_model=True) as stage, anthropic_client(stage) as client:
+    async with (
+        chat_server(qwen3(TOKENIZER), answers=answers, any_model=True) as stage,
+        anthropic_client(stage) as client,
+    ):
         quota = await client.beta.messages.create(
             model="claude-haiku-4-5", max_tokens=1, messages=[{"role": "user", "content": "quota"}], metadata={}
         )

@@ -1,4 +1,4 @@
-"""What `HttpGenerateFn` takes for an answer, and what it says of others."""
+"""Answers that `HttpGenerateFn` accepts, and errors for others."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def completion(token_ids: str = "[5, 6]", logprobs: str = "[-0.1, 0.0001]", **mo
     return f'{{"choices": [{{{choice}}}]}}'
 
 
-async def ask_one_that_says(said: str, status: int = 200) -> Completion:
+async def completion_from(said: str, status: int = 200) -> Completion:
     transport = httpx.MockTransport(lambda request: httpx.Response(status, text=said))
     async with HttpGenerateFn("http://policy", transport=transport) as ask:
         return await ask([1], request_id="r", sampling=SamplingParams(2))
 
 
 async def test_accepts_positive_logprobs_only_within_rounding() -> None:
-    assert (await ask_one_that_says(completion())).logprobs == [-0.1, 0.0001]
+    assert (await completion_from(completion())).logprobs == [-0.1, 0.0001]
     with pytest.raises(GenerationError, match=r"a logprob is 1\.0; it must be a number .* not above 0"):
-        await ask_one_that_says(completion(logprobs="[-0.1, 1.0]"))
+        await completion_from(completion(logprobs="[-0.1, 1.0]"))
 
 
 @pytest.mark.parametrize("token_id", ["1.0", "true", '"1"', "null", "-1", str(10**30)])
 async def test_rejects_invalid_token_ids(token_id: str) -> None:
     with pytest.raises(GenerationError, match=r"token_ids has .*; it must be an integer between 0 and 2147483647"):
-        await ask_one_that_says(completion(token_ids=f"[5, {token_id}]"))
+        await completion_from(completion(token_ids=f"[5, {token_id}]"))
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,12 @@ async def test_rejects_invalid_token_ids(token_id: str) -> None:
 )
 async def test_unparsable_answer_error_gives_the_reason(said: str, why: str) -> None:
     with pytest.raises(GenerationError, match=f"invalid completion: .*{why}"):
-        await ask_one_that_says(said)
+        await completion_from(said)
 
 
 async def test_unparsable_error_body_still_reports_the_status() -> None:
     with pytest.raises(GenerationError, match="answered 500: "):
-        await ask_one_that_says("[" * 100_000, status=500)
+        await completion_from("[" * 100_000, status=500)
 
 
 @pytest.mark.parametrize("entry", [None, 1.0, [-1.0]])

@@ -1,4 +1,4 @@
-"""Connections of a client over HTTP: reused, limited, and given back whatever happens to a request."""
+"""HTTP connections of a client: reused, limited in number, and released however a request ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titan_rl.serving.connections import Connections
 
 
 class Server:
-    """Answers requests once `may_answer` is set, and counts connections."""
+    """Server that answers once `may_answer` is set, and counts connections."""
 
     def __init__(self) -> None:
         self.opened = 0

@@ -1,7 +1,7 @@
-"""Agents, evaluators and trainers as they are published, each a program of its own against a real server.
+"""Published agents, evaluators and trainers, each as a separate program against a real server.
 
-Asked for with `make test-clients`. What cannot be installed beside this stack runs in an environment that is made from
-the package index and kept in pytest's cache.
+Run with `make test-clients`. Packages that conflict with this stack are installed from the package index into a virtual
+environment, which pytest's cache keeps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clients import ANSWERS, TOKENIZER, talking
+from byte_model import qwen3, script
+from clients import ANSWERS, TOKENIZER, chat_server
 from own_venv import asked_for, python_with
-from speaking import qwen3, script
 
 from titan_rl.serving.server import serve
 
@@ -31,8 +31,8 @@ RUN_S = 300
 pytestmark = asked_for
 
 
-async def told_by(*command: str, url: str) -> Any:
-    """What a program prints last, as JSON."""
+async def run_program(*command: str, url: str) -> Any:
+    """Run a program and parse its last line of output as JSON."""
     environment = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none", "ANTHROPIC_BASE_URL": url}
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -54,14 +54,14 @@ async def test_openai_agents_calls_tools(request: pytest.FixtureRequest) -> None
     is_here = importlib.util.find_spec("agents") is not None
     python = sys.executable if is_here else python_with(request.config.cache, "openai-agents", "openai-agents==0.24.0")
     answers = {"look": 'I look.<tool_call>\n{"name": "look", "arguments": {"at": "clear"}}\n</tool_call>'}
-    async with talking(qwen3(TOKENIZER), answers=answers, any_model=True) as stage, serve(stage.app) as url:
-        told = await told_by(python, str(PROGRAMS / "openai_agents.py"), url=url)
+    async with chat_server(qwen3(TOKENIZER), answers=answers, any_model=True) as stage, serve(stage.app) as url:
+        result = await run_program(python, str(PROGRAMS / "openai_agents.py"), url=url)
         assert stage.app.exchanges.num_completions_running == 0
-    assert "a clear sky" in told["whole"]
-    assert told["stream"] == told["whole"]
-    assert told["requests"] == 2
-    assert told["turns"] == ["MessageOutputItem", "ToolCallItem", "ToolCallOutputItem", "MessageOutputItem"]
-    assert "raw_response_event" in told["events"]
+    assert "a clear sky" in result["whole"]
+    assert result["stream"] == result["whole"]
+    assert result["requests"] == 2
+    assert result["turns"] == ["MessageOutputItem", "ToolCallItem", "ToolCallOutputItem", "MessageOutputItem"]
+    assert "raw_response_event" in result["events"]
 
 
 async def test_inspect_ai_evaluation(request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -70,13 +70,13 @@ async def test_inspect_ai_evaluation(request: pytest.FixtureRequest, tmp_path: P
         "sky": "blue",
         "look": '<tool_call>\n{"name": "look", "arguments": {"at": "clear"}}\n</tool_call>',
     }
-    async with talking(qwen3(TOKENIZER), answers=answers, any_model=True) as stage, serve(stage.app) as url:
-        scores = await told_by(python, str(PROGRAMS / "inspect_ai_eval.py"), str(tmp_path), url=url)
+    async with chat_server(qwen3(TOKENIZER), answers=answers, any_model=True) as stage, serve(stage.app) as url:
+        scores = await run_program(python, str(PROGRAMS / "inspect_ai_eval.py"), str(tmp_path), url=url)
     assert scores == {f"{task} {api}": 1.0 for task in ("plain", "tools") for api in ("chat", "responses")}
 
 
-def goes_on(context: Sequence[int]) -> int:
-    """Chats, and goes on from the text "sky" by itself."""
+def chat_or_continue(context: Sequence[int]) -> int:
+    """Script that chats, and continues the plain text "sky"."""
     if START in context:
         return CHATTING(context)
     said = TOKENIZER.decode(context).removeprefix("sky")
@@ -85,26 +85,26 @@ def goes_on(context: Sequence[int]) -> int:
 
 async def test_lm_eval_evaluation(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     python = python_with(request.config.cache, "lm-eval", "lm-eval[api]==0.4.13")
-    async with talking(engine={"script": goes_on}, any_model=True) as stage, serve(stage.app) as url:
-        scores = await told_by(python, str(PROGRAMS / "lm_eval_run.py"), str(tmp_path), url=url)
+    async with chat_server(engine={"script": chat_or_continue}, any_model=True) as stage, serve(stage.app) as url:
+        scores = await run_program(python, str(PROGRAMS / "lm_eval_run.py"), str(tmp_path), url=url)
     assert scores == {"local-chat-completions": 1.0, "local-completions": 1.0}
 
 
 async def test_verifiers_evaluation_and_training(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     python = python_with(request.config.cache, "verifiers", "verifiers==0.4.0")
     TOKENIZER.save_pretrained(tmp_path)
-    async with talking(qwen3(TOKENIZER)) as stage, serve(stage.app) as url:
-        told = await told_by(python, str(PROGRAMS / "verifiers_rollout.py"), str(tmp_path), url=url)
+    async with chat_server(qwen3(TOKENIZER)) as stage, serve(stage.app) as url:
+        result = await run_program(python, str(PROGRAMS / "verifiers_rollout.py"), str(tmp_path), url=url)
     said = ["blue", "1, 2, 3, stop, 4", "blue"]
     num_sampled = sum(len(TOKENIZER.encode(text, add_special_tokens=False)) + 1 for text in said)
-    assert told["eval"] == {"errors": [], "said": said, "sampled": 0}
-    assert told["train"] == {"errors": [], "said": said, "sampled": num_sampled}
+    assert result["eval"] == {"errors": [], "said": said, "sampled": 0}
+    assert result["train"] == {"errors": [], "said": said, "sampled": num_sampled}
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 async def test_curl_stream() -> None:
     body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "sky"}], "stream": True})
-    async with talking() as stage, serve(stage.app) as url:
+    async with chat_server() as stage, serve(stage.app) as url:
         process = await asyncio.create_subprocess_exec(
             "curl", "-sN", f"{url}/v1/chat/completions", "-H", "content-type: application/json", "-d", body,
             stdout=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Clients that misbehave on their connection: none holds a place, or the server, for longer than its limits say."""
+"""Misbehaving connections: none occupies a slot or the server for longer than the limits allow."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def connected(limits: ServerLimits = SHORT, **engine: Any) -> AsyncIterato
 
 
 class Connection:
-    """A client of which a test says every byte."""
+    """Raw client connection, whose bytes the test chooses."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -56,7 +56,7 @@ class Connection:
         await asyncio.get_running_loop().sock_sendall(self.socket, data)
 
     async def rest(self) -> bytes:
-        """What comes until the server closes the connection."""
+        """Receive until the server closes the connection."""
         said = b""
         with suppress(ConnectionResetError):  # it was still sending
             while data := await asyncio.get_running_loop().sock_recv(self.socket, 1 << 16):
@@ -72,7 +72,7 @@ async def test_closes_the_connection_when_the_request_head_times_out(sent: bytes
 
 
 async def test_head_timeout_applies_to_a_second_request() -> None:
-    patient = ServerLimits(head_s=1.0, request_s=30.0)  # the first one has to be answered meanwhile
+    patient = ServerLimits(head_s=1.0, request_s=30.0)  # enough time to answer the first request
     async with connected(patient) as (_, connection):
         await connection.send(request() + b"POST ")
         assert (await connection.rest()).startswith(b"HTTP/1.1 200 ")
@@ -81,7 +81,7 @@ async def test_head_timeout_applies_to_a_second_request() -> None:
 async def test_closes_the_connection_of_an_endless_request_head() -> None:
     async with connected(ServerLimits(request_s=30.0)) as (_, connection):
         await connection.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ")
-        with pytest.raises(ConnectionError):  # noqa: PT012 it is cut off while it sends
+        with pytest.raises(ConnectionError):  # noqa: PT012 the connection closes during a send
             for _ in range(1000):
                 await connection.send(b"x" * 10_000)
                 await asyncio.sleep(0)
@@ -116,7 +116,7 @@ async def test_accepts_pipelined_heads_within_the_limit() -> None:
 
 
 async def test_closes_the_connection_after_rejecting_a_body() -> None:
-    """What is left of it is not read for ever."""
+    """The rest of the body is not read indefinitely."""
     async with connected() as (_, connection):
         await connection.send(with_head(b"", length=10**9))
         answering = asyncio.create_task(connection.rest())
@@ -153,7 +153,7 @@ async def test_half_closed_connection_counts_as_disconnected(stream: bool) -> No
 
 
 async def test_client_that_never_reads_counts_as_disconnected() -> None:
-    """Its place is free, and so is its connection, whose last bytes nobody takes."""
+    """Its slot is freed, and its connection is closed although the client reads no more."""
     async with connected() as (stage, connection):
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         asked = json.dumps(
@@ -169,7 +169,7 @@ async def test_client_that_never_reads_counts_as_disconnected() -> None:
 
 
 class Written:
-    """A transport that notes what is sent as one."""
+    """Transport that records each write."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Forced tools and schemas from each protocol to an engine, and what else says how an answer is sampled."""
+"""Forced tool calls, schemas and other sampling settings, from each protocol to the engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 import xgrammar
+from byte_model import VOCAB, byte_tokenizer, qwen3, script
 from served import client_of, served
-from speaking import VOCAB, byte_tokenizer, qwen3, script
 
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
@@ -40,7 +40,7 @@ OTHER_CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 
 
 class ConstrainedEngine(ScriptedEngine):
-    """Says what it is told to, notes how it was asked to, and that half of the probability was left each time."""
+    """Scripted engine that records sampling parameters. Its constraints leave a logprob of -0.5 at each token."""
 
     extra_sampling = EXTRA_SAMPLING
 
@@ -76,7 +76,7 @@ async def constrained(says: str = ANSWER, **app: Any) -> AsyncIterator[tuple[htt
 
 
 def allows(tag: str | None, text: str) -> bool:
-    """Whether a completion of this text keeps to the constraint, down to the token that ends it."""
+    """Return whether the constraint allows a completion of this text, including the stop token."""
     assert tag is not None
     info = xgrammar.TokenizerInfo.from_huggingface(TOKENIZER, vocab_size=VOCAB)
     matcher = xgrammar.GrammarMatcher(
@@ -135,7 +135,7 @@ async def test_required_tool_choice_allows_calls_of_any_tool(path: str, body: di
     assert allows(tag, CALL)
     assert allows(tag, OTHER_CALL)
     assert allows(tag, f"{CALL}\n{OTHER_CALL}\n{CALL}")
-    assert allows(tag, f"<think>\nhm\n</think>\n\n{CALL}"), "it may think first"
+    assert allows(tag, f"<think>\nhm\n</think>\n\n{CALL}"), "reasoning may come first"
     for wrong in ("no", "", ANSWER, CALL.replace("add", "sub"), CALL.replace("3", "true"), f"Well: {CALL}"):
         assert not allows(tag, wrong), wrong
 
@@ -172,7 +172,7 @@ async def test_json_object_format_allows_any_object(path: str, body: dict[str, A
     tag = await tag_of(path, {**body, "tools": None}, ANSWER)
     assert allows(tag, '{"x": [1, {"y": null}]}')
     assert not allows(tag, "[1]")
-    assert not allows(tag, '{"x": "<|im_start|>"}'), "the model's markup is part of no text"
+    assert not allows(tag, '{"x": "<|im_start|>"}'), "text must not contain the model's markup"
 
 
 async def test_constraint_allows_reasoning_only_when_the_prompt_leaves_it_open() -> None:
@@ -196,9 +196,9 @@ async def test_rejects_constraints_that_the_engine_does_not_support(path: str, b
         for stream in (False, True):
             answer = await client.post(path, json={**body, "stream": stream})
             assert answer.status_code == 400
-            told = answer.json()["error"]["message"]
-            assert "not supported by the engine behind this server; leave it out" in told
-            assert told.startswith(("tool_choice", "response_format", "text.format", "output_config.format"))
+            message = answer.json()["error"]["message"]
+            assert "not supported by the engine behind this server; leave it out" in message
+            assert message.startswith(("tool_choice", "response_format", "text.format", "output_config.format"))
 
 
 async def test_rejects_constraints_for_a_plain_generate_function() -> None:
@@ -221,7 +221,7 @@ async def test_rejects_forced_calls_when_the_renderer_cannot_parse_calls() -> No
         path, body = chat(tool_choice="required")
         refused = await client.post(path, json=body)
         path, body = TYPED[0]
-        assert (await client.post(path, json=body)).status_code == 200, "an answer can be held to a schema"
+        assert (await client.post(path, json=body)).status_code == 200, "a schema can still be enforced"
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
     assert "set model.renderer to one that does" in refused.json()["error"]["message"]
     assert len(asked) == 1
@@ -239,8 +239,8 @@ async def test_rejects_forced_calls_when_the_renderer_cannot_parse_calls() -> No
 async def test_rejects_unsatisfiable_constraints_by_name(more: dict[str, Any], param: str) -> None:
     async with constrained() as (client, _):
         path, body = chat(**more)
-        told = await client.post(path, json=body)
-    assert (told.status_code, told.json()["error"]["param"]) == (400, param)
+        response = await client.post(path, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 async def test_penalties_and_logit_bias_reach_the_engine_unchanged() -> None:
@@ -262,7 +262,7 @@ async def test_penalties_and_logit_bias_reach_the_engine_unchanged() -> None:
 
 
 class TestEpisodes:
-    """Of an agent that is trained."""
+    """Constraints in the episode of an agent in training."""
 
     @asynccontextmanager
     async def stage(self, says: str) -> AsyncIterator[tuple[Any, httpx.AsyncClient, list[SamplingParams]]]:
@@ -279,7 +279,7 @@ class TestEpisodes:
             episode.end()
             rollout = Rollout("g/0", "g", 0, None)
             episode.fill_in(rollout)
-        assert asked[0].temperature == 0.5, "the rest is the run's"
+        assert asked[0].temperature == 0.5, "other parameters are the run's"
         forced, free = rollout.turns
         assert forced.sampling is not None
         assert forced.sampling.constraint == asked[0].constraint
@@ -302,9 +302,9 @@ class TestEpisodes:
         async with self.stage(ANSWER) as (_, client, asked):
             for make in (chat, responses, messages):
                 path, body = make(**{name: value})
-                told = await client.post(path, json=body)
-                assert told.status_code == 400
-                message = told.json()["error"]["message"]
+                response = await client.post(path, json=body)
+                assert response.status_code == 400
+                message = response.json()["error"]["message"]
                 assert f"{name} = " in message
                 assert "training does not account for that; leave it out" in message
             neutral = {
@@ -343,9 +343,9 @@ class TestPrompts:
         tokenizer = byte_tokenizer(template)
         async with constrained("fine", renderer=ChatTemplateRenderer(tokenizer), tokenizer=tokenizer) as (client, _):
             path, body = chat(tools=None, return_token_ids=True, chat_template_kwargs={"mood": "Sad: "})
-            told = (await client.post(path, json=body)).json()
+            completion = (await client.post(path, json=body)).json()
             wrong = await client.post(path, json={**body, "chat_template_kwargs": {"tone": "Sad: "}})
-        assert TOKENIZER.decode(told["prompt_token_ids"]).endswith("assistant\nSad: ")
+        assert TOKENIZER.decode(completion["prompt_token_ids"]).endswith("assistant\nSad: ")
         assert "it reads mood" in wrong.json()["error"]["message"]
 
     async def test_continue_final_message_continues_a_prefilled_reply(self) -> None:
@@ -355,8 +355,8 @@ class TestPrompts:
                 tools=None, return_token_ids=True, continue_final_message=True, add_generation_prompt=False
             )
             body = {**body, "messages": [*body["messages"], begun]}
-            told = (await client.post(path, json=body)).json()
-            whole = {"role": "assistant", "content": "Well, " + told["choices"][0]["message"]["content"]}
+            completion = (await client.post(path, json=body)).json()
+            whole = {"role": "assistant", "content": "Well, " + completion["choices"][0]["message"]["content"]}
             said = [*body["messages"][:-1], whole, {"role": "user", "content": "y"}]
             second = (await client.post(path, json={"messages": said, "return_token_ids": True})).json()
             refused = [
@@ -365,9 +365,9 @@ class TestPrompts:
                 {"messages": body["messages"][:1], "add_generation_prompt": False},
             ]
             codes = [(await client.post(path, json=each)).status_code for each in refused]
-        assert TOKENIZER.decode(told["prompt_token_ids"]).endswith("assistant\nWell, ")
-        assert told["choices"][0]["message"]["content"] == "fine"
-        before = [*told["prompt_token_ids"], *told["choices"][0]["token_ids"]]
+        assert TOKENIZER.decode(completion["prompt_token_ids"]).endswith("assistant\nWell, ")
+        assert completion["choices"][0]["message"]["content"] == "fine"
+        before = [*completion["prompt_token_ids"], *completion["choices"][0]["token_ids"]]
         assert second["prompt_token_ids"][: len(before)] == before
         assert codes == [400, 400, 400]
 

@@ -1,11 +1,11 @@
-"""What a conversation that comes back as messages is matched to, and what of it is tokenized."""
+"""Matching of returned messages to recorded turns, and tokenizing of new ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from talk import SYSTEM, Forgetful, chat_template_renderer, completion, reply, user
+from conversation_fakes import SYSTEM, Forgetful, chat_template_renderer, completion, reply, user
 
 from titan_rl.core.errors import RequestError
 from titan_rl.rollout.renderer import ChatTemplateRenderer

@@ -1,4 +1,4 @@
-"""Many clients at once, and requests of any kind: every answer is right, or a refusal, and every place comes back."""
+"""Many concurrent clients and random requests: every answer is right or an error, and every slot is released."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
+from byte_model import VOCAB, byte_tokenizer
 from depth import DEEP, examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import client_of, served
-from speaking import VOCAB, byte_tokenizer
 
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.rollout.renderer import ChatTemplateRenderer
@@ -24,7 +24,7 @@ from titan_rl.types import SamplingParams
 GENERATE = "/inference/v1/generate"
 CLIENTS = 24
 LENGTH = 24
-STEP = CostModel(step=0.004)  # long enough for pulls and pauses to come between
+STEP = CostModel(step=0.004)  # slow enough that pulls and pauses happen between steps
 TOKENIZER = byte_tokenizer()
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ async def test_streams_are_correct_during_weight_pulls_and_pauses() -> None:
     ):
         streams = asyncio.gather(*(streamed(client, url, [number, 1]) for number in range(CLIENTS)))
         version = 0
-        while stage.app.exchanges.num_completions_running == 0:  # noqa: ASYNC110  nothing tells of it
+        while stage.app.exchanges.num_completions_running == 0:  # noqa: ASYNC110  there is no event for it
             await asyncio.sleep(0)
         while not streams.done():
             version += 1
@@ -76,7 +76,7 @@ async def test_streams_are_correct_during_weight_pulls_and_pauses() -> None:
 
 @pytest.mark.skipif(not DEEP, reason="a thousand clients take half a minute")
 def test_thousand_streams_from_a_server_process(tmp_path: Path) -> None:
-    """Under pauses and pulls throughout, each is complete and right, and memory stays."""
+    """During pauses and weight pulls, each stream is complete and right, and memory does not grow."""
     from benchmarks.serving_sessions import measure
 
     growth = asyncio.run(measure(1000, 3, tmp_path))

@@ -1,4 +1,4 @@
-"""Episodes over HTTP: whose key opens what, what is recorded through each protocol, rewards, ends."""
+"""Episodes over HTTP: access by key, recording through each protocol, rewards, and the end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from itertools import count
 from typing import Any
 
 import httpx
+from byte_model import VOCAB, byte_tokenizer, qwen3, script
 from served import Engines, Served, client_of, served, until
-from speaking import VOCAB, byte_tokenizer, qwen3, script
 
 from titan_rl.core.errors import BusyError
 from titan_rl.generation.resume import request_fn

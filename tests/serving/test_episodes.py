@@ -1,4 +1,4 @@
-"""An episode's requests, rewards and ends, the rollout that comes of it, and who can open it."""
+"""Episodes: requests, limits, rewards and ends, the resulting rollout, and keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from talk import SAMPLING, SYSTEM, chat_template_renderer, completion, reply, user
+from conversation_fakes import SAMPLING, SYSTEM, chat_template_renderer, completion, reply, user
 
 from titan_rl.core.errors import BusyError, EpisodeEndedError, RequestError
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
@@ -232,7 +232,7 @@ async def test_seeds_do_not_depend_on_the_order_of_concurrent_requests() -> None
 
 
 async def test_rejected_request_does_not_consume_a_seed() -> None:
-    """Else a retry would be another draw, and a rollout that is run again would not find its recorded answers."""
+    """Otherwise a retry would change the seed, and a repeated rollout would not find its recorded answers."""
     own = SamplingParams(max_tokens=8, seed=7)
     undisturbed, busy = (store(requests=1).open("e", sampling=own) for _ in range(2))
 

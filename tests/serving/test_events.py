@@ -1,4 +1,4 @@
-"""What a stream has to send, in virtual time."""
+"""Event queue of a stream, in virtual time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from titan_rl.serving.http.exchange import KEEP_ALIVE, Events
 async def test_batches_events_and_sends_keep_alives_when_idle() -> None:
     loop = asyncio.get_running_loop()
     began, events = loop.time(), Events(keep_alive_s=10.0)
-    told: list[tuple[int, bytes]] = []
+    received: list[tuple[int, bytes]] = []
 
     async def take() -> None:
         while True:
             sent = await events.next()
-            told.append((round(loop.time() - began), sent))
+            received.append((round(loop.time() - began), sent))
 
     taking = asyncio.create_task(take())
     events.add(b"a")
@@ -31,4 +31,4 @@ async def test_batches_events_and_sends_keep_alives_when_idle() -> None:
     events.close()
     await asyncio.sleep(60)
     taking.cancel()
-    assert told == [(0, b"ab"), (4, b"c"), (14, KEEP_ALIVE), (24, KEEP_ALIVE), (25, b"")]
+    assert received == [(0, b"ab"), (4, b"c"), (14, KEEP_ALIVE), (24, KEEP_ALIVE), (25, b"")]

@@ -1,4 +1,4 @@
-"""What a request passes before anybody reads it, and what the server tells of itself."""
+"""Checks of requests before an endpoint sees them, and the server's own endpoints."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ async def test_pull_of_an_unpublished_version_is_rejected(version: int, status: 
 @pytest.mark.parametrize(("field", "value"), [("temperature", 2.5), ("min_tokens", 5)])
 async def test_invalid_sampling_value_error_names_the_field(field: str, value: float) -> None:
     async with served() as stage, client_of(stage.app) as client:
-        told = await client.post(GENERATE, json={**ASK, "sampling_params": {"max_tokens": 2, field: value}})
-        assert (told.status_code, told.json()["error"]["param"].rpartition(".")[2]) == (400, field)
+        response = await client.post(GENERATE, json={**ASK, "sampling_params": {"max_tokens": 2, field: value}})
+        assert (response.status_code, response.json()["error"]["param"].rpartition(".")[2]) == (400, field)
 
 
 async def test_health_reports_unavailability_with_its_reason() -> None:
@@ -142,16 +142,16 @@ async def test_keys_never_appear_in_the_log(caplog: pytest.LogCaptureFixture) ->
     async with serve(app(keys=keys)) as url, httpx.AsyncClient(base_url=url) as client:
         for key in ("of-a-client", "of-an-admin", "of-nobody"):
             for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
-                await client.post(GENERATE, json=ASK, headers=headers)  # which fails inside
+                await client.post(GENERATE, json=ASK, headers=headers)  # an internal error
                 await client.post("/admin/pause", json={}, headers=headers)
                 await client.get(f"/v1/models?api_key={key}", headers=headers)
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(b"POST / HTTP/1.1\r\nauthorization: Bearer of-a-client\r\n\x00: \r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
         writer.close()
-    told = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
-    assert any("failed" in message for message in told)
-    assert not any(f"of-{who}" in message for message in told for who in ("a-client", "an-admin", "nobody"))
+    messages = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
+    assert any("failed" in message for message in messages)
+    assert not any(f"of-{who}" in message for message in messages for who in ("a-client", "an-admin", "nobody"))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ async def test_keys_never_appear_in_the_log(caplog: pytest.LogCaptureFixture) ->
     ],
 )
 async def test_rejects_requests_of_foreign_origins(origin: str, status: int) -> None:
-    """Also one whose name has come to mean this machine since it was loaded."""
+    """Origins other than this machine are refused, even if their name now resolves to this machine."""
     async with client_of(app()) as client:
         assert (await client.post(GENERATE, json=ASK, headers={"origin": origin})).status_code == status
 
@@ -274,12 +274,12 @@ async def test_metrics_count_responses_and_tokens() -> None:
     async with served() as stage, client_of(stage.app) as client:
         await client.post(GENERATE, json=ASK)
         await client.get("/v1/models/other")
-        told = (await client.get("/metrics")).text.splitlines()
-    assert f'titan_rl_responses_total{{path="{GENERATE}",status="200"}} 1.0' in told
-    assert 'titan_rl_responses_total{path="other",status="404"} 1.0' in told
-    assert "titan_rl_completion_tokens_total 2.0" in told
-    assert "titan_rl_completions_running 0.0" in told
-    assert "titan_rl_time_to_first_token_seconds_count 1.0" in told
+        lines = (await client.get("/metrics")).text.splitlines()
+    assert f'titan_rl_responses_total{{path="{GENERATE}",status="200"}} 1.0' in lines
+    assert 'titan_rl_responses_total{path="other",status="404"} 1.0' in lines
+    assert "titan_rl_completion_tokens_total 2.0" in lines
+    assert "titan_rl_completions_running 0.0" in lines
+    assert "titan_rl_time_to_first_token_seconds_count 1.0" in lines
 
 
 async def test_unknown_path_error_lists_the_known_paths() -> None:
@@ -329,7 +329,7 @@ def test_rejects_a_string_as_the_list_of_keys() -> None:
 
 @pytest.mark.parametrize(("version", "status"), [("1.0", 200), ("1.1", 400)])
 async def test_host_header_is_optional_in_http_1_0_only(version: str, status: int) -> None:
-    """HTTP/1.0 has none, as some health checks speak it, and HTTP/1.1 asks for one."""
+    """HTTP/1.0, which some health checks use, has no Host header. HTTP/1.1 requires one."""
     async with serve(app()) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(f"GET /v1/models HTTP/{version}\r\nConnection: close\r\n\r\n".encode())
@@ -346,8 +346,8 @@ async def test_request_id_appears_in_the_response_and_the_log(caplog: pytest.Log
             assert (await client.post(path, json=body, headers=given)).headers["x-request-id"] == "mine-17"
         made = [(await client.get("/health", headers={"x-request-id": bad})).headers for bad in ("", "a b", "x" * 200)]
         assert len({headers["x-request-id"] for headers in made}) == 3
-        told = (await client.post("/v1/messages", json={}, headers=given)).headers
-        assert (told["request-id"], told["x-request-id"]) == ("mine-17", "mine-17")
+        headers = (await client.post("/v1/messages", json={}, headers=given)).headers
+        assert (headers["request-id"], headers["x-request-id"]) == ("mine-17", "mine-17")
     async with client_of(app()) as client:
         answer = await client.post(GENERATE, json=ASK, headers=given)
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine-17")

@@ -1,4 +1,4 @@
-"""Bodies as long as they may be: they take their time, and nobody else's."""
+"""Large bodies, whose processing must not delay other requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from background import HANG_S
-from clients import TOKENIZER, talking
+from clients import TOKENIZER, chat_server
 from pydantic import ValidationError
 from served import client_of
 
@@ -23,10 +23,10 @@ LONG = "word " * 20_000
 
 
 class Stuck:
-    """A tokenizer and a renderer that are at a long text until a test lets them go on.
+    """Tokenizer and renderer that block on a long text until the test sets `go_on`.
 
     Args:
-        can_copy: whether threads can have copies of it.
+        can_copy: Whether threads can copy it.
     """
 
     def __init__(self, *, can_copy: bool = True) -> None:
@@ -71,9 +71,9 @@ ASKS: list[tuple[str, dict[str, Any]]] = [
 async def test_other_requests_are_answered_while_a_long_text_is_tokenized(
     path: str, body: dict[str, Any], can_copy: bool
 ) -> None:
-    """What needs the tokenizer waits only where there cannot be another of it."""
+    """Other requests wait for the tokenizer only if it cannot be copied."""
     stuck = Stuck(can_copy=can_copy)
-    async with talking(stuck, tokenizer=stuck) as stage, client_of(stage.app) as client, asyncio.timeout(HANG_S):
+    async with chat_server(stuck, tokenizer=stuck) as stage, client_of(stage.app) as client, asyncio.timeout(HANG_S):
         asked = asyncio.create_task(client.post(path, json=body))
         await asyncio.to_thread(stuck.began.wait, 20)
         assert stage.app.exchanges.num_completions_running == 1
@@ -92,7 +92,7 @@ async def test_other_requests_are_answered_while_a_long_text_is_tokenized(
 async def test_request_times_out_during_tokenization() -> None:
     stuck = Stuck()
     limits = ServerLimits(request_s=0.05)
-    async with talking(stuck, tokenizer=stuck, limits=limits) as stage, client_of(stage.app) as client:
+    async with chat_server(stuck, tokenizer=stuck, limits=limits) as stage, client_of(stage.app) as client:
         answer = await client.post("/v1/completions", json={"prompt": LONG})
         stuck.go_on.set()
     assert (answer.status_code, stage.app.exchanges.num_completions_running) == (504, 0)
@@ -102,7 +102,7 @@ async def test_request_times_out_during_tokenization() -> None:
     ("kind", "name", "most"),
     [
         (GenerateBody, "token_ids", 1),
-        (CompletionBody, "prompt", 4),  # one for each of the forms it may have
+        (CompletionBody, "prompt", 4),  # one for each allowed type
         (ChatBody, "messages", 1),
         (ChatBody, "tools", 1),
         (ChatBody, "stop", 2),
@@ -121,7 +121,7 @@ def test_validation_reports_few_of_many_invalid_items(kind: Any, name: str, most
 
 async def test_too_many_fields_error_gives_their_number() -> None:
     body = {f"field{number}": 1 for number in range(10_000)}
-    async with talking() as stage, client_of(stage.app) as client:
+    async with chat_server() as stage, client_of(stage.app) as client:
         answer = await client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert "10000 fields" in answer.json()["error"]["message"]
@@ -130,14 +130,14 @@ async def test_too_many_fields_error_gives_their_number() -> None:
 @pytest.mark.parametrize("value", ["[" * 40_000 + "]" * 40_000, '{"a":' * 40_000 + "1" + "}" * 40_000])
 @pytest.mark.parametrize("path", [*(path for path, _ in ASKS), "/inference/v1/generate", "/v1/messages/count_tokens"])
 async def test_too_deeply_nested_json_is_a_400(path: str, value: str) -> None:
-    async with talking() as stage, client_of(stage.app) as client:
+    async with chat_server() as stage, client_of(stage.app) as client:
         for body in (value, f'{{"messages": [{{"role": "user", "content": {value}}}]}}'):
             answer = await client.post(path, content=body, headers={"content-type": "application/json"})
             assert (answer.status_code, "Invalid JSON" in answer.text) == (400, True)
 
 
 async def test_long_body_is_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that others are answered meanwhile, also by what reads theirs."""
+    """Other requests are parsed and answered meanwhile."""
     began, go_on, read = threading.Event(), threading.Event(), ChatBody.model_validate_json
 
     def slowly(body: bytes) -> ChatBody:
@@ -147,7 +147,7 @@ async def test_long_body_is_parsed_off_the_event_loop(monkeypatch: pytest.Monkey
         return read(body)
 
     monkeypatch.setattr(ChatBody, "model_validate_json", slowly)
-    async with talking() as stage, client_of(stage.app) as client, asyncio.timeout(HANG_S):
+    async with chat_server() as stage, client_of(stage.app) as client, asyncio.timeout(HANG_S):
         asked = [
             asyncio.create_task(
                 client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": text}]})

@@ -1,4 +1,4 @@
-"""The likeliest tokens in each place, in every protocol of OpenAI's, from an engine and from what has none."""
+"""Top logprobs at each position, in each of OpenAI's protocols, and without support by the engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from clients import TOKENIZER, openai_client, talking
+from clients import TOKENIZER, chat_server, openai_client
 from served import Served, client_of, until
 
 from titan_rl.generation.resume import request_fn
@@ -26,29 +26,29 @@ def check(content: Any, count: int) -> None:
         values = [top.logprob for top in one.top_logprobs]
         assert len(values) == count
         assert values == sorted(values, reverse=True)
-        told = {top.token: top.logprob for top in one.top_logprobs}
-        assert one.logprob <= values[-1] or told[one.token] == one.logprob
+        by_token = {top.token: top.logprob for top in one.top_logprobs}
+        assert one.logprob <= values[-1] or by_token[one.token] == one.logprob
 
 
 @pytest.mark.parametrize("count", [1, 20])
 async def test_chat_returns_the_requested_number_of_top_logprobs(count: int) -> None:
-    async with talking() as stage, openai_client(stage) as client:
+    async with chat_server() as stage, openai_client(stage) as client:
         asked = {**ASKED, "logprobs": True, "top_logprobs": count}
         whole = await client.chat.completions.create(**asked)
         content = whole.choices[0].logprobs.content
         check(content, count)
         stream = await client.chat.completions.create(**asked, stream=True)
-        told = [choice.logprobs.content async for event in stream for choice in event.choices if choice.logprobs]
-    assert rows_of([one for part in told for one in part or ()]) == rows_of(content)
+        parts = [choice.logprobs.content async for event in stream for choice in event.choices if choice.logprobs]
+    assert rows_of([one for part in parts for one in part or ()]) == rows_of(content)
 
 
 async def test_text_completions_include_the_sampled_token() -> None:
     asked: dict[str, Any] = {"model": "policy", "prompt": "<|im_start|>assistant\n", "max_tokens": 4, "logprobs": 2}
-    async with talking() as stage, openai_client(stage) as client:
+    async with chat_server() as stage, openai_client(stage) as client:
         whole = (await client.completions.create(**asked)).choices[0].logprobs
         stream = await client.completions.create(**asked, stream=True)
-        told = [choice.logprobs.top_logprobs async for event in stream for choice in event.choices if choice.logprobs]
-    assert [row for part in told for row in part or ()] == whole.top_logprobs
+        parts = [choice.logprobs.top_logprobs async for event in stream for choice in event.choices if choice.logprobs]
+    assert [row for part in parts for row in part or ()] == whole.top_logprobs
     for token, logprob, row in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):
         assert row[token] >= logprob
         assert len(row) in (2, 3)
@@ -56,14 +56,14 @@ async def test_text_completions_include_the_sampled_token() -> None:
 
 async def test_responses_include_top_logprobs_on_request() -> None:
     asked: dict[str, Any] = {"model": "policy", "input": "sky", "top_logprobs": 3}
-    async with talking() as stage, openai_client(stage) as client:
+    async with chat_server() as stage, openai_client(stage) as client:
         included = await client.responses.create(**asked, include=["message.output_text.logprobs"])
         check(included.output[0].content[0].logprobs, 3)
         assert (await client.responses.create(**asked)).output[0].content[0].logprobs is None
 
 
 async def test_token_endpoint_returns_top_logprobs_as_token_ids() -> None:
-    async with talking(engine={"script": None}) as stage, client_of(stage.app) as client:
+    async with chat_server(engine={"script": None}) as stage, client_of(stage.app) as client:
         for logprobs, count in ((0, 0), (1, 0), (2, 2)):
             body = {"token_ids": TOKENIZER.encode("hi"), "sampling_params": {"max_tokens": 3, "logprobs": logprobs}}
             (choice,) = (await client.post("/inference/v1/generate", json=body)).json()["choices"]
@@ -74,12 +74,12 @@ async def test_token_endpoint_returns_top_logprobs_as_token_ids() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_missing_top_logprobs_are_a_400_that_names_the_field(stream: bool) -> None:
-    async with talking(engine={"script": None}) as stage:
+    async with chat_server(engine={"script": None}) as stage:
         app = make_app(request_fn(_without(stage)), model="policy", max_context=512, tokenizer=TOKENIZER)
         async with client_of(app) as client:
             body = {"prompt": "x", "max_tokens": 3, "logprobs": 2, "stream": stream}
-            told = await client.post("/v1/completions", json=body)
-            assert (told.status_code, told.json()["error"]["param"]) == (400, "top_logprobs")
+            response = await client.post("/v1/completions", json=body)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")
         await until(lambda: app.exchanges.num_completions_running == 0)
 
 

@@ -1,4 +1,4 @@
-"""The clients that agents have, unmodified, against the policy."""
+"""OpenAI's chat and text completions with OpenAI's client, unmodified."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from clients import ANSWERS, TOKENIZER, TOOL, openai_client, talking
+from byte_model import qwen3
+from clients import ANSWERS, TOKENIZER, TOOL, chat_server, openai_client
 from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from served import client_of, served, until
-from speaking import qwen3
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.app import make_app
@@ -45,7 +45,7 @@ def joined(events: list[dict[str, Any]], index: int = 0) -> str:
 
 
 async def test_conversation_keeps_its_sampled_tokens() -> None:
-    async with talking() as stage, openai_client(stage) as client:
+    async with chat_server() as stage, openai_client(stage) as client:
         ask = client.chat.completions.create
         more: Any = {"return_token_ids": True}
         messages = [{"role": "developer", "content": "be brief"}, user("hi")]
@@ -63,7 +63,7 @@ async def test_conversation_keeps_its_sampled_tokens() -> None:
 
 def test_sync_client() -> None:
     async def whole() -> None:
-        async with talking() as stage, serve(stage.app) as url:
+        async with chat_server() as stage, serve(stage.app) as url:
             await asyncio.to_thread(sync, url)
 
     def sync(url: str) -> None:
@@ -96,7 +96,7 @@ def test_sync_client() -> None:
 @pytest.mark.parametrize("with_tools", [False, True])
 async def test_stream_equals_non_streamed_completion(name: str, make: Callable[..., Any], with_tools: bool) -> None:
     more: Any = {"return_token_ids": True, "logprobs": True, "n": 2, **({"tools": [TOOL]} if with_tools else {})}
-    async with talking(make(TOKENIZER)) as stage, client_of(stage.app) as client:
+    async with chat_server(make(TOKENIZER)) as stage, client_of(stage.app) as client:
         whole = (await chat(client, name, **more)).json()
         events = chunks((await chat(client, name, stream=True, stream_options={"include_usage": True}, **more)).text)
     ChatCompletion.model_validate(whole, strict=True)
@@ -121,7 +121,7 @@ async def test_stream_equals_non_streamed_completion(name: str, make: Callable[.
 
 
 async def test_text_is_streamed_incrementally() -> None:
-    async with talking() as stage, client_of(stage.app) as client:
+    async with chat_server() as stage, client_of(stage.app) as client:
         events = chunks((await chat(client, "hi", stream=True)).text)
     pieces = [event["choices"][0]["delta"].get("content", "") for event in events]
     assert len(pieces) > 5
@@ -129,7 +129,7 @@ async def test_text_is_streamed_incrementally() -> None:
 
 
 async def test_tool_call_round_trip() -> None:
-    async with talking(qwen3(TOKENIZER)) as stage, openai_client(stage) as client:
+    async with chat_server(qwen3(TOKENIZER)) as stage, openai_client(stage) as client:
         messages: Any = [user("look")]
         more: Any = {"return_token_ids": True}
         for stream in (False, True):
@@ -161,15 +161,15 @@ async def test_tool_call_round_trip() -> None:
 
 
 async def test_stop_string_ends_text_and_tokens() -> None:
-    async with talking() as stage, client_of(stage.app) as client:
+    async with chat_server() as stage, client_of(stage.app) as client:
         for stream in (False, True):
-            told = await chat(client, "count", stop=["stop", "never"], return_token_ids=True, stream=stream)
+            response = await chat(client, "count", stop=["stop", "never"], return_token_ids=True, stream=stream)
             if stream:
-                events = chunks(told.text)
+                events = chunks(response.text)
                 content, reason = joined(events), events[-1]["choices"][0]["finish_reason"]
                 token_ids = [t for e in events for c in e["choices"] for t in c.get("token_ids", [])]
             else:
-                (choice,) = told.json()["choices"]
+                (choice,) = response.json()["choices"]
                 content, reason, token_ids = choice["message"]["content"], choice["finish_reason"], choice["token_ids"]
             assert (content, reason) == ("1, 2, 3, ", "stop")
             assert TOKENIZER.decode(token_ids) == "1, 2, 3, stop"
@@ -178,7 +178,7 @@ async def test_stop_string_ends_text_and_tokens() -> None:
 
 async def test_text_completions_stream_equals_whole() -> None:
     asked = {"prompt": ["<|im_start|>sky<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>assistant\n"]}
-    async with talking() as stage, client_of(stage.app) as client:
+    async with chat_server() as stage, client_of(stage.app) as client:
         request = {**asked, "max_tokens": 12, "n": 2, "logprobs": 0, "return_token_ids": True}
         whole = (await client.post("/v1/completions", json=request)).json()
         events = chunks((await client.post("/v1/completions", json={**request, "stream": True})).text)
@@ -188,9 +188,9 @@ async def test_text_completions_stream_equals_whole() -> None:
         mine = [one for event in events for one in event["choices"] if one["index"] == choice["index"]]
         assert "".join(one["text"] for one in mine) == choice["text"]
         assert [t for one in mine for t in one.get("token_ids", [])] == choice["token_ids"]
-        told = [one["logprobs"] for one in mine if one["logprobs"]]
+        logprobs = [one["logprobs"] for one in mine if one["logprobs"]]
         for name in ("tokens", "token_logprobs", "text_offset"):
-            assert [value for one in told for value in one[name]] == choice["logprobs"][name]
+            assert [value for one in logprobs for value in one[name]] == choice["logprobs"][name]
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
 
 
@@ -228,15 +228,15 @@ async def test_text_completions_stream_equals_whole() -> None:
     ],
 )
 async def test_rejects_unsupported_fields_by_name(change: dict[str, Any], param: str) -> None:
-    async with talking() as stage, client_of(stage.app) as client:
-        told = await client.post(CHAT, json={"messages": [user("x")], **change})
-    assert (told.status_code, told.json()["error"]["param"]) == (400, param)
+    async with chat_server() as stage, client_of(stage.app) as client:
+        response = await client.post(CHAT, json={"messages": [user("x")], **change})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 async def test_union_field_error_describes_the_given_type() -> None:
-    async with talking() as stage, client_of(stage.app) as client:
-        told = await client.post(CHAT, json={"messages": [user("x")], "stop": ["a"] * 17})
-    assert told.json()["error"]["message"] == "stop: List should have at most 16 items after validation, not 17"
+    async with chat_server() as stage, client_of(stage.app) as client:
+        response = await client.post(CHAT, json={"messages": [user("x")], "stop": ["a"] * 17})
+    assert response.json()["error"]["message"] == "stop: List should have at most 16 items after validation, not 17"
 
 
 async def test_accepts_fields_without_effect() -> None:
@@ -252,7 +252,7 @@ async def test_accepts_fields_without_effect() -> None:
         "parallel_tool_calls": True,
         "seed": None,
     }
-    async with talking() as stage, client_of(stage.app) as client:
+    async with chat_server() as stage, client_of(stage.app) as client:
         assert (await chat(client, "sky", **neutral)).json()["choices"][0]["message"]["content"] == "blue"
 
 
@@ -288,7 +288,7 @@ async def test_turns_of_a_conversation_share_a_session_id() -> None:
 
 async def test_conversation_exceeding_the_turn_limit_starts_over() -> None:
     limits = ServerLimits(conversation_turns=1)
-    async with talking(limits=limits) as stage, client_of(stage.app) as client:
+    async with chat_server(limits=limits) as stage, client_of(stage.app) as client:
         more: Any = {"return_token_ids": True}
         messages = [user("hi")]
         for said in ("sky", "count", "sky"):
@@ -300,7 +300,7 @@ async def test_conversation_exceeding_the_turn_limit_starts_over() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 async def test_tool_choice_none_keeps_tools_in_the_prompt(path: str) -> None:
-    """So a turn without them goes on from those with them, and what looks like a call is text."""
+    """A turn that may not call tools then extends earlier turns, and text that looks like a call stays text."""
     tools: Any = [TOOL]
     none: Any = "none"
     if path == "/v1/messages":
@@ -308,15 +308,15 @@ async def test_tool_choice_none_keeps_tools_in_the_prompt(path: str) -> None:
     elif path == "/v1/responses":
         tools = [{"type": "function", **TOOL["function"]}]
     field = "input" if path == "/v1/responses" else "messages"
-    async with talking(qwen3(TOKENIZER)) as stage, client_of(stage.app) as client:
+    async with chat_server(qwen3(TOKENIZER)) as stage, client_of(stage.app) as client:
 
         async def ask(messages: list[Any], **more: Any) -> dict[str, Any]:
             limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
             asked = {field: messages, "tools": tools, limit: 100, "return_token_ids": True, **more}
             answer = await client.post(path, json=asked)
             assert answer.status_code == 200, answer.text
-            told = answer.json()
-            return {**told, **(told["choices"][0] if "choices" in told else {})}
+            body = answer.json()
+            return {**body, **(body["choices"][0] if "choices" in body else {})}
 
         begin = {"role": "user", "content": "sky"}
         first = await ask([begin])

@@ -1,5 +1,4 @@
-"""Requests of every kind that the description allows, and of kinds it does not: each has an answer, and that answer is
-described."""
+"""Random requests, valid and invalid according to the OpenAPI description: each gets a described response."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ import pytest
 import requests
 import schemathesis
 from background import HANG_S
-from clients import TOKENIZER, talking
+from byte_model import qwen3
+from clients import TOKENIZER, chat_server
 from depth import DEEP
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode
 from served import Served
-from speaking import qwen3
 
 from titan_rl.serving.api_keys import Keys
 from titan_rl.serving.app import PolicyApp, make_app
@@ -35,22 +34,22 @@ ADMIN_KEY = "of-the-admin"
 CONTEXT = 768
 ENGINE: dict[str, Any] = {"script": None, "mean_tokens": 6, "max_context": CONTEXT}
 ERRORS = ("OpenAIError", "AnthropicError")
-ALL_HEALTH_CHECKS: Any = list(HealthCheck)  # whose metaclass hides the type of its members
+ALL_HEALTH_CHECKS: Any = list(HealthCheck)  # its metaclass hides the type of the members
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 
 
 @contextmanager
 def serving(app_of: Callable[[Served], PolicyApp] = lambda stage: stage.app) -> Iterator[tuple[str, Served]]:
-    """A server in a thread of its own, for clients that wait."""
-    told: list[tuple[str, Served]] = []
+    """Serve in a separate thread, for blocking clients."""
+    started: list[tuple[str, Served]] = []
     ready, over = threading.Event(), threading.Event()
 
     async def run() -> None:
         async with (
-            talking(qwen3(TOKENIZER), engine=ENGINE, max_context=CONTEXT, limits=LIMITS, any_model=True) as stage,
+            chat_server(qwen3(TOKENIZER), engine=ENGINE, max_context=CONTEXT, limits=LIMITS, any_model=True) as stage,
             serve(app_of(stage)) as url,
         ):
-            told.append((url, stage))
+            started.append((url, stage))
             ready.set()
             await asyncio.to_thread(over.wait)
 
@@ -58,7 +57,7 @@ def serving(app_of: Callable[[Served], PolicyApp] = lambda stage: stage.app) -> 
     thread.start()
     assert ready.wait(20)
     try:
-        yield told[0]
+        yield started[0]
     finally:
         over.set()
         thread.join(20)
@@ -100,7 +99,7 @@ def test_openapi_describes_every_response(stage: tuple[str, Served]) -> None:
 
 
 def governed(stage: Served) -> PolicyApp:
-    """With admin calls, and episodes for whoever asks."""
+    """Application with admin calls, and an episode for every client that requests one."""
     store, numbers = EpisodeStore(qwen3(TOKENIZER)), itertools.count()
 
     async def open_one(wait_s: float) -> Opened:
@@ -151,7 +150,7 @@ def test_openapi_describes_admin_and_episode_responses() -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """A client has its answer a moment before the server is done with it."""
+    """Wait for a condition: a client gets its answer slightly before the server has finished the request."""
     deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline
@@ -159,9 +158,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_openapi_schemas_match_the_validated_models(stage: tuple[str, Served]) -> None:
-    told = requests.get(f"{stage[0]}/openapi.json", timeout=120).json()
-    schemas = told["components"]["schemas"]
-    assert {"/v1/responses", "/v1/messages/count_tokens", "/v1/models/{name}", "/health"} <= set(told["paths"])
+    description = requests.get(f"{stage[0]}/openapi.json", timeout=120).json()
+    schemas = description["components"]["schemas"]
+    assert {"/v1/responses", "/v1/messages/count_tokens", "/v1/models/{name}", "/health"} <= set(description["paths"])
     for name, required in (("ChatBody", ["messages"]), ("MessagesBody", ["messages", "max_tokens"])):
         assert schemas[name]["required"] == required
         assert schemas[name]["additionalProperties"] is False

@@ -1,4 +1,4 @@
-"""What holds in every protocol of messages, because all of them go through the same turn."""
+"""Behaviour shared by all message protocols."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from clients import ANSWERS, TOKENIZER, talking
+from byte_model import qwen3
+from clients import ANSWERS, TOKENIZER, chat_server
 from served import client_of, until
-from speaking import qwen3
 
 from titan_rl.serving.server import serve
 
@@ -21,7 +21,7 @@ SYSTEM = "be brief"
 
 @dataclass(frozen=True)
 class Protocol:
-    """How it asks, and where in its answer the text is."""
+    """Requests of a protocol, and the text in its answers."""
 
     path: str
     body: Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -33,7 +33,7 @@ class Protocol:
 
 
 def token_ids(answer: Any) -> list[int]:
-    """Prompt and completion."""
+    """Return the tokens of prompt and completion."""
     return [*answer["prompt_token_ids"], *(answer.get("choices") or [answer])[0]["token_ids"]]
 
 
@@ -74,7 +74,7 @@ async def streamed(client: httpx.AsyncClient, protocol: Protocol, said: str) -> 
 
 
 async def test_conversation_continues_across_protocols() -> None:
-    async with talking(qwen3(TOKENIZER)) as stage, client_of(stage.app) as client:
+    async with chat_server(qwen3(TOKENIZER)) as stage, client_of(stage.app) as client:
         messages = [user("sky")]
         so_far: list[int] = []
         for protocol in (*PROTOCOLS.values(), *PROTOCOLS.values()):
@@ -88,7 +88,7 @@ async def test_conversation_continues_across_protocols() -> None:
 @each_protocol
 async def test_stream_survives_a_pause_a_pull_and_a_lost_engine(protocol: Protocol) -> None:
     async with (
-        talking(engine={"block_at_step": 5}) as stage,
+        chat_server(engine={"block_at_step": 5}) as stage,
         serve(stage.app) as url,
         httpx.AsyncClient(base_url=url, timeout=150) as client,
     ):
@@ -109,7 +109,7 @@ async def test_stream_survives_a_pause_a_pull_and_a_lost_engine(protocol: Protoc
 @each_protocol
 async def test_disconnected_client_frees_its_slot(protocol: Protocol) -> None:
     async with (
-        talking(engine={"block_at_step": 5}) as stage,
+        chat_server(engine={"block_at_step": 5}) as stage,
         serve(stage.app) as url,
         httpx.AsyncClient(base_url=url, timeout=150) as client,
     ):

@@ -1,4 +1,4 @@
-"""What a client is told of a reply as it comes is what the reply is."""
+"""Streamed deltas of a reply, which add up to the whole reply."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from byte_model import byte_tokenizer, qwen3
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speaking import byte_tokenizer, qwen3
 
 from titan_rl.core.arrays import logprob_array, token_array
 from titan_rl.rollout.renderer import ChatTemplateRenderer
@@ -102,11 +102,11 @@ def test_reply_reports_the_stop_string() -> None:
 
 
 def test_stop_string_in_the_final_flush_is_reported() -> None:
-    broken = tokens("aü")[:-1]  # a character without its last byte is told once nothing more comes
+    broken = tokens("aü")[:-1]  # an incomplete character is emitted only at the end
     cut = Completion("r", broken, [-1.0] * len(broken), FinishReason.LENGTH, (VersionSpan(0, len(broken)),))
-    for told_as_it_comes in (True, False):
+    for streams in (True, False):
         reader = ReplyReader(form("template", stops=["\ufffd"]))
-        if told_as_it_comes:
+        if streams:
             assert reader.take(TokenChunk("r", broken, cut.logprobs, cut.version_spans))[1] is None
-        reply = reader.end(cut)[1] if told_as_it_comes else reader.read(cut)
+        reply = reader.end(cut)[1] if streams else reader.read(cut)
         assert (reply.content, reply.stop, reply.finish_reason) == ("a", "\ufffd", FinishReason.STOP)

@@ -9,12 +9,12 @@ from typing import Any
 
 import openai
 import pytest
-from clients import ANSWERS, CALL, TOKENIZER, openai_client, talking
+from byte_model import qwen3
+from clients import ANSWERS, CALL, TOKENIZER, chat_server, openai_client
 from openai.lib.responses_tool_runner import AsyncRegisteredFunction, AsyncResponsesToolRunner
 from openai.types.responses import Response, ResponseErrorEvent, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from served import client_of
-from speaking import qwen3
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.http.exchange import ServerLimits
@@ -42,7 +42,7 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("make", [qwen3, ChatTemplateRenderer])
 async def test_stream_equals_non_streamed_response(name: str, make: Callable[..., Any]) -> None:
     asked = {"input": name, "tools": [TOOL], "include": ["message.output_text.logprobs"], **TOKENS}
-    async with talking(make(TOKENIZER)) as stage, client_of(stage.app) as client:
+    async with chat_server(make(TOKENIZER)) as stage, client_of(stage.app) as client:
         whole = (await client.post(RESPONSES, json=asked)).json()
         events = events_in((await client.post(RESPONSES, json={**asked, "stream": True})).text)
     Response.model_validate(whole)
@@ -58,12 +58,12 @@ async def test_stream_equals_non_streamed_response(name: str, make: Callable[...
         assert mine[-1]["item"] == item
         deltas = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
         assert deltas == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
-    if name not in ("hi", "think"):  # where white space that a template keeps is told of late
+    if name not in ("hi", "think"):  # trailing white space is streamed differently there
         assert without_ids(last) == without_ids(whole)
 
 
 async def test_returned_items_keep_their_tokens() -> None:
-    async with talking(qwen3(TOKENIZER)) as stage, openai_client(stage) as client:
+    async with chat_server(qwen3(TOKENIZER)) as stage, openai_client(stage) as client:
         said: Any = [{"role": "user", "content": "look"}]
         for stream in (False, True):
             asked: Any = {"model": "policy", "instructions": "be brief", "tools": [TOOL], "extra_body": TOKENS}
@@ -90,7 +90,7 @@ async def answered(client: openai.AsyncOpenAI, stream: bool, **asked: Any) -> An
 
 def test_sync_client() -> None:
     async def whole() -> None:
-        async with talking(qwen3(TOKENIZER)) as stage, serve(stage.app) as url:
+        async with chat_server(qwen3(TOKENIZER)) as stage, serve(stage.app) as url:
             await asyncio.to_thread(sync, url)
 
     def sync(url: str) -> None:
@@ -132,13 +132,13 @@ def test_sync_client() -> None:
     ],
 )
 async def test_rejects_unsupported_fields_by_name(change: dict[str, Any], param: str) -> None:
-    async with talking() as stage, client_of(stage.app) as client:
-        told = await client.post(RESPONSES, json={"input": "x", **change})
-    assert (told.status_code, told.json()["error"]["param"]) == (400, param)
+    async with chat_server() as stage, client_of(stage.app) as client:
+        response = await client.post(RESPONSES, json={"input": "x", **change})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 async def test_unstored_or_evicted_previous_response_is_a_400() -> None:
-    async with talking(limits=ServerLimits(response_bytes=100)) as stage, client_of(stage.app) as client:
+    async with chat_server(limits=ServerLimits(response_bytes=100)) as stage, client_of(stage.app) as client:
 
         async def ask(**more: Any) -> Any:
             return (await client.post(RESPONSES, json={"input": "sky", **more})).json()
@@ -150,7 +150,7 @@ async def test_unstored_or_evicted_previous_response_is_a_400() -> None:
 
 async def test_failing_stream_ends_with_the_error() -> None:
     limits = ServerLimits(request_s=0.3)
-    async with talking(limits=limits, engine={"block_at_step": 3}) as stage, openai_client(stage) as client:
+    async with chat_server(limits=limits, engine={"block_at_step": 3}) as stage, openai_client(stage) as client:
         stream = await client.responses.create(model="policy", input="hi", stream=True)
         with pytest.raises(openai.APIError, match="not answered within"):
             async for _ in stream:
@@ -159,7 +159,7 @@ async def test_failing_stream_ends_with_the_error() -> None:
 
 async def test_stream_error_is_a_protocol_event() -> None:
     limits = ServerLimits(request_s=0.3)
-    async with talking(limits=limits, engine={"block_at_step": 3}) as stage, client_of(stage.app) as client:
+    async with chat_server(limits=limits, engine={"block_at_step": 3}) as stage, client_of(stage.app) as client:
         text = (await client.post(RESPONSES, json={"input": "hi", "stream": True})).text
     last = events_in(text)[-1]
     assert isinstance(EVENT.validate_python(last), ResponseErrorEvent)
@@ -169,7 +169,7 @@ async def test_stream_error_is_a_protocol_event() -> None:
 
 async def test_parallel_tool_calls_can_be_disabled() -> None:
     answers = {"look": CALL + CALL}
-    async with talking(qwen3(TOKENIZER), answers=answers) as stage, client_of(stage.app) as client:
+    async with chat_server(qwen3(TOKENIZER), answers=answers) as stage, client_of(stage.app) as client:
         for parallel, number in ((True, 2), (False, 1)):
             asked = {"input": "look", "tools": [TOOL], "parallel_tool_calls": parallel}
             response = (await client.post(RESPONSES, json=asked)).json()
@@ -177,7 +177,7 @@ async def test_parallel_tool_calls_can_be_disabled() -> None:
 
 
 async def test_stored_response_can_be_retrieved_and_deleted() -> None:
-    async with talking() as stage, openai_client(stage) as client:
+    async with chat_server() as stage, openai_client(stage) as client:
         for stream in (False, True):
             given = await answered(client, stream, model="policy", input="sky")
             again = await client.responses.retrieve(given.id)
@@ -211,7 +211,7 @@ async def test_tool_runner_completes_a_conversation(stream: bool) -> None:
         return {"ü": "sky"}[given.at]
 
     answers = {"look": CALL, "<tool_response>\nsky\n</tool_response>": "It is blue."}
-    async with talking(qwen3(TOKENIZER), answers=answers) as stage, openai_client(stage) as client:
+    async with chat_server(qwen3(TOKENIZER), answers=answers) as stage, openai_client(stage) as client:
         tool = openai.pydantic_function_tool(At, name="look")["function"]
         function: Any = AsyncRegisteredFunction({"type": "function", **tool}, lambda given: look(At(**given)))
         runner = AsyncResponsesToolRunner(functions=[function])

@@ -1,5 +1,5 @@
-"""Whatever a policy samples where a call of a tool belongs, every protocol has an answer for it: the same one whole and
-streamed, which is JSON, and which goes on from the sampled tokens when it comes back as it is."""
+"""Tool calls that a policy samples, well-formed or not. In every protocol the answer is valid JSON, is the same whole
+and streamed, and continues from the sampled tokens when a client sends it back."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from byte_model import byte_tokenizer, qwen3
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from protocol_replies import PROTOCOLS, Said
 from served import client_of
-from speaking import byte_tokenizer, qwen3
-from spoken import PROTOCOLS, Said
 
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer, ParsedText
@@ -29,7 +29,7 @@ TOKENIZER = byte_tokenizer()
 
 
 class Policy:
-    """Says what it is told to say, in pieces of these sizes."""
+    """Policy that generates a given text in chunks of given sizes."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -50,7 +50,7 @@ class Policy:
 
 
 class Renderer(ChatTemplateRenderer):
-    """Reads what Qwen3 writes, and extends every turn."""
+    """Renderer that parses Qwen3's replies, and extends every turn."""
 
     def __init__(self) -> None:
         super().__init__(TOKENIZER)
@@ -75,8 +75,8 @@ def runner() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-async def told(client: httpx.AsyncClient, protocol: Any, items: list[Any], *, stream: bool) -> list[Any]:
-    """The answer, whole or put together of what was streamed; with its tokens, whole."""
+async def reply_items(client: httpx.AsyncClient, protocol: Any, items: list[Any], *, stream: bool) -> list[Any]:
+    """Request a reply, and return its items. Streamed items are joined."""
     answer = await client.post(protocol.path, json={**protocol.body(items), "stream": stream})
     assert answer.status_code == 200, answer.text
     if not stream:
@@ -89,7 +89,7 @@ async def told(client: httpx.AsyncClient, protocol: Any, items: list[Any], *, st
 
 def strict(text: str) -> Any:
     def refuse(constant: str) -> Any:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not valid JSON")
 
     return json.loads(text, parse_constant=refuse)
 
@@ -101,13 +101,13 @@ async def prompt_of(client: httpx.AsyncClient, protocol: Any, items: list[Any]) 
 
 
 async def check(client: httpx.AsyncClient) -> Said:
-    """What is the same in all protocols."""
+    """Check the reply in all protocols, and return its content."""
     said: list[Said] = []
     asked = [{"role": "user", "content": "hi"}]
     for protocol in PROTOCOLS:
         known = [*await prompt_of(client, protocol, asked), *POLICY.token_ids]
         for stream in (False, True):
-            reply = await told(client, protocol, asked, stream=stream)
+            reply = await reply_items(client, protocol, asked, stream=stream)
             said.append(protocol.said(reply))
             json.dumps(said[-1], ensure_ascii=False, allow_nan=False).encode()
             assert all(isinstance(arguments, dict) for _, arguments in said[-1][2])
@@ -223,14 +223,14 @@ def test_unclosed_reasoning_is_stripped(runner: asyncio.Runner, text: str) -> No
 
 
 class Unsendable(Renderer):
-    """Half of a surrogate pair is no text that JSON in UTF-8 can have."""
+    """Renderer whose text has a lone surrogate, which UTF-8 cannot encode."""
 
     def parse_response(self, token_ids: Sequence[int], **more: Any) -> Any:
         return ParsedText("\ud800")
 
 
 class Unspeakable:
-    """A tokenizer of a text that cannot be sent, either."""
+    """Tokenizer whose text has lone surrogates."""
 
     def get_added_tokens_decoder(self) -> dict[int, Any]:
         return {}

@@ -1,4 +1,4 @@
-"""URLs of servers: every place that takes one accepts it with and without the "/v1" of OpenAI's protocol."""
+"""Server URLs, which are accepted everywhere with and without the "/v1" of OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from byte_tokenizer import byte_tokenizer
-from serving.talk import SAMPLING, user
+from serving.conversation_fakes import SAMPLING, user
 
 from titan_rl import GenerationError
 from titan_rl.config.evaluation import EvalConfig

@@ -1,10 +1,10 @@
-"""Whose conversation is found, what of it is kept, and how much memory that may take."""
+"""Conversations of clients: isolation, eviction, and memory limits."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from talk import chat_template_renderer, completion, reply, user
+from conversation_fakes import chat_template_renderer, completion, reply, user
 
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.caller import Client, Conversations
@@ -18,15 +18,15 @@ def conversations(**limits: Any) -> Conversations:
 
 
 def say(client: Client, messages: list[Message], text: str, session_id: str | None = None) -> list[Message]:
-    """The conversation with a reply to it."""
+    """Record a reply, and return the continued conversation."""
     prompt = client.prompt(messages, None, session_id)
     prompt.request(SamplingParams(max_tokens=4), 1, "r")
     prompt.record(0, completion(), reply(text))
     return [*messages, reply(text), user("more")]
 
 
-def goes_on(client: Client, messages: list[Message], session_id: str | None = None) -> bool:
-    """Whether the prompt begins with tokens that were sampled, and not with those of their text."""
+def keeps_tokens(client: Client, messages: list[Message], session_id: str | None = None) -> bool:
+    """Return whether the prompt contains the sampled tokens, instead of tokens of their text."""
     ids = list(client.prompt(messages, None, session_id).prompt_token_ids)
     return any(ids[at : at + 3] == [5, 6, 7] for at in range(len(ids)))
 
@@ -36,8 +36,8 @@ def test_conversations_are_private_to_their_client() -> None:
     one, other = (Client(name, known) for name in (b"one", b"other"))
     for session_id in (None, "mine"):
         messages = say(one, [user("b a")], "a b", session_id)
-        assert goes_on(one, messages, session_id)
-        assert not goes_on(other, messages, session_id)
+        assert keeps_tokens(one, messages, session_id)
+        assert not keeps_tokens(other, messages, session_id)
     assert len(known) == 2
 
 
@@ -59,7 +59,7 @@ def test_concurrent_identical_openings_share_one_conversation() -> None:
     prompts = [client.prompt([user("b a")], None, None) for _ in range(3)]
     for number, prompt in enumerate(prompts):
         prompt.record(0, completion(request_id=f"r{number}"), reply(f"a b {number}"))
-    assert all(goes_on(client, [user("b a"), reply(f"a b {number}"), user("more")]) for number in range(3))
+    assert all(keeps_tokens(client, [user("b a"), reply(f"a b {number}"), user("more")]) for number in range(3))
 
 
 def test_conversation_memory_is_bounded_in_bytes() -> None:
@@ -67,12 +67,12 @@ def test_conversation_memory_is_bounded_in_bytes() -> None:
     client = Client(b"one", known)
     long = [say(client, [user(f"{number} " + "x " * 500)], "a") for number in range(9)]
     assert 0 < len(known) < 9
-    assert goes_on(client, long[-1])
-    assert not goes_on(client, long[0])
-    say(client, [user("y " * 5_000)], "a")  # more than all may have
+    assert keeps_tokens(client, long[-1])
+    assert not keeps_tokens(client, long[0])
+    say(client, [user("y " * 5_000)], "a")  # more than the limit
     assert len(known) == 0
     short = say(client, [user("b a")], "a b")
-    assert goes_on(client, short)
+    assert keeps_tokens(client, short)
 
 
 def test_conversation_exceeding_the_turn_limit_starts_over() -> None:
@@ -81,5 +81,5 @@ def test_conversation_exceeding_the_turn_limit_starts_over() -> None:
     messages: list[Message] = [user("b a")]
     for _ in range(2):
         messages = say(client, messages, "a b")
-    assert not goes_on(client, messages)
-    assert goes_on(client, say(client, messages, "a b c"))
+    assert not keeps_tokens(client, messages)
+    assert keeps_tokens(client, say(client, messages, "a b c"))

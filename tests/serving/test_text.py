@@ -1,4 +1,4 @@
-"""Text of tokens that come one after the other is the text of them all."""
+"""Incremental detokenization, which gives the same text as decoding all tokens at once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import tokenizers
+from byte_model import byte_tokenizer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from speaking import byte_tokenizer
 
 from titan_rl.rollout.renderer.tokenizer import Detokenizer
 from titan_rl.serving.text import Text, TextReader
@@ -37,7 +37,7 @@ BYTES = Text(byte_tokenizer())
 CASES = [(BYTES, 256 + 9), (Text(metaspace()), 6), (Text(wordpiece()), len(WORDS))]
 
 
-def told(decode: Callable[[Sequence[int]], str], chunks: list[list[int]], before: Sequence[int] = ()) -> str:
+def detokenized(decode: Callable[[Sequence[int]], str], chunks: list[list[int]], before: Sequence[int] = ()) -> str:
     detokenizer = Detokenizer(decode, before)
     return "".join([*(detokenizer.add(chunk) for chunk in chunks), detokenizer.end()])
 
@@ -47,10 +47,10 @@ def told(decode: Callable[[Sequence[int]], str], chunks: list[list[int]], before
 def test_joined_chunks_equal_the_text(text: Text, size: int, data: st.DataObject) -> None:
     chunks = data.draw(st.lists(st.lists(st.integers(0, size - 1), max_size=4), max_size=5))
     token_ids = [token_id for chunk in chunks for token_id in chunk]
-    assert told(text.decode, chunks) == text.decode(token_ids)
+    assert detokenized(text.decode, chunks) == text.decode(token_ids)
 
 
-@example("\x80\x80𐀀𐀀𐀀\x80𐀀𐀀", 5)  # each piece would end within a character
+@example("\x80\x80𐀀𐀀𐀀\x80𐀀𐀀", 5)  # each chunk ends within a character
 @given(st.text(max_size=20), st.integers(1, 5))
 def test_chunks_do_not_split_characters(said: str, size: int) -> None:
     said = said.replace("\ufffd", "")
@@ -68,8 +68,8 @@ def test_byte_fallback_character_is_emitted_whole() -> None:
 
 def test_continuation_keeps_its_leading_space() -> None:
     text = Text(metaspace())
-    assert told(text.decode, [[2]]) == "b"
-    assert told(text.decode, [[2]], before=[1]) == " b"
+    assert detokenized(text.decode, [[2]]) == "b"
+    assert detokenized(text.decode, [[2]], before=[1]) == " b"
 
 
 def test_invalid_bytes_are_not_held_back_indefinitely() -> None:

@@ -1,4 +1,4 @@
-"""Token ids in, token ids out, over HTTP: the same tokens as without, whatever happens on the way."""
+"""`/inference/v1/generate` and `HttpGenerateFn`: the same tokens as without HTTP, also across pauses and failures."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ async def test_stream_continues_after_a_pause_and_a_weight_pull() -> None:
         answer = events((await asked).text)
         own = await direct(stage, 30)
     tokens = [token for part in answer for token in part["choices"][0]["token_ids"]]
-    assert tokens == own.token_ids  # which do not depend on the version
+    assert tokens == own.token_ids  # they do not depend on the version
     first, second = answer[-1]["choices"][0]["weight_versions"]
     assert (first["version"], first["start"]) == ("0", 0)
     assert (second["version"], second["start"], second["end"]) == ("1", first["end"], 30)

@@ -1,8 +1,8 @@
-"""Whatever agents do with their histories: trained tokens are the sampled ones, each once, in the context they came in.
+"""Random agents: every trained token is a sampled token, exactly once and in the context in which it was sampled.
 
-Agents of several episodes talk by turns: they go on, ask again, edit what was said, compact it, begin sub-agents, take
-one of several choices, and send replies back as clients do. Completions are tokens drawn at random, so that the text
-they decode to is hardly ever tokenized to them again.
+Agents of several episodes continue, retry, edit and compact their histories, start sub-agents, choose one of several
+completions, and send replies back in the forms that clients use. Completions are random tokens, so tokenizing their
+text again hardly ever gives the same tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+from byte_model import byte_tokenizer, qwen3
+from conversation_fakes import SAMPLING, Forgetful, chat_template_renderer, user
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speaking import byte_tokenizer, qwen3
-from talk import SAMPLING, Forgetful, chat_template_renderer, user
 
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.types import Rollout, RolloutGroup
@@ -50,7 +50,7 @@ RENDERERS = {
 
 @dataclass
 class Asked:
-    """A request of an agent, and what it was answered with."""
+    """Request of an agent, with its completions."""
 
     messages: list[Any]
     prompt: Prompt
@@ -60,7 +60,7 @@ class Asked:
 
 @dataclass
 class Conversation:
-    """What a client has of one: the messages, and the turn that said the last reply, if nothing was changed since."""
+    """Conversation of a client: its messages, and the turn of the last reply if nothing was changed since."""
 
     messages: list[Any]
     tools: list[Any] | None
@@ -164,7 +164,7 @@ class Agent:
         return asked
 
     def _answer(self) -> None:
-        """The answers to a request, which others may have overtaken. The client takes one."""
+        """Answer one of the waiting requests, in any order. The client takes one of the completions."""
         place = self._draw(st.integers(0, len(self._waiting) - 1))
         asked, conversation = self._waiting.pop(place)
         self.asked.append(asked)
@@ -184,7 +184,7 @@ class Agent:
         completion = Completion(
             f"{self.episode.id}/{number}",
             ids,
-            [-(number + t / 10) for t in range(len(ids))],  # tells every sampled token from every other
+            [-(number + t / 10) for t in range(len(ids))],  # unique for every sampled token
             FinishReason.STOP if ends else FinishReason.LENGTH,
             [VersionSpan(1, old), VersionSpan(2, len(ids) - old)],
         )
@@ -197,7 +197,7 @@ class Agent:
         return self.episode.record(asked.prompt, completion, message, SAMPLING), completion
 
     def _as_clients_do(self, message: Any) -> dict[str, Any]:
-        """Another form of the same message."""
+        """Return the message in an equivalent form."""
         copy = json.loads(json.dumps({**message, "content": message["content"] or ""}))
         for change in self._draw(st.sets(st.sampled_from(["trim", "null", "drop reasoning"]))):
             if change == "trim":

@@ -1,8 +1,9 @@
-"""Whatever agents send over HTTP, by whichever protocol: trained tokens are those that engines sampled, each once, in
-the context it was sampled in.
+"""Random agents over HTTP in every protocol: every trained token is a sampled token, exactly once and in the context in
+which it was sampled.
 
-Completions are tokens drawn at random, which are hardly ever tokenized to themselves again, and come back as the JSON
-of the protocol. Histories go on, are edited, compacted, forked and asked again, streaming and not, several at once.
+Completions are random tokens, so tokenizing their text again hardly ever gives the same tokens. Agents send them back
+as the JSON of the protocol. They continue, edit, compact, fork and retry histories, with and without streaming, several
+at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 
 import httpx
 import pytest
+from byte_model import VOCAB, byte_tokenizer, qwen3
+from conversation_fakes import BASE, chat_template_renderer
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import Served, client_of, served
-from speaking import VOCAB, byte_tokenizer, qwen3
-from talk import BASE, chat_template_renderer
 
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
@@ -32,7 +33,7 @@ from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion
 
 TEXTS = ["a", "b a", "sort: b, a", " a"]
-Token = tuple[int, float, tuple[int, ...]]  # with its logprob and all that is before it
+Token = tuple[int, float, tuple[int, ...]]  # token, logprob, and the tokens before it
 
 
 @dataclass
@@ -59,7 +60,7 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
 
 
 class Chat:
-    """A conversation as the client of one protocol has it."""
+    """Conversation in the form of one protocol's client."""
 
     path, items = "/v1/chat/completions", "messages"
 
@@ -109,7 +110,7 @@ class Agent:
     def __init__(self, stage: Stage, data: st.DataObject) -> None:
         self.sampled: list[Token] = []
         self.prompts: list[tuple[int, ...]] = []
-        self.answers: list[tuple[int, ...]] = []  # the whole contexts
+        self.answers: list[tuple[int, ...]] = []  # prompts with their completions
         self._stage = stage
         self._draw = data.draw
         self.episode = stage.store.open("e", stream=uninterrupted(self._sample))

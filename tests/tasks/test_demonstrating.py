@@ -1,4 +1,4 @@
-"""Demonstrations that are played: of any environment, within limits, and with the line of what goes wrong."""
+"""Played demonstrations: any environment, time limits, and errors with their source line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GATE = threading.Event()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def whatever_blocks_goes_on() -> Iterator[None]:
+def release_blocked_threads() -> Iterator[None]:
     yield
     GATE.set()
 
@@ -67,9 +67,9 @@ class PlainNumberEnv(PlainEnv):
         return 0.5
 
 
-class AwaitsForEver(Env):
+class AwaitsForever(Env):
     async def step(self, message: Any) -> Any:
-        await asyncio.Event().wait()  # for ever
+        await asyncio.Event().wait()
 
 
 class BlocksTheLoop(Env):
@@ -77,7 +77,7 @@ class BlocksTheLoop(Env):
         GATE.wait()
 
 
-class BlocksForEver(PlainEnv):
+class BlocksForever(PlainEnv):
     def step(self, message: Any) -> Any:
         GATE.wait()  # in its thread
 
@@ -91,7 +91,7 @@ def say_5(messages: Any) -> str:
     return "5"
 
 
-def think_for_ever(messages: Any) -> str:
+def block_forever(messages: Any) -> str:
     GATE.wait()
     return "5"
 
@@ -129,7 +129,7 @@ def test_environment_error_gives_the_source_line(env: Any, says: str) -> None:
         played(env, limit_s=60.0)
 
 
-@pytest.mark.parametrize("env", [AwaitsForEver(), BlocksForEver()])
+@pytest.mark.parametrize("env", [AwaitsForever(), BlocksForever()])
 def test_environment_timeout_gives_the_source_line(env: Any) -> None:
     with pytest.raises(DataError, match=r"env_timeout_s \(.*test_demonstrating.py:\d+ in step\)"):
         played(env)
@@ -141,28 +141,28 @@ def test_blocking_coroutine_timeout_gives_the_source_line(monkeypatch: pytest.Mo
         played(BlocksTheLoop())
 
 
-async def await_for_ever(messages: Any) -> str:
+async def await_forever(messages: Any) -> str:
     await asyncio.Event().wait()
     return "5"
 
 
-@pytest.mark.parametrize("player", [think_for_ever, await_for_ever])
+@pytest.mark.parametrize("player", [block_forever, await_forever])
 def test_player_timeout_gives_the_source_line(player: Any) -> None:
     line = rf"\(.*test_demonstrating.py:\d+ in {player.__name__}\)"
     with pytest.raises(DataError, match=rf"the player took longer than env_timeout_s {line}"):
         played(Env(), player)
 
 
-class ClosesForEver(Env):
+class ClosesForever(Env):
     async def close(self) -> None:
         self.closed += 1
         await asyncio.Event().wait()
 
 
 def test_close_timeout_ends_demonstrations_with_the_source_line() -> None:
-    env = ClosesForEver()
+    env = ClosesForever()
     line = r"\(.*test_demonstrating.py:\d+ in close\)"
-    with pytest.raises(DataError, match=rf"closing ClosesForEver: .*longer than 0.05 s {line}"):
+    with pytest.raises(DataError, match=rf"closing ClosesForever: .*longer than 0.05 s {line}"):
         played(env)
     assert env.closed == 1
 

@@ -1,4 +1,4 @@
-"""Judges: values of a model's answers, and the calls behind them."""
+"""Judges and reward models: their values, and the calls to the models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from titan_rl.types import FinishReason, SamplingParams
 
 
 class ScriptedJudge:
-    """A `ChatFn` that answers with a function of the prompt's text.
+    """`ChatFn` that answers with a function of the prompt's text.
 
     Args:
         fails: Called before each answer; it may raise.
@@ -113,7 +113,7 @@ async def test_rubric_close_closes_connections_and_later_calls_reopen_them(
             group = group_of(text)
             await rubric.score(group)
             assert group.rollouts[0].reward == 1.0
-            assert ended.empty(), "it is kept for the next question"
+            assert ended.empty(), "the connection is kept for the next question"
             await rubric.close()
             await asyncio.wait_for(ended.get(), 10)
 
@@ -157,7 +157,7 @@ async def test_absolute_judge_grades_each_answer_and_deduplicates_prompts():
 
 @pytest.mark.looptime
 async def test_relative_judge_averages_both_orders_and_measures_position_bias():
-    """It gives each answer its number, and 0.5 more to the one it reads first."""
+    """The judge gives each answer its number, and 0.5 more to the one it reads first."""
 
     def prefers_first(text: str) -> str:
         first, *others = text.split()
@@ -230,7 +230,7 @@ async def test_disk_cache_avoids_repeated_calls(tmp_path: Path):
     assert [rollout.metrics["judge_cached"] for rollout in group.rollouts] == [1.0, 1.0]
 
     for path in list_files(tmp_path):
-        path.write_text("{")  # as a disk that was full leaves it
+        path.write_text("{")  # as left by a full disk
     assert await rewards(group_of("a"), Judge(other, said, float, cache=tmp_path)) == [1.0]
     assert other.asked == ["a"]
 

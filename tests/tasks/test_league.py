@@ -20,7 +20,7 @@ def league(**settings: Any) -> LeagueCurriculum:
 def deal(curriculum: LeagueCurriculum, state: dict[str, Any]) -> int | None:
     """Opponent of the next group."""
     number = curriculum.next_sample(state)
-    assert curriculum.next_sample(state) == number, "a choice may be asked for again"
+    assert curriculum.next_sample(state) == number, "the choice must not change when repeated"
     curriculum.given(state, number)
     return split_number(number)[1]
 
@@ -80,7 +80,7 @@ def test_draws_count_half_and_self_play_is_ignored() -> None:
     play(curriculum, state, 0, 0.5, 1.0, 0.0, 0.5)
     assert state["versions"] == {"0": [1.0, 0.5]}
     curriculum.finished(state, matched_number(3, None), [1.0])
-    play(curriculum, state, 0)  # all its rollouts were lost
+    play(curriculum, state, 0)  # all rollouts of the group were lost
     assert state["versions"] == {"0": [1.0, 0.5]}
 
 
@@ -115,5 +115,5 @@ def test_result_against_an_unknown_version_adds_it() -> None:
     state = curriculum.begin()
     curriculum.given(state, matched_number(0, 40))
     play(curriculum, state, 40, 1.0)
-    curriculum.frozen(state, 40)  # once the step is trained again
+    curriculum.frozen(state, 40)  # when the step is trained again
     assert state["versions"] == {"0": [0.0, 0.0], "40": [1.0, 1.0]}

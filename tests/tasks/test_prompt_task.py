@@ -128,7 +128,7 @@ async def test_tools_are_called_before_the_answer() -> None:
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"x": 1}}}]}
     )
     assert step.messages[0]["content"] == "7"
-    # The renderer of these tests reads a call of `look` from an exclamation mark.
+    # The renderer of these tests parses an exclamation mark as a call of `look`.
     assert await play(task, 6, says("!", "!", "7", "7")) == [(RolloutStatus.COMPLETED, 1.0)] * 2
 
 
@@ -141,7 +141,7 @@ class Shown(Lookup):
 
 async def test_demonstrations_are_deterministic() -> None:
     task = Shown()
-    shown = list(task.demonstrations(300))  # with an event loop running, too
+    shown = list(task.demonstrations(300))  # while an event loop is running
     assert shown == list(Shown().demonstrations(300))
     assert isinstance(task, DemonstratingTask)
     for demonstration in shown:

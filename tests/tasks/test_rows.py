@@ -29,7 +29,7 @@ def look(x: int) -> int:
 
 
 class Desk:
-    """A class that is named as tools."""
+    """Class whose methods are tools."""
 
     def write(self, text: str) -> str:
         """Write."""

@@ -1,4 +1,4 @@
-"""What docs/how_to/tasks.md shows is what it says: every module is written to a folder, and played."""
+"""Files and snippets of docs/how_to/tasks.md, which are written to a folder and run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMED = re.findall(r"\*\*([\w.]+)\*\*[^`]*?```\w+\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Has the page's files, and its modules can be imported."""
+    """Folder with the page's files, whose modules can be imported."""
     for name, text in NAMED:
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -62,10 +62,10 @@ async def test_rows_section() -> None:
 
 
 def test_rows_settings_table_is_complete() -> None:
-    told = dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", PAGE, re.MULTILINE))
+    documented = dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", PAGE, re.MULTILINE))
     for name, info in Rows.model_fields.items():
         shown = {None: "none", False: "`false`", "": '`""`', (): "`[]`", 0.1: "`0.1`", "prompt": '`"prompt"`'}
-        assert told[name].strip() == ("" if info.is_required() else shown[info.default]), name
+        assert documented[name].strip() == ("" if info.is_required() else shown[info.default]), name
 
 
 async def test_tools_section() -> None:

@@ -1,4 +1,4 @@
-"""Calls of tools: their results, and whose doing it is when one fails."""
+"""Tool calls of `ToolEnv`: results, errors, limits, and rewards."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ def divide(a: float, b: float) -> float:
 
 
 async def later(word: str) -> dict[str, Any]:
-    """Answers after others had their turn."""
+    """Answer after other tasks have run."""
     await asyncio.sleep(0)
     return {"word": word, "right": True, "left": None}
 
@@ -54,7 +54,7 @@ async def test_tool_calls_are_answered_until_a_final_answer() -> None:
 
 
 class Opaque:
-    """What JSON has no word for."""
+    """Object that JSON cannot represent."""
 
 
 async def test_tool_result_is_deterministic_json() -> None:
@@ -94,7 +94,7 @@ async def test_tool_exception_is_logged_once_with_its_location(caplog: pytest.Lo
     ]
 
 
-@pytest.mark.parametrize("error", [NameError("a name that is not there"), ImportError("no package"), DataError("bad")])
+@pytest.mark.parametrize("error", [NameError("undefined name"), ImportError("no package"), DataError("bad")])
 async def test_author_mistakes_end_the_rollout(error: Exception) -> None:
     def broken() -> None:
         raise error

@@ -1,4 +1,4 @@
-"""Plain functions as tools: what the policy is told of them, and which arguments they take."""
+"""Plain functions as tools: their schemas, and checks of arguments."""
 
 import enum
 import functools
@@ -176,7 +176,7 @@ def test_docstring_styles_describe_parameters(docstring: str) -> None:
 
 
 class Opaque:
-    """Of no schema."""
+    """Class without a JSON schema."""
 
 
 def untyped(a) -> None: ...
@@ -207,7 +207,7 @@ def test_tool_creation_rejects_undescribable_functions(function: Any, problem: s
 
 
 class Account:
-    """Its methods are tools."""
+    """Object whose methods are tools."""
 
     limit = 5
 

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("renderers")
 
 import torch
-from serving.speaking import byte_tokenizer
+from serving.byte_model import byte_tokenizer
 
 import titan_rl.training.tiny_model
 from titan_rl.config.build import make_renderer, template_note

@@ -1,11 +1,11 @@
-"""The page in a browser: one Chromium and one server for all tests of a worker.
+"""Fixtures that open the page in a browser: one Chromium and one server for all tests of a pytest worker.
 
-A test is a coroutine marked `pytest.mark.asyncio(loop_scope="session")` that takes `open_page`:
+A test is a coroutine marked `pytest.mark.asyncio(loop_scope="session")` that uses `open_page`:
 
     page = await open_page("#tab=curves&runs=20260101-000000-first", width=390)
 
-`runs_folder` has the runs that are served. Each page fails its test if it says anything on the console, or asks anybody
-but this server.
+`runs_folder` has the runs that are served. A test fails if its page writes to the console, or sends a request to
+another server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import pytest_asyncio
-from viewer.viewed import OpenPage, serving, until, write_first_and_second
+from viewer.page_helpers import OpenPage, serving, until, write_first_and_second
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [
@@ -36,7 +36,7 @@ FLAGS = [
 
 @pytest.fixture(scope="session")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of `FIRST` and `SECOND`; what is added is served, too."""
+    """Folder with the runs `FIRST` and `SECOND`. Runs added by tests are served, too."""
     folder = tmp_path_factory.mktemp("viewed") / "runs"
     write_first_and_second(folder)
     return folder
@@ -51,8 +51,10 @@ async def viewer_url(runs_folder: Path) -> AsyncGenerator[str]:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncGenerator[Any]:
     if CHROMIUM is None:
-        pytest.skip("there is no Chromium: apt-get install chromium, or name one in the variable CHROMIUM")
-    playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed: the extra dev has it")
+        pytest.skip("Chromium is not installed: apt-get install chromium, or set the variable CHROMIUM to its path")
+    playwright = pytest.importorskip(
+        "playwright.async_api", reason="playwright is not installed: pip install 'titan-rl[dev]'"
+    )
     async with playwright.async_playwright() as driver:
         found = await driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield found
@@ -61,7 +63,7 @@ async def browser() -> AsyncGenerator[Any]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def open_page(browser: Any, viewer_url: str, runs_folder: Path) -> AsyncGenerator[OpenPage]:
-    """Opens the page at a hash, or a file: `await open_page("#tab=curves", width=390, color_scheme="dark")`."""
+    """Open the page at a hash, or a file: `await open_page("#tab=curves", width=390, color_scheme="dark")`."""
     contexts: list[Any] = []
     said: list[str] = []
     asked: list[str] = []
@@ -70,7 +72,7 @@ async def open_page(browser: Any, viewer_url: str, runs_folder: Path) -> AsyncGe
         path = unquote(urlsplit(message.location.get("url", "")).path)
         run = path.split("/")[3] if path.startswith("/api/runs/") else ""
         if "404" in message.text and run and not (runs_folder / run).exists():
-            return  # a request that was under way when the test removed the run
+            return  # a request in flight when the test removed the run
         said.append(f"{message.type}: {message.text} {path}")
 
     async def open_it(hash_or_url: str = "", *, width: int = 1280, height: int = 800, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The API of `titan-rl view`: what it answers of run folders, whom it lets in, and what it says of wrong requests."""
+"""API of `titan-rl view`: answers about run folders, access control, and errors."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ async def test_finds_runs_and_evaluations(tmp_path: Path) -> None:
         runs = {run["id"]: run for run in (await get(client, "/api/runs"))["runs"]}
         assert list(runs) == ["step-80", "20260102-000000-b", "20260101-000000-a"]
         first = runs["20260101-000000-a"]
-        told = {name: first[name] for name in ("state", "steps", "steps_planned", "kind", "tasks", "began")}
-        assert told == {
+        described = {name: first[name] for name in ("state", "steps", "steps_planned", "kind", "tasks", "began")}
+        assert described == {
             "state": "finished",
             "steps": 4,
             "steps_planned": 4,
@@ -76,7 +76,7 @@ async def test_finds_runs_and_evaluations(tmp_path: Path) -> None:
             9.0,
         )
         write_run(tmp_path / "runs" / "20260104-000000-d", steps=1, rollouts=0)
-        assert len((await get(client, "/api/runs"))["runs"]) == 4, "a run that begins later is there, too"
+        assert len((await get(client, "/api/runs"))["runs"]) == 4, "a run that starts later is found, too"
 
 
 async def test_does_not_follow_symlinks_out_of_a_run(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ async def test_does_not_follow_symlinks_out_of_a_run(tmp_path: Path) -> None:
         (run / name).symlink_to(elsewhere / name)
     (tmp_path / "named").symlink_to(run)
     async with viewing(tmp_path / "named") as client:
-        (told,) = (await get(client, "/api/runs"))["runs"]
-        assert (told["steps"], told["tasks"], told["reason"]) == (0, [], "")
+        (described,) = (await get(client, "/api/runs"))["runs"]
+        assert (described["steps"], described["tasks"], described["reason"]) == (0, [], "")
         summary = await get(client, "/api/runs/run/summary")
         assert (summary["config"], summary["settings"], summary["tiles"]) == ("", {}, [])
         assert [warning.split()[0] for warning in summary["warnings"]] == [*links]
@@ -103,7 +103,7 @@ async def test_does_not_follow_symlinks_out_of_a_run(tmp_path: Path) -> None:
         (run / "trace").mkdir()
         (run / "trace" / "controller.jsonl").symlink_to(elsewhere / "trace" / "controller.jsonl")
         assert (await get(client, "/api/runs/run/timeline"))["lanes"] == []
-        os.mkfifo(run / "results.json")  # opening it would never end
+        os.mkfifo(run / "results.json")  # opening it would block forever
         assert len((await get(client, "/api/runs"))["runs"]) == 1
 
 
@@ -284,7 +284,7 @@ async def test_non_finite_metrics_do_not_hide_the_rest_of_their_step(tmp_path: P
     assert [found[name]["values"][-1] for name in ("train/loss", "train/lr")] == [None, None]
     assert (found["train/kl"]["steps"][-2:], found["train/kl"]["values"][-2:]) == ([7, 8], [0.5, 0.6])
     assert "1 line cannot be read, and is left out of metrics.jsonl" in warnings
-    assert described["steps"] == 8, "also where the line is long"
+    assert described["steps"] == 8, "even though the line is long"
 
 
 async def test_rollout_record_is_the_line_of_the_file(tmp_path: Path) -> None:
@@ -305,8 +305,8 @@ async def test_non_finite_numbers_are_null_in_every_answer(tmp_path: Path) -> No
     (tmp_path / "rollouts.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     async with viewing(tmp_path) as client:
         run = f"/api/runs/{tmp_path.name}"
-        told = json.loads((await client.get(f"{run}/rollouts/1")).text, parse_constant=pytest.fail)
-        assert told == {"rollout_id": "g/0", "reward": None, "turns": [{"logprobs": [None]}]}
+        record = json.loads((await client.get(f"{run}/rollouts/1")).text, parse_constant=pytest.fail)
+        assert record == {"rollout_id": "g/0", "reward": None, "turns": [{"logprobs": [None]}]}
         found = await get(client, f"{run}/rollouts", sort="reward")
         assert [row["reward"] for row in found["rows"]] == [0.5, None]
         assert found["ranges"]["reward"] == [0.5, 0.5]
@@ -320,7 +320,7 @@ async def test_non_finite_numbers_are_null_in_every_answer(tmp_path: Path) -> No
 async def test_overlong_line_is_skipped(tmp_path: Path) -> None:
     with (tmp_path / "rollouts.jsonl").open("wb") as file:
         file.write(b'{"rollout_id": "g/0"}\n')
-        file.truncate(MAX_LINE_BYTES + 100)  # a hole, which takes no room
+        file.truncate(MAX_LINE_BYTES + 100)  # a hole, which takes no disk space
         file.seek(0, os.SEEK_END)
         file.write(b'\n{"rollout_id": "g/1"}\n')
     async with viewing(tmp_path) as client:
@@ -375,9 +375,9 @@ async def test_invalid_request_error_names_the_field(tmp_path: Path, path: str, 
     async with viewing(write_run(tmp_path / "run", steps=1, rollouts=8)) as client:
         answer = await client.get(path)
         assert answer.status_code == status
-        told = answer.json()
-        assert told["error"]
-        assert told.get("field") == field
+        error = answer.json()
+        assert error["error"]
+        assert error.get("field") == field
 
 
 async def test_write_methods_are_rejected(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ async def test_rejects_foreign_hosts_and_missing_keys(tmp_path: Path) -> None:
         app = make_viewer(runs, key="secret")
         async with asking(app) as client:
             elsewhere = await client.get("/api/runs", headers={"host": "evil.example:8484"})
-            assert elsewhere.status_code == 403, "a name of another site that is bound to this address"
+            assert elsewhere.status_code == 403, "a foreign host name that resolves to this address"
             assert (await client.get("/api/runs")).status_code == 403
             assert (await client.get("/", params={"key": "guess"})).status_code == 403
             opened = await client.get("/", params={"key": "secret"})
@@ -432,12 +432,12 @@ async def test_event_stream_reports_changed_files(tmp_path: Path) -> None:
         }
         async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(app(scope, receive, send))
-            assert await heard.get() == {"run": "", "changed": []}, "what changes from here on is told"
+            assert await heard.get() == {"run": "", "changed": []}, "changes are reported from now on"
             with (folder / "metrics.jsonl").open("ab") as file:
                 file.writelines(line(record) for record in metric_records(3, 3, Random(0)))
-            told = [await heard.get(), await heard.get()]
-            assert {"run": "run", "changed": ["metrics"]} in told
-            assert {"run": "", "changed": ["runs"]} in told, "it has another step"
+            events = [await heard.get(), await heard.get()]
+            assert {"run": "run", "changed": ["metrics"]} in events
+            assert {"run": "", "changed": ["runs"]} in events, "the run has one more step"
             app.end()
             await listening
 

@@ -1,4 +1,4 @@
-"""A run on several hosts, as a reader meets it: which there are, what became of them, and where each process ran."""
+"""Page of a run on several hosts: the list of hosts with their events, and the host of each process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer.viewed import OpenPage, until
+from viewer.page_helpers import OpenPage, until
 
 from benchmarks.synthetic_run import write_run
 from titan_rl.core.run_files import read_hosts, work_of
@@ -86,7 +86,7 @@ def test_read_hosts_lists_the_work_of_each_host(tmp_path: Path) -> None:
         (folder / "hosts.json").write_text(text)
         assert read_hosts(folder) is None
     (folder / "hosts.json").write_text(json.dumps({**one, "events": EVENTS[:1]}))
-    assert read_hosts(folder) is not None, "something happened"
+    assert read_hosts(folder) is not None, "there was an event"
 
 
 def test_work_of_summarizes_process_names() -> None:

@@ -1,4 +1,4 @@
-"""The overview as a reader meets it: whether runs learn, why not, and the step that all tabs look at."""
+"""Overview tab: verdicts, comparison of runs, and the step that all tabs share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from viewer.viewed import FIRST, SECOND, OpenPage, serving, until, write_first_and_second
+from viewer.page_helpers import FIRST, SECOND, OpenPage, serving, until, write_first_and_second
 
 from benchmarks.synthetic_run import line, write_run
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 BOTH = f"runs={FIRST},{SECOND}"
 SUPERVISED, DULL = "20260104-000000-supervised", "20260105-000000-dull"
 ANSWERS = {0: (0.0, 0.25, 0.75), 10: (0.25, 0.5, 1.0), 20: (0.0, 0.75, 1.0)}
-"""Rewards of the siblings of a held-out prompt by step; what earns 0 could not be parsed."""
+"""Rewards of the siblings of a held-out prompt by step. Answers with reward 0 could not be parsed."""
 
 
 @pytest.fixture(scope="module")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of these tests alone: what the list shows is part of them."""
+    """Folder of runs for these tests only, because they check the complete list of runs."""
     folder = tmp_path_factory.mktemp("overview") / "runs"
     write_first_and_second(folder)
     return folder
@@ -48,7 +48,7 @@ def supervised(runs_folder: Path) -> Iterator[str]:
 
 @pytest.fixture
 def dull(runs_folder: Path) -> Iterator[str]:
-    """A run of two tasks, of which one earns nothing, as do all siblings of each of its groups."""
+    """Run of two tasks, of which one has reward 0, with groups whose siblings all earn the same."""
     folder = runs_folder / DULL
     write_run(folder, steps=20, rollouts=160)
     records = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -72,7 +72,7 @@ def dull(runs_folder: Path) -> Iterator[str]:
 
 
 async def axis(page: Any, name: str) -> list[str]:
-    """Labels of the curves on a chart of the overview; none where it is not shown."""
+    """Labels of the curves on a chart of the overview; empty if it is hidden."""
     hero = page.locator(f"section.hero[aria-label='{name}']")
     if not await hero.is_visible():
         return []
@@ -98,15 +98,15 @@ async def test_supervised_losses_have_their_own_axis(open_page: OpenPage, superv
 async def test_each_task_has_a_verdict_and_zero_reward_is_flagged(open_page: OpenPage, dull: str) -> None:
     page = await open_page(f"#runs={dull}")
     rows = page.locator(".tasks tbody tr")
-    told = {
+    verdicts = {
         await row.locator("th").inner_text(): await row.locator("td").first.inner_text() for row in await rows.all()
     }
-    assert told == {"sort": "learns", "countdown": "earns nothing"}
+    assert verdicts == {"sort": "learns", "countdown": "earns nothing"}
     assert {"sort", "countdown"} <= set(await axis(page, "Reward"))
     said = await page.locator(".verdicts").inner_text()
     assert "The task countdown earns nothing" in said
     assert "step 3: for 3 steps all rollouts of every group earned the same reward" in said, (
-        "what the run said of itself stands beside it"
+        "warnings of the run itself are shown, too"
     )
     assert await page.locator(".notice").count() == 0
 
@@ -151,7 +151,7 @@ async def test_tabs_share_the_selected_step(open_page: OpenPage) -> None:
     await until(page, "document.querySelector('section.panel')?.panel.chart?.marked === 30")
     await page.keyboard.press("3")
     await until(page, "viewer.view.detail?.record?.step === 30")
-    # A click by coordinates would miss a row that the list replaces at that moment.
+    # A click by coordinates could miss the row, because the list may replace it at that moment.
     await page.locator(".list .row", has_text="step 32").first.evaluate("row => row.click()")
     await until(page, "viewer.cursor.chosen === 32")
     await page.keyboard.press("4")
@@ -168,7 +168,7 @@ async def test_question_mark_lists_the_keyboard_shortcuts(open_page: OpenPage) -
     dialog = page.get_by_role("dialog", name="Keys")
     assert "its messages, tokens or siblings" in await dialog.inner_text()
     await page.keyboard.press("1")
-    assert await page.get_by_role("tab", selected=True).inner_text() == "Rollouts", "keys wait behind the list"
+    assert await page.get_by_role("tab", selected=True).inner_text() == "Rollouts", "the dialog keeps keys from the tab"
     await page.keyboard.press("Escape")
     assert not await dialog.is_visible()
     await page.keyboard.press("1")

@@ -1,4 +1,4 @@
-"""The page as a reader meets it: what it shows, how it is moved through, and what it never does."""
+"""Page of the viewer: curves, zooming, keyboard, and the settings tab."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer.viewed import FIRST, SECOND, OpenPage, until
+from viewer.page_helpers import FIRST, SECOND, OpenPage, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 BOTH = f"runs={FIRST},{SECOND}"
@@ -20,7 +20,7 @@ def values(folder: Path, run: str, metric: str) -> tuple[list[int], list[float]]
 
 
 async def drawn(page: Any, title: str) -> list[dict[str, Any]]:
-    """The curves of a panel, once it is drawn."""
+    """Wait until a panel is drawn, and return its curves."""
     panel = page.locator(f'section.panel[aria-label="{title}"]')
     await panel.scroll_into_view_if_needed()
     await until(page, "panel => panel.getAttribute('aria-busy') === 'false'", arg=await panel.element_handle())

@@ -1,4 +1,4 @@
-"""The page for those who see it otherwise, and where text is not to be trusted or long."""
+"""Accessibility of the page, narrow screens, hostile text, and long runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer.viewed import FIRST, SECOND, OpenPage, until
+from viewer.page_helpers import FIRST, SECOND, OpenPage, until
 
 from benchmarks.synthetic_run import write_run
 from titan_rl.core.run_files import RunStatus
@@ -25,7 +25,7 @@ HOSTILE = "<img src=x onerror=window.hacked=1>"
 
 FILLED = "document.getElementById('panel').innerText.length > 150"
 
-# Every text that is shown, with its contrast to what lies behind it; what is disabled is exempt, as WCAG has it.
+# Each visible text, with its contrast to the background. WCAG exempts disabled elements.
 CONTRASTS = """() => {
   const context = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
   const rgba = colour => {
@@ -73,7 +73,7 @@ async def test_text_contrast_meets_wcag(open_page: OpenPage, theme: str) -> None
 
 
 def theme(name: str) -> dict[str, str]:
-    """The colours of theme.css."""
+    """Colours of theme.css."""
     light, dark = page_file("theme.css")[0].decode().split(':root[data-theme="dark"]')
     return {
         key: value

@@ -1,4 +1,4 @@
-"""What the page's modules may not do: make markup, links or code of what a run says."""
+"""Source checks of the page's modules: no markup, links or code are made from a run's text, and imports exist."""
 
 from __future__ import annotations
 

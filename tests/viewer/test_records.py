@@ -1,4 +1,4 @@
-"""A line of JSON that Python wrote: what JSON has no number for is null, whatever reads it."""
+"""Reading of JSON lines written by Python, with NaN and infinity as null."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_strict_json_is_valid_json(line: bytes) -> None:
         raise AssertionError(constant)
 
     strict = strict_json(line)
-    told = json.loads(strict.decode(), parse_constant=refuse)
-    json.dumps(told, allow_nan=False)
-    assert set(told) == {"a"} | ({"b"} if b'"b"' in line else set())
+    parsed = json.loads(strict.decode(), parse_constant=refuse)
+    json.dumps(parsed, allow_nan=False)
+    assert set(parsed) == {"a"} | ({"b"} if b'"b"' in line else set())
 
 
 def test_strict_json_returns_valid_lines_unchanged() -> None:

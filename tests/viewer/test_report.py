@@ -1,4 +1,4 @@
-"""`report.html`: it holds what there is of a run within a bound, says what it leaves out, and fetches nothing."""
+"""`report.html`: contains a run up to a size limit, lists what was left out, and needs no network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titan_rl.viewer.report import write_report
 
 
 def data_of(page: str) -> dict[str, Any]:
-    """What the page draws, as its script reads it."""
+    """Parse the embedded data of a report."""
     (found,) = re.findall(r'<script type="application/json" id="run-data">(.*?)</script>', page, re.DOTALL)
     return json.loads(found)
 
@@ -27,7 +27,7 @@ def report(folders: list[Path], **settings: int) -> tuple[str, dict[str, Any]]:
 def test_report_contains_a_small_run_completely(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=20, rollouts=48)
     page, data = report([folder])
-    assert not re.search(r'(?:src|href)="(?!data:)', page), "it needs no network"
+    assert not re.search(r'(?:src|href)="(?!data:)', page), "the report needs no network"
     assert data["left_out"] == []
     (run,) = data["runs"]
     assert (run["id"], run["steps"], run["state"]) == ("run", 20, "finished")

@@ -1,4 +1,4 @@
-"""Filters find what a person who reads every line would."""
+"""Index of rollouts: filters, sorting, facets, and search, compared with a scan of all lines."""
 
 from __future__ import annotations
 

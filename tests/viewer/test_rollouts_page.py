@@ -1,4 +1,4 @@
-"""Rollouts as a reader meets them: which are listed, what each token says, siblings, and text that means harm."""
+"""Rollouts tab: filters, tokens, siblings, keyboard, and hostile text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer.viewed import FIRST, OpenPage, until
+from viewer.page_helpers import FIRST, OpenPage, until
 
 from benchmarks.synthetic_run import write_run
 
@@ -62,7 +62,7 @@ def turn(pieces: list[str], logprobs: list[float], *, shared: int = 0, prompt: l
 
 @pytest.fixture(scope="module")
 def odd_run(runs_folder: Path) -> Iterator[str]:
-    """A run of four siblings: hostile text, tokens of all colours, an error without tokens, and 30,000 tokens."""
+    """Run of four siblings: hostile text, tokens of all colours, an error without tokens, and 30,000 tokens."""
     question = {"role": "user", "content": "Sort: Bo, Al"}
     answers = [HOSTILE, "Bo, Al", "Al and Bo", "Al, Bo!"]
     pieces, logprobs = [piece for piece, _ in TOKENS], [value for _, value in TOKENS]
@@ -149,7 +149,7 @@ async def test_sorts_and_scrolls_through_all_rollouts(open_page: OpenPage, runs_
     await page.keyboard.press("End")
     last = page.locator(f"#rollout-row-{len(records) - 1}:not(.waiting)")
     await last.wait_for()
-    assert await page.locator(".row").count() < 60, "only rows in sight are in the page"
+    assert await page.locator(".row").count() < 60, "only visible rows are in the DOM"
     assert await last.get_attribute("aria-selected") == "true"
 
 
@@ -191,7 +191,7 @@ async def test_report_filters_like_the_server(open_page: OpenPage, runs_folder: 
         [FIRST, queries],
     )
     for query, embedded, served in both:
-        if "text" in query:  # the report has the beginnings of what was said alone
+        if "text" in query:  # the report has only the beginnings of texts
             assert set(embedded[1]) <= set(served[1])
         else:
             assert embedded == served, query
@@ -271,7 +271,7 @@ async def test_token_colours_keep_contrast_and_grow_by_lightness(open_page: Open
         await page.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
         found = await page.evaluate(CONTRASTS, COLOURS)
         assert not {name: contrast for name, (contrast, _) in found.items() if contrast < 4.5}
-        for scale in ("lp", "neg", "pos"):  # who cannot tell hues apart sees how strong a colour is
+        for scale in ("lp", "neg", "pos"):  # lightness shows the strength without colour vision
             lightness = [light for name, (_, light) in found.items() if name.startswith(scale)]
             assert lightness == sorted(lightness, reverse=theme == "light")
 
@@ -288,7 +288,7 @@ async def test_hostile_text_is_escaped_and_hidden_characters_are_shown(open_page
     assert not set(text) & {"\u202e", "\u202c", "\u200b", "\x1b", "\x07"}
     assert await page.evaluate("window.harmed") is None
     assert await page.locator(".rollouts :is(a, img, script, iframe)").count() == 0
-    assert await page.evaluate("document.documentElement.scrollWidth") <= 500, "long lines are broken"
+    assert await page.evaluate("document.documentElement.scrollWidth") <= 500, "long lines wrap"
     failure = page.locator(".failure")
     assert await failure.locator("pre").inner_text() == "ZeroDivisionError: division by zero"
     assert await failure.locator("code").inner_text() == "tasks/sums.py:41 in score"
@@ -314,9 +314,9 @@ async def test_siblings_are_shown_side_by_side_best_first(open_page: OpenPage, o
     assert await page.locator(".sibling-head .reward").all_inner_texts() == ["0.75", "0.5", "0.25", "–"]
     assert await page.locator(".shared .message").count() == 1
     cells = page.locator(".siblings > .message, .siblings > .gap")
-    assert await cells.count() == 12, "three more messages of four siblings, with gaps where one has fewer"
+    assert await cells.count() == 12, "three more messages of four siblings, with gaps if one has fewer"
     assert await cells.nth(0).locator("mark").all_inner_texts() == [",", "!"]
-    assert await cells.nth(1).locator("mark").count() == 0, "the open one is what the others are compared with"
+    assert await cells.nth(1).locator("mark").count() == 0, "the others are compared with the open sibling"
     await page.keyboard.press("[")
     await until(page, "viewer.view.detail.index === 3")
 
@@ -324,7 +324,7 @@ async def test_siblings_are_shown_side_by_side_best_first(open_page: OpenPage, o
 async def test_keyboard_navigation(open_page: OpenPage, runs_folder: Path) -> None:
     page = await open_page(f"#tab=rollouts&runs={FIRST}")
     await until(page, "viewer.view.detail.index === 0")
-    assert "rollouts.index" not in page.url, "the first is open without being chosen"
+    assert "rollouts.index" not in page.url, "the first rollout is open without being selected"
     await page.locator(".list").focus()
     await page.keyboard.press("j")
     await page.keyboard.press("j")

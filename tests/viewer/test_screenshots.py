@@ -1,6 +1,6 @@
-"""Makes the pictures in docs/images: `TITAN_RL_SCREENSHOTS=runs pytest tests/viewer/test_screenshots.py`.
+"""Make the screenshots in docs/images: `TITAN_RL_SCREENSHOTS=runs pytest tests/viewer/test_screenshots.py`.
 
-Of the two newest runs in that folder, the newest is shown, also as it was when it had done two thirds.
+The two newest runs in that folder are used. The newest is also shown in progress, after two thirds of its steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer.viewed import serving, until
+from viewer.page_helpers import serving, until
 
 from titan_rl.core.run_files import RunStatus
 from titan_rl.viewer.runs import find_runs
@@ -28,13 +28,13 @@ WIDE, NARROW = (1600, 1000), (390, 844)
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.skipif(not RUNS, reason="TITAN_RL_SCREENSHOTS names no folder of runs to take pictures of"),
+    pytest.mark.skipif(not RUNS, reason="TITAN_RL_SCREENSHOTS does not name a folder of runs"),
 ]
 
 
 @pytest.fixture
 def shown(tmp_path: Path) -> Iterator[Path]:
-    """The two newest runs, and one in progress."""
+    """Folder with the two newest runs, and one in progress."""
     newest, other = sorted(find_runs(Path(RUNS)), key=lambda folder: folder.name)[:-3:-1]
     for folder in (newest, other):
         shutil.copytree(folder, tmp_path / "runs" / folder.name, ignore=shutil.ignore_patterns("checkpoints", "export"))
@@ -79,7 +79,7 @@ async def test_take_screenshots(browser: Any, shown: Path) -> None:
 async def take(
     browser: Any, url: str, name: str, at: str, *, size: tuple[int, int] = WIDE, theme: str = "light"
 ) -> None:
-    from PIL import Image  # comes with vLLM, and only this needs it
+    from PIL import Image  # installed with vLLM, and only used here
 
     width, height = size
     context = await browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)

@@ -1,5 +1,5 @@
-"""Following files that are written, cut and replaced by others: each line once, whole, and from the beginning where the
-file is another one."""
+"""Following files that others append to, truncate and replace: each complete line once, and again from the beginning
+after a replacement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan_rl.core.files import Tail, last_lines
 
 
 class Follower:
-    """What somebody who follows a file knows of it."""
+    """Reader that follows a file, with the lines that it has seen."""
 
     def __init__(self, path: Path, most: int) -> None:
         self.tail = Tail(path, most)
@@ -46,7 +46,7 @@ def test_tail_yields_every_complete_line(tmp_path_factory, actions: list[tuple[s
     for what, amount in actions:
         old = path.read_bytes() if path.exists() else b""
         if what == "write":
-            # A counter: no two lines are equal, as no two records of a run are.
+            # The counter makes all lines different, like the records of a run.
             counter += 1
             with path.open("ab") as file:
                 file.write(str(counter).encode() + bytes(amount))  # pyright: ignore[reportArgumentType]
@@ -125,5 +125,5 @@ def test_last_lines_reads_at_most_within_bytes(tmp_path: Path) -> None:
     path.write_bytes(b"first\n" * 1000 + b"last\nunfinished")
     assert [*last_lines(path, within=21)] == [b"last"]
     path.write_bytes(b"x" * 100 + b"\n")
-    assert [*last_lines(path, within=40)] == [], "a part of a line is none"
+    assert [*last_lines(path, within=40)] == [], "a partial line does not count"
     assert [*last_lines(path, within=101)] == [b"x" * 100]

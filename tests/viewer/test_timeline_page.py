@@ -1,4 +1,4 @@
-"""The timeline as a reader meets it: what each lane did and where it idled, in sight and in what is chosen."""
+"""Timeline tab: spans and idle time of each lane, in the visible range and in a selection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer.viewed import OpenPage, until
+from viewer.page_helpers import OpenPage, until
 
 from titan_rl.viewer.html import report_page
 
@@ -56,7 +56,7 @@ CURVES = {
 
 @pytest.fixture
 def open_timeline(open_page: OpenPage, tmp_path: Path) -> OpenTimeline:
-    """Opens a report with a timeline: `await open_timeline(TIMELINE, "&timeline.from=5", width=600)`."""
+    """Open a report with a timeline: `await open_timeline(TIMELINE, "&timeline.from=5", width=600)`."""
 
     async def open_it(timeline: Any, link: str = "", **options: Any) -> Any:
         run = {"id": "a", "name": "a", "kind": "train", "state": "finished", "steps": 2, "tasks": []}
@@ -88,7 +88,7 @@ async def test_lanes_match_the_trace_and_idle_time_adds_up(open_timeline: OpenTi
     assert [one[:3] for one in trainer["spans"]] == [one[:3] for one in LANES[1]["spans"]]
     assert (trainer["busy"], trainer["idle"]) == (9.0, 11.0)
     assert (generator["busy"], generator["idle"]) == (12.5, 7.5)
-    assert (env["busy"], env["idle"]) == (7.0, None), "a gap between two rollouts is no idle machine"
+    assert (env["busy"], env["idle"]) == (7.0, None), "a gap between two rollouts does not mean an idle machine"
     assert {one["lane"]: one["seconds"] for one in IDLE} == {one["id"]: one["idle"] for one in whole["lanes"][:2]}
     assert [one["idle"] for one in (await figures(page, 4.0, 12.0))["lanes"]] == [3.0, 4.5, None]
     assert await page.locator(".bottleneck").inner_text() == TIMELINE["bottleneck"]["sentence"]
@@ -104,7 +104,7 @@ async def test_idle_times_count_spans_narrower_than_a_pixel(
     await page.locator(".timeline-tables summary").click()
     row = page.locator("table", has_text="Lanes").locator("tr", has_text="trainer · rank 0")
     assert (await row.locator("td").all_inner_texts())[-2:] == ["11.8 s", "59%"]
-    assert (await figures(page, 4.0, 12.0))["lanes"][0]["idle"] == 3.0, "what is not counted is as drawn"
+    assert (await figures(page, 4.0, 12.0))["lanes"][0]["idle"] == 3.0, "other ranges are computed from the drawn spans"
 
 
 async def test_keys_zoom_pan_and_step_between_spans(open_timeline: OpenTimeline) -> None:

@@ -1,4 +1,4 @@
-"""The timeline that the page asks for: which spans are in it, of what kind, and when each version was loaded."""
+"""Timeline computed from traces: spans, kinds of lanes, idle times, steps, and loaded versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts: whether a run learns, why not, and which rollouts show it."""
+"""Verdicts on a run: whether it learns, reasons if not, and links to the evidence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan_rl.viewer.verdicts import RECENT, task_lines, verdicts
 
 
 def columns(steps: int, **figures: Any) -> MetricColumns:
-    """Each figure is a number or a function of the step; "__" in its name stands for "/"."""
+    """Make metrics. Each is a number or a function of the step; "__" in its name stands for "/"."""
     found = MetricColumns()
     for step in range(1, steps + 1):
         values = {name.replace("__", "/"): value(step) if callable(value) else value for name, value in figures.items()}
@@ -24,7 +24,7 @@ def noisy(first: float, last: float, steps: int) -> Any:
     return lambda step: first + (last - first) * (step - 1) / (steps - 1) + 0.02 * math.sin(7 * step)
 
 
-def told(found: MetricColumns, *tasks: str) -> list[tuple[str, str]]:
+def tones_and_titles(found: MetricColumns, *tasks: str) -> list[tuple[str, str]]:
     return [(one["tone"], one["title"]) for one in verdicts(found, task_lines(found, tasks))]
 
 
@@ -38,12 +38,12 @@ def told(found: MetricColumns, *tasks: str) -> list[tuple[str, str]]:
 )
 def test_verdict_requires_a_change_beyond_step_noise(first: float, last: float, tone: str, title: str) -> None:
     found = columns(40, rollout__finished_reward_mean=noisy(first, last, 40))
-    assert told(found) == [(tone, title)]
+    assert tones_and_titles(found) == [(tone, title)]
 
 
 def test_verdict_with_few_or_no_steps() -> None:
-    assert told(columns(5, rollout__reward_mean=0.5)) == [("", "Too early to tell whether it learns")]
-    assert told(MetricColumns()) == []
+    assert tones_and_titles(columns(5, rollout__reward_mean=0.5)) == [("", "Too early to tell whether it learns")]
+    assert tones_and_titles(MetricColumns()) == []
 
 
 def test_noise_of_few_steps_or_prompts_gives_no_verdict() -> None:
@@ -53,7 +53,7 @@ def test_noise_of_few_steps_or_prompts_gives_no_verdict() -> None:
         spreads = {f"validation/{suite}/reward_std": 0.3 for suite in ("long", "short")}
         counts = {f"validation/{suite}/num_groups": 8.0 for suite in ("long", "short")}
         found.add({"step": step, "validation/reward_mean": reward, **suites, **spreads, **counts})
-    assert told(found, "long", "short") == [("", "Too early to tell whether it learns")]
+    assert tones_and_titles(found, "long", "short") == [("", "Too early to tell whether it learns")]
     lines = task_lines(found, ["long", "short"])
     assert [line["title"] for line in lines] == ["too early to tell", "too early to tell"]
 
@@ -63,7 +63,10 @@ def test_falling_held_out_reward_is_reported_as_overfitting() -> None:
     for step, reward in ((0, 0.5), (40, 0.3)):
         held_out = {"validation/reward_mean": reward, "validation/reward_std": 0.2, "validation/num_groups": 64.0}
         found.add({"step": step, **held_out})
-    assert told(found)[0] == ("bad", "It learns its samples by heart: training rises, held-out prompts fall")
+    assert tones_and_titles(found)[0] == (
+        "bad",
+        "It learns its samples by heart: training rises, held-out prompts fall",
+    )
 
 
 def test_supervised_training_is_judged_by_its_loss() -> None:
@@ -115,7 +118,7 @@ def test_reasons_link_to_their_evidence(metric: str, value: float, tone: str, sa
     assert reason["tone"] == tone
     assert link.items() <= reason["link"]["values"].items()
     assert reason["link"]["tab"] == ("curves" if "metrics" in link else "rollouts")
-    if metric == "train/skipped_steps":  # of the whole run
+    if metric == "train/skipped_steps":  # counts the whole run
         return
     early = MetricColumns()
     for step in range(1, 41):

@@ -1,6 +1,6 @@
-"""A server of OpenEnv with two environments, as its users write them: a guessing game, and tools (MCP).
+"""OpenEnv server with two environments: a guessing game, and tools (MCP).
 
-Prints the port of each, and serves until its input ends.
+It prints the port of each, and serves until its input ends.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""An evaluation by `inspect-ai`, over chat completions and over responses."""
+"""Evaluation with `inspect-ai`, over chat completions and over responses."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""An evaluation of `lm-eval` over chat and over text completions: python lm_eval_run.py FOLDER"""
+"""Evaluation with `lm-eval` over chat and over text completions: python lm_eval_run.py FOLDER"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""An agent of `openai-agents` that calls a tool, once in one piece and once as a stream."""
+"""Agent written with `openai-agents` that calls a tool, once without and once with streaming."""
 
 import asyncio
 import json

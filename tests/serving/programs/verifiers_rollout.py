@@ -1,5 +1,5 @@
-"""A rollout of `verifiers` with a harness that talks over several turns: as evaluation forwards it, and as training
-renders it to tokens."""
+"""Rollout of `verifiers` over several turns: with its evaluation client, which forwards messages, and with its training
+client, which renders them to tokens."""
 
 import asyncio
 import json
@@ -58,15 +58,15 @@ def main() -> None:
             renderer_model_name=sys.argv[1],
         ),
     }
-    told = {}
+    results = {}
     for name, client in clients.items():
         trace = trace_of(client)
-        told[name] = {
+        results[name] = {
             "errors": [str(error) for error in trace.errors],
             "said": [message.content for message in trace.assistant_messages],
             "sampled": sum(sum(node.mask) for node in trace.nodes),
         }
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

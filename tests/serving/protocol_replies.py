@@ -1,4 +1,4 @@
-"""What each protocol of messages says of a reply, whole and streamed, and how its clients go on."""
+"""Replies in each message protocol, whole and streamed, and the next messages of their clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Chat:
         return message.get("reasoning_content") or "", message["content"] or "", arguments
 
     def answers(self, items: list[Any]) -> list[Any]:
-        """What goes on from it: the results of its calls, or a word of the user's."""
+        """Messages that follow the reply: results of its tool calls, or a user message."""
         calls = items[0].get("tool_calls") or ()
         results = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in calls]
         return results or [{"role": "user", "content": "more"}]

@@ -1,4 +1,4 @@
-"""What the tests of the page look at, and how they wait."""
+"""Runs, server and waiting for tests of the page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from titan_rl.viewer.app import make_viewer
 from titan_rl.viewer.runs import Runs
 
 FIRST, SECOND = "20260101-000000-first", "20260102-000000-second"
-"""Ids of the runs that are always there."""
+"""Ids of the runs that every server of the tests has."""
 
 OpenPage = Callable[..., Awaitable[Any]]
 """The fixture `open_page`; it gives a `playwright.async_api.Page`."""
 
 
 def write_first_and_second(folder: Path) -> None:
-    """Two runs of 60 steps, of which the second has another learning rate."""
+    """Write two runs of 60 steps. The second has another learning rate."""
     write_run(folder / FIRST, steps=60, rollouts=240)
     write_run(folder / SECOND, steps=60, rollouts=240, seed=1)
     config = folder / SECOND / "config.toml"
@@ -30,8 +30,8 @@ def write_first_and_second(folder: Path) -> None:
 
 
 async def until(page: Any, expression: str, arg: Any = None, *, within_s: float = 10) -> Any:
-    """What a JavaScript expression, or a function of `arg`, comes to once it is truthy. The page's policy forbids
-    Playwright's own way to wait for one, which evaluates text in the page."""
+    """Wait until a JavaScript expression, or a function of `arg`, is truthy, and return its value. The page's content
+    security policy forbids Playwright's `wait_for_function`, which evaluates text in the page."""
     loop = asyncio.get_running_loop()
     limit = loop.time() + within_s
     while not (found := await page.evaluate(expression, arg)):
@@ -42,7 +42,7 @@ async def until(page: Any, expression: str, arg: Any = None, *, within_s: float 
 
 @contextlib.asynccontextmanager
 async def serving(folder: Path) -> AsyncGenerator[str]:
-    """The address at which the runs in a folder are shown."""
+    """Serve the viewer of a folder of runs, and yield its URL."""
     runs = Runs([folder])
     app = make_viewer(runs, look_s=0.05)
     server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", ws="none", log_level="warning"))

@@ -1,4 +1,4 @@
-"""A model whose every byte is a token, and whose answers a test chooses."""
+"""Model whose tokens are bytes, with answers that a test chooses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def qwen3(tokenizer: Any) -> Any:
 
 
 def script(tokenizer: Any, answer: Callable[[str], str]) -> Callable[[Sequence[int]], int]:
-    """A `ScriptedEngine`'s script that says `answer(what the last message was)`, and its end."""
+    """Make a script for `ScriptedEngine` that generates `answer(last message)` and a stop token."""
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     header = [start, *tokenizer.encode("assistant\n", add_special_tokens=False)]
 

@@ -1,4 +1,4 @@
-"""What the tests of conversations and episodes say, and in which words."""
+"""Messages, completions and a renderer for tests of conversations and episodes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def completion(token_ids: Sequence[int] = (5, 6, 7), request_id: str = "r", vers
 
 
 class Forgetful:
-    """A renderer whose rendering of a conversation does not begin with that of its beginning: it counts messages, and
-    shows reasoning in the last reply alone. A conversation is extended by tools' answers and by nothing else."""
+    """Renderer whose prompts are not prefixes of later prompts: it renders the number of messages, and the reasoning of
+    the last reply only. Only tool results extend a turn."""
 
     STOP = 0
 
