@@ -1,8 +1,8 @@
 """Samples of alphabet-sort: the names of each turn, drawn for training or held out.
 
 A conversation is held out if each of its cumulative lists, taken as a set of names, hashes into the held-out part; a
-training conversation has no such list. So validation never asks to sort a list of names that was trained on, whatever
-the seed.
+training conversation has no such list. So validation never asks to sort a list of names that was trained on, for
+any seed.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def prompt(sample: Sample, turn: int) -> Message:
 
 
 class AlphabetSortEnv:
-    """A `MessageEnv` that asks to sort new names in each turn of its sample, whatever the answers are."""
+    """A `MessageEnv` that asks to sort new names in each turn of its sample, independent of the answers."""
 
     def __init__(self, sample: Sample) -> None:
         self._sample = sample

@@ -41,7 +41,7 @@ def grade(text: str) -> float:
 
 
 class GradedArithmetic(Arithmetic):
-    """Sums, of which the judge's grade is the reward. Whether an answer is right is recorded beside it."""
+    """Sums whose reward is the judge's grade. Whether an answer is right is recorded with it."""
 
     judge: Endpoint | None = None
     """Model that grades, {url = "...", model = "..."}; by default a script."""

@@ -17,7 +17,7 @@ BEGINNER = (0.4, 0.3, 0.3)
 
 
 def points(own: str, other: str) -> float:
-    """1 for a win, 0 for a draw and -1 for a loss; a move that is none of the three loses.
+    """1 for a win, 0 for a draw and -1 for a loss; any other answer loses.
 
     >>> points("paper", "rock"), points("rock", "paper"), points("rock", "rock")
     (1.0, -1.0, 0.0)
@@ -81,7 +81,7 @@ class RockPaperScissors(SeatedTask):
 
 def move_shares(rollouts: Sequence[Rollout]) -> list[float]:
     """Probability of each move, from the logprobs of the answers in which it was made. Moves that were never made share
-    what is left.  # [3]"""
+    the rest.  # [3]"""
     chances: dict[str, float] = {}
     for rollout in rollouts:
         said = next(str(message["content"]).strip() for message in rollout.messages if message["role"] == "assistant")

@@ -163,7 +163,7 @@ class TaskResult:
 
     @property
     def unreached_success(self) -> str | None:
-        """Warning that no sample has reached `success`, so that pass@k is 0 whatever the policy can do; None if a
+        """Warning that no sample has reached `success`, so that pass@k is 0 regardless of the policy; None if a
         sample has."""
         best = max((reward for group in self.rewards.values() for reward in group), default=None)
         if best is None or best >= self.success:

@@ -217,7 +217,7 @@ class PolicyService:
             if self.config.model.renderer not in ("auto", "chat_template"):
                 raise
             self._console.warning(
-                f"warning: there is no chat, only completions: {reason(error)}; or set model.renderer"
+                f"warning: only text completions are served, no chat: {reason(error)}; or set model.renderer"
             )
             return None
 

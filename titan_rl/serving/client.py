@@ -28,7 +28,7 @@ NOT_UNDERSTOOD = (LookupError, TypeError, ValueError, AttributeError, Arithmetic
 
 class HttpEndpoint:
     """Endpoint of a server, with its connections. Connection errors are retried with backoff. If a server answers 429
-    with `Retry-After`, the request is repeated after that time, unless `timeout_s` is over by then.
+    with `Retry-After`, the request is repeated after that time, unless that would exceed `timeout_s`.
 
     Args:
         api_key: Sent as a bearer token.
@@ -122,7 +122,7 @@ class HttpEndpoint:
                 if attempt == self._attempts:
                     raise GenerationError(f"{self.endpoint} cannot be reached: {error!r}") from error
             except httpx.HTTPError as error:
-                raise GenerationError(f"{self.endpoint} cannot be asked: {error!r}") from error
+                raise GenerationError(f"{self.endpoint} could not be queried: {error!r}") from error
             await asyncio.sleep(_growing_pause(attempt))
         raise AssertionError("the last attempt returns or raises")
 

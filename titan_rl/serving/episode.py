@@ -271,7 +271,7 @@ class Episode:
         """Context manager of one request for `num_choices` turns. The block is cancelled when the episode ends.
 
         Raises:
-            EpisodeEndedError: The episode is over, or ends meanwhile.
+            EpisodeEndedError: The episode is over, or ends during the request.
             RequestError, BusyError: See `check_room`.
         """
         self.check_room(num_choices)
@@ -387,7 +387,7 @@ class Episode:
         the last turn. If an agent completed without ever asking the policy, the status is ERROR_ENV, because the
         episode says nothing about the policy.
         """
-        assert self.status is not None, "the episode goes on"
+        assert self.status is not None, "the episode has not ended"
         branches, rewards = self.tree.branches(), self._rewards.by_turn()
         rollout.turns = [
             Turn(turn.prompt_token_ids, turn.completion, rewards[turn.index], sampling=self._sampled[turn.index])

@@ -212,8 +212,7 @@ class Connection(HttpToolsProtocol):
         """Count bytes of the head.
 
         Raises:
-            ValueError: There are too many. It stops the parser, so that nobody answers a request that has not arrived
-                completely.
+            ValueError: There are too many. It stops the parser, so that an incomplete request is not answered.
         """
         self._counted_bytes += num_bytes
         if self._counted_bytes > self._limits.head_bytes:

@@ -36,7 +36,7 @@ MOST_IN_MEMORY = 16_384
 """Largest number of verdicts in memory. The oldest are forgotten, so that memory does not grow with the run."""
 
 MOST_JUDGED = 4096
-"""Largest number of rollouts whose metrics are kept for the rubric, which takes none of dropped groups."""
+"""Largest number of rollouts whose metrics are kept for the rubric, which does not collect those of dropped groups."""
 
 
 @dataclass(frozen=True, slots=True)

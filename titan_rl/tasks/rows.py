@@ -42,7 +42,7 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def read_json_lines(path: str | Path) -> list[Row]:
-    """Read the rows of a file with a JSON object in each line, whatever its suffix.
+    """Read the rows of a file with a JSON object in each line, regardless of its suffix.
 
     Raises:
         ConfigError: see `read_rows`.

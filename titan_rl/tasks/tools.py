@@ -25,7 +25,7 @@ Example: for this function
             "required": ["a"],
         },
     }}
-"""  # noqa: D214, the example has a docstring of its own
+"""  # noqa: D214, the example contains a docstring
 
 from __future__ import annotations
 

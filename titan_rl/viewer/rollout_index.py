@@ -170,7 +170,7 @@ class RolloutIndex:
         keeps_text: Whether texts can be searched. This takes up to 2 KB of memory per rollout.
 
     Attributes:
-        num_broken: Number of lines that are no transcript, or were too long to be read.
+        num_broken: Number of lines that are not transcripts, or are too long to be read.
     """
 
     def __init__(self, *, keeps_text: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Summary of a run: what it learned, what it cost and what is wrong with it; and its entry in the list of runs."""
+"""Summary of a run: its progress, its cost and its problems; and its entry in the list of runs."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def verdicts(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]]) -> list
     hidden = "The mean of all tasks hides it." if learning["tone"] == "good" else ""
     reasons = sorted([*_of_tasks(columns, tasks, hidden), *_reasons(columns)], key=lambda one: one["tone"] != "bad")
     if learning["tone"] == "bad" and not reasons:
-        learning["text"] += " No metric says why: read what it writes, the median first."
+        learning["text"] += " No metric shows a reason: read its rollouts, the median first."
     return [learning, *reasons]
 
 

@@ -77,7 +77,7 @@ class Conversations:
         found = self._found.get(key)
         if found is None or len(found.tree.turns) >= self._limits.conversation_turns:
             return Conversation(key, self._renderer, session_id)
-        with suppress(KeyError):  # it may have been evicted meanwhile if this runs in a thread
+        with suppress(KeyError):  # if this runs in a thread, it may have been evicted
             self._found.move_to_end(key)
         return found
 

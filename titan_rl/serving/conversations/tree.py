@@ -201,7 +201,7 @@ class ConversationTree:
     If two turns have the same history and say the same, as retries and siblings may, the turn with the fewest
     continuations is chosen, and among these the latest.
 
-    The tree belongs to one event loop. Only `prompt` may be called in another thread meanwhile, one call at a time.
+    The tree belongs to one event loop. Only `prompt` may be called in another thread, one call at a time.
     Finding a turn takes one look-up per message.
 
     Example:

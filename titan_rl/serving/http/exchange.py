@@ -151,7 +151,7 @@ class Events:
         self._timer.cancel()
 
     def _keep_alive(self) -> None:
-        """Add a keep-alive comment if no event came meanwhile. There is one timer for the whole stream."""
+        """Add a keep-alive comment if no event came since the last one. There is one timer for the whole stream."""
         due_s = self._taken_at + self._keep_alive_s - self._loop.time()
         if due_s <= 0 and not self._events:
             self.add(KEEP_ALIVE)
@@ -162,7 +162,7 @@ Emit = Callable[[Any], None]
 """Function that takes the next event of a stream, which is sent as JSON."""
 
 LAST_WORD_S = 5.0
-"""Time limit for sending an error when the request's own time is over, in seconds."""
+"""Time limit for sending an error after the request has timed out, in seconds."""
 
 
 class ClientGoneError(Exception):

@@ -62,7 +62,7 @@ def _check_fields(body: bytes) -> None:
 
 
 class BodyReading:
-    """Runs the parsing of requests: of short ones at once, of long ones in a thread beside the event loop."""
+    """Parser of requests that handles short ones at once, and long ones in a thread, off the event loop."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "reading")

@@ -85,7 +85,7 @@ class Session:
                 if backoff.is_over:
                     raise OpenEnvError(
                         f"{error}; have the server take more sessions (max_concurrent_envs), or set "
-                        "scheduling.max_running_rollouts to what it takes",
+                        "scheduling.max_running_rollouts to what it accepts",
                         error.code,
                     ) from None
             await backoff.pause()

@@ -86,7 +86,7 @@ def check_command(command: Sequence[str], environment: Mapping[str, str], fields
         here = Path(program).as_posix()
         raise ConfigError(f"{begins}, but each program starts in its own folder; write {'{cwd}/' + here!r}")
     if not program.strip():
-        raise ConfigError(f"{begins}; name a program, or leave the setting out for harnesses that run elsewhere")
+        raise ConfigError(f"{begins}; name a program, or leave the setting out to use external harnesses")
     if len(program.split()) > 1:
         raise ConfigError(
             f"{begins}, which is not a program; each word must be an item: {split_command(' '.join(command))}"

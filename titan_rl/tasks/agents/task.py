@@ -340,7 +340,7 @@ def _unrewarded(missing: Sequence[str], reported: Set[str]) -> str:
     body = json.dumps({"rewards": dict.fromkeys(missing, 1.0)})
     return (
         f"the agent ended without reporting {', '.join(map(repr, missing))}, which the rubric expects; it reported "
-        f"{sorted(reported)}. Have it POST {body} to $TITAN_RL_EPISODE_URL/reward (a harness elsewhere: "
+        f"{sorted(reported)}. Have it POST {body} to $TITAN_RL_EPISODE_URL/reward (an external harness: "
         "<base_url>/reward) before it ends"
     )
 
