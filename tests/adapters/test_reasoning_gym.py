@@ -107,10 +107,13 @@ def test_lists_are_accepted_for_tuple_settings() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"dataset": "legs_counting"}, r"task.dataset = 'legs_counting' is none of the \d+ .*: leg_counting|nearest"),
+        (
+            {"dataset": "legs_counting"},
+            r"task.dataset = 'legs_counting' is not one of the \d+ .*: leg_counting|nearest",
+        ),
         (
             {"config": {"max_animal": 3}},
-            r"task.config = 'max_animal' is none of .* settings of leg_counting.*max_animals",
+            r"task.config = 'max_animal' is not one of .* settings of leg_counting.*max_animals",
         ),
         ({"config": {"seed": 3}}, "task.config.seed cannot be set"),
         ({"config": {"min_animals": 5, "max_animals": 2}}, "leg_counting refuses it"),

@@ -169,10 +169,10 @@ def test_training_and_validation_have_different_seeds() -> None:
     [
         (
             {"env_id": "TicTacTo-v0"},
-            r"task.env_id = 'TicTacTo-v0' is none of the \d+ games of textarena; .*TicTacToe-v0",
+            r"task.env_id = 'TicTacTo-v0' is not one of the \d+ games of textarena; .*TicTacToe-v0",
         ),
         ({"options": {"nothing": 3}}, "cannot be made: TypeError"),
-        ({"wrappers": ("ActionFormatting",)}, "none of .* wrappers of textarena.*ActionFormattingWrapper"),
+        ({"wrappers": ("ActionFormatting",)}, "not one of .* wrappers of textarena.*ActionFormattingWrapper"),
         ({"seats": {"player_1": "adapters.playing:free_square"}}, "task.seats has player_1; the seats are player_0"),
         ({"num_players": 3}, "3 players with seed 0 cannot begin"),
         ({"env_id": "Debate-v0"}, "OPENROUTER_API_KEY"),

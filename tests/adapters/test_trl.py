@@ -298,7 +298,7 @@ class TestEnvironments:
         ({"held_out": 1e-9}, "has 100 rows for training and 0 held out"),
         ({"dataset": "no/such.jsonl"}, "no/such.jsonl"),
         ({"environment_factory": named("NoReset")[0]}, "NoReset has no method reset"),
-        ({"environment_factory": {"a": named("Plain")[0]}}, "the column environment = 'None' is none of"),
+        ({"environment_factory": {"a": named("Plain")[0]}}, "the column environment = 'None' is not one of"),
     ],
 )
 def test_check_settings_rejects_invalid_settings(

@@ -280,9 +280,9 @@ async def test_turns_of_a_conversation_share_a_session_id() -> None:
         await client.post(CHAT, json={"messages": [user("hi"), {**first, "content": "b"}, user("sky")]})
         await chat(client, "hi")
         await client.post(CHAT, json={"messages": [user("hi")]}, headers={"x-session-id": "mine"})
-    opened, extended, rewritten, anew, named = asked
+    opened, extended, rewritten, repeated, named = asked
     assert opened == extended
-    assert len({opened, rewritten, anew}) == 3
+    assert len({opened, rewritten, repeated}) == 3
     assert named == "mine"
 
 

@@ -65,7 +65,7 @@ def test_falling_held_out_reward_is_reported_as_overfitting() -> None:
         found.add({"step": step, **held_out})
     assert tones_and_titles(found)[0] == (
         "bad",
-        "It learns its samples by heart: training rises, held-out prompts fall",
+        "It memorizes its samples: training reward rises, held-out reward falls",
     )
 
 

@@ -172,7 +172,7 @@ def _learning(columns: MetricColumns) -> Verdict | None:
     directions = [change.direction for change in changes]
     if held_out is not None and earned is not None and held_out.direction < 0 < earned.direction:
         text = f"{changes_text}. More samples, or fewer steps on the same ones."
-        return _verdict("bad", "It learns its samples by heart: training rises, held-out prompts fall", text, link)
+        return _verdict("bad", "It memorizes its samples: training reward rises, held-out reward falls", text, link)
     if max(directions) > 0 and min(directions) >= 0:
         return _verdict("good", "It learns", f"{changes_text}.", link)
     if min(directions) < 0:

@@ -28,7 +28,7 @@ def check_name(setting: str, name: str, known: Collection[str], what: str) -> No
         known_names = f"the nearest are {', '.join(nearest)}"
     else:
         known_names = f"there are {', '.join(sorted(known)) or 'none'}"
-    raise ConfigError(f"{setting} = {name!r} is none of the {len(known)} {what}; {known_names}")
+    raise ConfigError(f"{setting} = {name!r} is not one of the {len(known)} {what}; {known_names}")
 
 
 def train_seed(seed: int, index: int) -> int:
