@@ -143,7 +143,7 @@ def test_an_endpoint_is_evaluated_and_its_figures_are_printed_and_kept(
 ) -> None:
     assert evaluate(config, adder.url, "--temperature", "0.5", "--max-tokens", "4", "--body", "{top_k = 3}") == 0
     out, err = capfd.readouterr()
-    assert "task sums: 4 prompts, 2 of each" in out
+    assert "task sums: 4 prompts, 2 samples each" in out
     assert re.search(r"reward +0\.750 ± 0\.250\n", out)
     assert re.search(r"pass@2 +0\.750", out)
     assert re.search(r"completed +8 of 8", out)

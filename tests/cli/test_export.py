@@ -68,7 +68,7 @@ def test_what_cannot_be_exported_is_refused(
     run: Path, tmp_path: Path, written: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(run), str(run / "export")]) == 2
-    assert "nothing is overwritten" in capfd.readouterr().err
+    assert "is not overwritten" in capfd.readouterr().err
     shutil.rmtree(run / "checkpoints")
     assert main(["export", str(run), str(tmp_path / "out")]) == 2
     assert "has no checkpoint yet" in capfd.readouterr().err

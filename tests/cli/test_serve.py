@@ -156,10 +156,10 @@ def test_a_folder_of_runs_names_the_newest(run_folder: Path, capsys):
 @pytest.mark.parametrize(
     ("host", "keys", "says"),
     [
-        ("127.0.0.1", {}, "cannot be served on"),  # where something else listens
+        ("127.0.0.1", {}, "cannot listen on"),  # where something else listens
         ("0.0.0.0", {}, "there is no key for clients"),
         ("nowhere.invalid", {"API": "a"}, "host 'nowhere.invalid'"),
-        ("127.0.0.1", {"API": "a", "ADMIN": "a"}, "the admin key is also a client's"),
+        ("127.0.0.1", {"API": "a", "ADMIN": "a"}, "the admin key is also a client key"),
         ("127.0.0.1", {"API": "é"}, "other than printable ASCII"),
         ("127.0.0.1", {"API": ""}, "a server key is empty"),
     ],
