@@ -1,4 +1,4 @@
-"""The sinks with the packages that they are for: what these have of a run."""
+"""Sinks with their real packages: the metrics of a run that each package receives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_settings_and_registry_name_the_same_sinks():
     assert set(NAMES) - set(LoggingConfig.model_fields) == {"tensorboard"}, "which has no settings"
 
 
-def test_a_sink_that_is_not_installed_is_told_before_the_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sink_without_its_package_is_rejected_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with (
         pytest.raises(MissingExtraError, match=r"titan-rl\[trackio\]"),
@@ -46,14 +46,14 @@ def test_a_sink_that_is_not_installed_is_told_before_the_run_begins(tmp_path: Pa
         pytest.fail("the run begins")
 
 
-def test_tensorboard_has_every_step_once_also_where_some_were_run_again(tmp_path: Path):
+def test_tensorboard_has_every_step_once_after_a_resume(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    told = ConsoleLines()
+    console = ConsoleLines()
     run_dir = RunDirectory(tmp_path)
     run_dir.config.write_text("seed = 3\n")
     for begins, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        with open_sinks(LoggingConfig(sinks=("tensorboard",)), run_dir, told, step=begins) as sinks:
+        with open_sinks(LoggingConfig(sinks=("tensorboard",)), run_dir, console, step=begins) as sinks:
             for step in steps:
                 sinks.log(step, {"train/loss": step + begins / 10})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -65,18 +65,18 @@ def test_tensorboard_has_every_step_once_also_where_some_were_run_again(tmp_path
         (4, 4.2),
     ]
     assert b"seed = 3" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
-    assert told == [f"TensorBoard: tensorboard --logdir {tmp_path / 'tensorboard'}"] * 2
+    assert console == [f"TensorBoard: tensorboard --logdir {tmp_path / 'tensorboard'}"] * 2
 
 
 def test_wandb_offline_writes_a_run_with_its_steps_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     options = {"project": "sums", "group": "first", "tags": ["small"], "mode": "offline"}
-    told = ConsoleLines()
-    with open_sinks(LoggingConfig(sinks=("wandb",), wandb=options), RunDirectory(tmp_path / "r1"), told) as sinks:
+    console = ConsoleLines()
+    with open_sinks(LoggingConfig(sinks=("wandb",), wandb=options), RunDirectory(tmp_path / "r1"), console) as sinks:
         sinks.log(1, {"rollout/reward_mean": 0.25})
         sinks.log(1, {"validation/reward_mean": 0.75})
-    assert told == []
+    assert console == []
     (file,) = (tmp_path / "r1").glob("wandb/offline-run-*/*.wandb")
     records, ends = list(read_wandb(file)), time.monotonic() + HANG_S
     while sum(isinstance(record, list) for record in records) < 2 and time.monotonic() < ends:
@@ -92,15 +92,15 @@ def test_wandb_offline_writes_a_run_with_its_steps_and_options(tmp_path: Path, m
 
 
 def read_wandb(file: Path) -> Iterator[list[tuple[str, object]] | dict[str, object]]:
-    """Rows of the history as lists, and the run as a dict."""
+    """Yield rows of the history as lists, and the run as a dict."""
     from wandb.proto import wandb_internal_pb2
 
-    data, position = file.read_bytes(), 7  # behind its header
+    data, position = file.read_bytes(), 7  # after the header
     while position + 7 <= len(data):  # a log of LevelDB: checksum, length and kind of each part
         _, length, kind = struct.unpack_from("<IHB", data, position)
         assert kind in (0, 1), "the records here fit in a block"
         if position + 7 + length > len(data):
-            return  # it is being written
+            return  # still being written
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data[position + 7 : position + 7 + length])
         position += 7 + length
@@ -112,7 +112,7 @@ def read_wandb(file: Path) -> Iterator[list[tuple[str, object]] | dict[str, obje
 
 
 def scraped(url: str) -> dict[str, dict[str, float]]:
-    """The value of each family by the labels but the run."""
+    """Return the value of each family by its labels, without the run label."""
     with urllib.request.urlopen(url, timeout=120) as answer:
         text = answer.read().decode()
     found: dict[str, dict[str, float]] = {}
@@ -126,11 +126,11 @@ def scraped(url: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_prometheus_scrapes_the_newest_value_of_each_metric_with_tasks_as_labels(tmp_path: Path):
-    told = ConsoleLines()
+def test_prometheus_exposes_the_newest_values_with_tasks_as_labels(tmp_path: Path):
+    console = ConsoleLines()
     settings = LoggingConfig(prometheus="127.0.0.1:0")
-    sink = find_sink("prometheus").make(SinkSpec("a-run", tmp_path, settings, 0, told))
-    (line,) = told
+    sink = find_sink("prometheus").make(SinkSpec("a-run", tmp_path, settings, 0, console))
+    (line,) = console
     url = line.removeprefix("Prometheus: ")
     assert url.startswith("http://127.0.0.1:")
     try:
@@ -154,7 +154,7 @@ def test_prometheus_scrapes_the_newest_value_of_each_metric_with_tasks_as_labels
         scraped(url)
 
 
-def test_two_metrics_with_one_name_in_prometheus_are_two_samples_of_a_family():
+def test_seat_metrics_are_samples_of_one_prometheus_family():
     first, second = sample("rollout/seat/a/reward_mean", 1.0), sample("rollout/seat/b/reward_mean", 2.0)
     assert (first.family, first.labels, second.labels) == (
         "titan_rl_rollout_seat_reward_mean",
@@ -163,17 +163,17 @@ def test_two_metrics_with_one_name_in_prometheus_are_two_samples_of_a_family():
     )
 
 
-def test_a_taken_port_is_told_and_the_run_goes_on(tmp_path: Path):
-    told = ConsoleLines()
+def test_occupied_prometheus_port_is_reported_and_the_run_continues(tmp_path: Path):
+    console = ConsoleLines()
     settings = LoggingConfig(prometheus="127.0.0.1:0")
-    first = find_sink("prometheus").make(SinkSpec("a-run", tmp_path, settings, 0, told))
-    port = int(told.pop().split(":")[-1].partition("/")[0])
+    first = find_sink("prometheus").make(SinkSpec("a-run", tmp_path, settings, 0, console))
+    port = int(console.pop().split(":")[-1].partition("/")[0])
     same = LoggingConfig(sinks=("prometheus",), prometheus=f"127.0.0.1:{port}")
-    with open_sinks(same, RunDirectory(tmp_path / "r"), told) as sinks:
+    with open_sinks(same, RunDirectory(tmp_path / "r"), console) as sinks:
         sinks.log(1, {"train/loss": 0.5})
     first.close()
-    assert len(told) == 1
-    assert told[0].startswith("opening Prometheus failed, and the run continues without it: OSError")
+    assert len(console) == 1
+    assert console[0].startswith("opening Prometheus failed, and the run continues without it: OSError")
     assert (tmp_path / "r" / "metrics.jsonl").read_text().count("train/loss") == 1
 
 
@@ -189,17 +189,17 @@ def open_nothing(spec: SinkSpec) -> object:
 KEPT: list[object] = []
 
 
-def test_a_function_of_the_users_is_a_sink(tmp_path: Path):
-    told = ConsoleLines()
+def test_user_function_can_be_a_sink(tmp_path: Path):
+    console = ConsoleLines()
     settings = LoggingConfig(sinks=(f"{__name__}:open_list", f"{__name__}:open_nothing"))
-    with open_sinks(settings, RunDirectory(tmp_path), told, step=4) as sinks:
+    with open_sinks(settings, RunDirectory(tmp_path), console, step=4) as sinks:
         sinks.log(5, {"train/loss": 0.5})
     assert KEPT == [4, (5, {"train/loss": 0.5}), "closed"]
-    assert len(told) == 1
-    assert "which is no MetricSink: it has log and close" in told[0]
+    assert len(console) == 1
+    assert "which is no MetricSink: it has log and close" in console[0]
 
 
-def test_the_sink_of_the_docs_writes_what_they_say(tmp_path: Path):
+def test_documented_sink_writes_csv_rows(tmp_path: Path):
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how_to" / "sinks.md").read_text(), re.S)
     names: dict[str, Any] = {}
     exec(block, names)
@@ -211,15 +211,15 @@ def test_the_sink_of_the_docs_writes_what_they_say(tmp_path: Path):
 
 
 @asked_for
-def test_trackio_has_both_lives_of_a_run(request: pytest.FixtureRequest, tmp_path: Path):
+def test_trackio_has_all_steps_of_a_resumed_run(request: pytest.FixtureRequest, tmp_path: Path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = [*project["optional-dependencies"]["trackio"], *project["dependencies"]]
     python = python_with(request.config.cache, "trackio", *needs)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRACKIO_DIR": str(tmp_path / "trackio")}
-    program = ROOT / "tests" / "sinks" / "programs" / "trackio_run.py"
+    program = ROOT / "tests" / "metrics" / "programs" / "trackio_run.py"
     run = subprocess.run(
         [python, program, tmp_path], env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert run.returncode == 0, run.stderr
-    (said,) = (json.loads(line) for line in run.stdout.splitlines() if line.startswith("{"))
-    assert said == {"rows": [[1, 0.25], [2, 0.5], [3, 0.75]], "told": ["trackio: trackio show --project sums"] * 2}
+    (stored,) = (json.loads(line) for line in run.stdout.splitlines() if line.startswith("{"))
+    assert stored == {"rows": [[1, 0.25], [2, 0.5], [3, 0.75]], "console": ["trackio: trackio show --project sums"] * 2}

@@ -1,4 +1,4 @@
-"""A disk that forgets what it was not told to keep."""
+"""Simulated disk that loses data that was not flushed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 class Disk:
-    """What a loss of power leaves of the files below a folder: of each what it held when it was flushed last, where its
-    folder was flushed after the file was made."""
+    """Files below a folder as a power loss leaves them: each with its content at the last fsync, and only if its folder
+    was fsynced after the file was created."""
 
     def __init__(self, root: Path, monkeypatch) -> None:
         self._root = root
@@ -26,7 +26,7 @@ class Disk:
             self._flushed[path] = path.read_bytes()
 
     def left_in(self, folder: Path) -> Path:
-        """A folder with what is left."""
+        """Write the surviving files to a new folder and return it."""
         folder.mkdir()
         for path, content in self._flushed.items():
             if path in self._entries and path.is_relative_to(self._root):

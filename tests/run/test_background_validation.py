@@ -1,4 +1,4 @@
-"""Validation beside training has the results of a run that waits, and survives the end of runs and of generators."""
+"""Background validation has the results of blocking validation, and survives the end of runs and of generators."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ STEPS, INTERVAL = 8, 2
 
 
 class Versions(Counting):
-    """Its reward is the version that produced the last completion."""
+    """Task whose reward is the version that produced the last completion."""
 
     def rubric(self) -> Rubric:
         return Rubric([Reward(lambda rollout: rollout.turns[-1].completion.version_spans[0].version, name="version")])
 
 
 class HoldingTrainer(SavingTrainer):
-    """Keeps the two newest versions, and one that is held."""
+    """Trainer that keeps the two newest versions and the held one readable."""
 
     def __init__(self, checkpoint: Path | None) -> None:
         super().__init__(checkpoint)
@@ -113,11 +113,11 @@ class Generator:
 
 
 class Rig:
-    """A run on two generators, from wherever its folder says it was.
+    """A run on fakes that starts from the newest checkpoint in its folder.
 
     Args:
-        mode: "held", "pinned", or "waits" for training that waits.
-        generators: their number.
+        mode: "held", "pinned", or "waits" for validation that blocks training.
+        generators: Number of generators.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ EACH = {step: float(step) for step in range(0, STEPS + 1, INTERVAL)}
 
 
 @MODES
-async def test_results_are_those_of_a_run_that_waits_though_training_goes_on_meanwhile(tmp_path, mode):
+async def test_background_validation_matches_blocking_validation(tmp_path, mode):
     waits = Rig(tmp_path / "waits", "waits")
     await waits.run()
     rig = Rig(tmp_path / "beside", mode)
@@ -225,10 +225,10 @@ async def test_results_are_those_of_a_run_that_waits_though_training_goes_on_mea
     assert rig.validated() == EACH
     assert rig.trainer.weights == waits.trainer.weights
     steps = [record["step"] for record in read_jsonl(rig.folder / "metrics.jsonl")]
-    assert steps.index(3) < max(index for index, step in enumerate(steps) if step == 2), "it arrives behind step 3"
+    assert steps.index(3) < max(index for index, step in enumerate(steps) if step == 2), "it is logged after step 3"
 
 
-async def test_the_generator_that_is_held_answers_only_validation_requests_and_serves_again_afterwards(tmp_path):
+async def test_held_generator_serves_only_validation_and_then_rejoins(tmp_path):
     rig = Rig(tmp_path, "held")
     gate = rig.gates[2] = asyncio.Event()
     run = asyncio.ensure_future(rig.run())
@@ -244,7 +244,7 @@ async def test_the_generator_that_is_held_answers_only_validation_requests_and_s
 
 
 @MODES
-async def test_a_checkpoint_of_a_later_version_waits_for_the_validation(tmp_path, mode):
+async def test_checkpoint_waits_for_a_running_validation(tmp_path, mode):
     rig = Rig(tmp_path, mode, checkpoint_interval=3)
     gate = rig.gates[2] = asyncio.Event()
     run = asyncio.ensure_future(rig.run())
@@ -261,7 +261,7 @@ async def test_a_checkpoint_of_a_later_version_waits_for_the_validation(tmp_path
 
 
 @MODES
-async def test_a_stopped_run_finishes_its_validation_before_it_saves(tmp_path, mode):
+async def test_stopped_run_finishes_validation_before_saving(tmp_path, mode):
     rig = Rig(tmp_path, mode, checkpoint_interval=0)
     gate = rig.gates[2] = asyncio.Event()
     run = asyncio.ensure_future(rig.controller.run())
@@ -282,7 +282,7 @@ async def test_a_stopped_run_finishes_its_validation_before_it_saves(tmp_path, m
 
 
 @MODES
-async def test_stopped_twice_it_saves_nothing_that_would_lose_the_validation(tmp_path, mode):
+async def test_second_stop_skips_a_save_that_would_lose_the_validation(tmp_path, mode):
     rig = Rig(tmp_path, mode, checkpoint_interval=2)
     rig.gates[4] = asyncio.Event()
     run = asyncio.ensure_future(rig.controller.run())
@@ -302,7 +302,7 @@ async def test_stopped_twice_it_saves_nothing_that_would_lose_the_validation(tmp
 
 
 @MODES
-async def test_the_end_of_the_run_waits_for_the_last_validation(tmp_path, mode):
+async def test_end_of_the_run_waits_for_the_last_validation(tmp_path, mode):
     rig = Rig(tmp_path, mode)
     gate = rig.gates[6] = asyncio.Event()
     run = asyncio.ensure_future(rig.run())
@@ -318,7 +318,7 @@ async def test_the_end_of_the_run_waits_for_the_last_validation(tmp_path, mode):
 
 
 @MODES
-async def test_with_a_generator_no_validation_is_lost(tmp_path, mode):
+async def test_losing_a_generator_does_not_lose_its_validation(tmp_path, mode):
     rig = Rig(tmp_path, mode)
     gate = rig.gates[2] = asyncio.Event()
     run = asyncio.ensure_future(rig.run())
@@ -338,7 +338,7 @@ async def test_with_a_generator_no_validation_is_lost(tmp_path, mode):
 
 
 @MODES
-async def test_tokens_of_another_version_are_an_error(tmp_path, mode):
+async def test_validation_rejects_tokens_of_another_version(tmp_path, mode):
     rig = Rig(tmp_path, mode, checkpoint_interval=2)
     gate = rig.gates[4] = asyncio.Event()
     run = asyncio.ensure_future(rig.run())
@@ -357,7 +357,7 @@ async def test_tokens_of_another_version_are_an_error(tmp_path, mode):
     assert again.validated() == EACH
 
 
-async def test_training_waits_where_one_generator_is_left_or_the_trainer_keeps_no_version(tmp_path):
+async def test_validation_blocks_training_without_a_spare_generator_or_held_version(tmp_path):
     alone = Rig(tmp_path / "alone", "held", generators=1)
     await alone.run()
     assert alone.validated() == EACH
@@ -377,18 +377,18 @@ async def _load(generator: Generator, version: int) -> int:
 
 
 @MODES
-async def test_killed_at_any_moment_no_validation_is_lost_or_repeated(tmp_path, mode):
+async def test_kill_at_any_moment_neither_loses_nor_repeats_a_validation(tmp_path, mode):
     first = Rig(tmp_path / "run", mode, checkpoint_interval=3)
     moments = set(random.Random(7).sample(range(1, 100), 40 if DEEP else 6))
     killed: list[Path] = []
 
-    def keep_the_disk(number: int) -> None:
+    def copy_disk(number: int) -> None:
         if number in moments:
             first.journal.drain()
             killed.append(tmp_path / f"killed-{number}")
             shutil.copytree(tmp_path / "run", killed[-1])
 
-    at_each_record(first.journal, keep_the_disk)
+    at_each_record(first.journal, copy_disk)
     await first.run()
     assert len(killed) > len(moments) / 2
     undisturbed = {step: json.dumps(metrics) for step, metrics in first.validations()}

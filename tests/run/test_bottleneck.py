@@ -1,4 +1,4 @@
-"""What holds a run up is named by its metrics."""
+"""Bottleneck of a run, derived from its metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEP = {
         ({"engine/idle_share": None, "rollout/metrics/env_seconds": None}, "generation", 0.6),
     ],
 )
-def test_a_step_has_one(changes: dict[str, Any], name: str, share: float):
+def test_bottleneck_of_a_step(changes: dict[str, Any], name: str, share: float):
     found = bottleneck([STEP | changes])
     assert found is not None
     assert (found.name, found.share) == (name, pytest.approx(share))
@@ -46,16 +46,16 @@ def test_a_step_has_one(changes: dict[str, Any], name: str, share: float):
     )
 
 
-def test_a_run_has_that_of_all_its_steps_together():
+def test_bottleneck_of_a_run_combines_all_steps():
     found = bottleneck([STEP, {"validation/reward_mean": 0.5}, STEP | {"time/train_s": 20.0}])
     assert found is not None
     assert (found.name, found.share) == ("training", pytest.approx(24.0 / 37.0))
 
 
-def test_records_that_do_not_say_have_none():
+def test_no_bottleneck_without_time_metrics():
     assert bottleneck([{"time/step_s": 3.0}, {"train/loss": 1.0}]) is None
     assert bottleneck([]) is None
 
 
-def test_it_is_told_by_metrics_that_there_are():
+def test_bottleneck_metrics_are_in_the_metric_table():
     assert {metric.name for metric in METRICS} >= {*STEP, "time/validation_s", "time/checkpoint_s"}

@@ -1,4 +1,4 @@
-"""When a run is saved, and what becomes of a checkpoint that takes long or does not fit."""
+"""Checkpoint schedule, and checkpoints that are slow or do not fit on the disk."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Usage = namedtuple("Usage", "total used free")
 SIZE = 100_000_000
 
 
-class Said(Progress):
-    """Keeps what it is to show."""
+class RecordingProgress(Progress):
+    """Progress that records its messages."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def message(self, text: str) -> None:
-        self.said.append(text)
+        self.messages.append(text)
 
     def warning(self, text: str) -> None:
-        self.said.append(text)
+        self.messages.append(text)
 
 
 class Disk:
-    """Where a run whose trainer is slow to save writes its checkpoints."""
+    """Fake run whose trainer writes checkpoints slowly."""
 
     def __init__(self, root: Path, *, write_s: float, copy_s: float = 0.0) -> None:
         self.root = root
@@ -49,10 +49,10 @@ class Disk:
         self.copy_s = copy_s
         self.free = 1 << 40
         self.failure: CheckpointError | None = None
-        self.saved: list[tuple[int, float]] = []  # version, when it was whole
+        self.saved: list[tuple[int, float]] = []  # version, time of completion
         self.forgotten: list[int] = []
-        self.progress = Said(0, io.StringIO())
-        self.said = self.progress.said
+        self.progress = RecordingProgress(0, io.StringIO())
+        self.messages = self.progress.messages
         self.version = 0
         self._copied = 0
 
@@ -87,7 +87,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 async def train(disk: Disk, saver: CheckpointSaver, steps: int, *, step_s: float, first: int = 1) -> None:
-    """As the controller: the disk is written while training goes on."""
+    """Train like the controller, which writes checkpoints in the background."""
     async with asyncio.TaskGroup() as background:
         for disk.version in range(first, first + steps):
             await asyncio.sleep(step_s)
@@ -96,14 +96,14 @@ async def train(disk: Disk, saver: CheckpointSaver, steps: int, *, step_s: float
 
 
 def saver_at(disk: Disk, version: int) -> CheckpointSaver:
-    """Saver of a run that has trained so many steps since it began."""
+    """Return the saver of a run that has reached a version."""
     saver = disk.saver()
     disk.version = version
     return saver
 
 
 @pytest.mark.looptime
-async def test_by_default_a_run_is_saved_every_ten_minutes(disk: Disk):
+async def test_default_checkpoint_interval_is_ten_minutes(disk: Disk):
     await train(disk, disk.saver(), 100, step_s=60.0)
     assert disk.saved[0][0] <= 12
     gaps = [later - earlier for (_, earlier), (_, later) in zip(disk.saved, disk.saved[1:], strict=False)]
@@ -112,7 +112,7 @@ async def test_by_default_a_run_is_saved_every_ten_minutes(disk: Disk):
 
 
 @pytest.mark.looptime
-async def test_slow_saves_take_a_tenth_of_the_time_at_most(disk: Disk):
+async def test_slow_saves_take_at_most_a_tenth_of_the_time(disk: Disk):
     disk.write_s, disk.copy_s = 280.0, 20.0
     await train(disk, disk.saver(), 1000, step_s=30.0)
     time_s = asyncio.get_running_loop().time()
@@ -120,7 +120,7 @@ async def test_slow_saves_take_a_tenth_of_the_time_at_most(disk: Disk):
 
 
 @pytest.mark.looptime
-async def test_steps_count_beside_time_and_either_can_be_off(disk: Disk):
+async def test_step_and_time_intervals_can_each_be_disabled(disk: Disk):
     disk.write_s = 0.0
     await train(disk, disk.saver(interval=7, interval_s=0.0), 30, step_s=600.0)
     assert [version for version, _ in disk.saved] == [7, 14, 21, 28]
@@ -130,48 +130,48 @@ async def test_steps_count_beside_time_and_either_can_be_off(disk: Disk):
 
 
 @pytest.mark.looptime
-async def test_the_journal_is_kept_of_every_checkpoint_that_is_kept(disk: Disk):
+async def test_journal_is_kept_for_every_kept_checkpoint(disk: Disk):
     await train(disk, disk.saver(interval=2, interval_s=0.0, keep=2), 8, step_s=30.0)
     assert [version for version, _ in disk.saved] == [2, 4, 6, 8]
-    assert disk.forgotten == [2, 2, 4, 6], "what the older of the two needs stays"
+    assert disk.forgotten == [2, 2, 4, 6], "records that the older checkpoint needs are kept"
 
 
 @pytest.mark.looptime
-async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(disk: Disk):
+async def test_full_disk_skips_a_checkpoint_and_training_continues(disk: Disk):
     saver = disk.saver(interval=2, interval_s=0.0)
     await train(disk, saver, 3, step_s=1.0)
     disk.free = SIZE // 2
-    (disk.root / "step-000002" / "weights").write_bytes(bytes(1000))  # what a checkpoint takes is known by now
+    (disk.root / "step-000002" / "weights").write_bytes(bytes(1000))  # the size of a checkpoint is known by now
     disk.free = 500
     await train(disk, saver, 2, step_s=1.0, first=4)
     assert [version for version, _ in disk.saved] == [2]
-    (left_out,) = disk.said
-    assert "no checkpoint of step 4: no space left in" in left_out
-    assert str(disk.root) in left_out
-    assert "16.8 MB" in left_out, left_out
-    assert "0.0 MB are free" in left_out
-    assert "the last is that of step 2" in left_out
+    (skipped,) = disk.messages
+    assert "no checkpoint of step 4: no space left in" in skipped
+    assert str(disk.root) in skipped
+    assert "16.8 MB" in skipped, skipped
+    assert "0.0 MB are free" in skipped
+    assert "the last is that of step 2" in skipped
     disk.free, disk.failure = 1 << 40, NoSpaceError("[Errno 28]")  # another process fills it
     await train(disk, saver, 2, step_s=1.0, first=6)
-    assert f"no checkpoint of step 6: no space left in {disk.root}: a checkpoint takes" in disk.said[-1]
-    assert "are free again, now that what was written is removed" in disk.said[-1]
+    assert f"no checkpoint of step 6: no space left in {disk.root}: a checkpoint takes" in disk.messages[-1]
+    assert "are free again, now that what was written is removed" in disk.messages[-1]
     disk.failure = None
     await train(disk, saver, 2, step_s=1.0, first=8)
     assert [version for version, _ in disk.saved] == [2, 8]
 
 
 @pytest.mark.looptime
-async def test_the_last_one_says_what_it_does_for_as_long_as_it_takes(disk: Disk):
+async def test_last_save_reports_progress_until_it_ends(disk: Disk):
     disk.write_s = 7200.0
     await saver_at(disk, 5).save_last()
     assert disk.saved == [(5, 7200.0)]
-    assert disk.said[0] == f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"
-    assert disk.said[-1] == "step 5 is saved"
-    assert len(disk.said) == 2 + 7200 / loop.REPORT_EVERY_S - 1
+    assert disk.messages[0] == f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"
+    assert disk.messages[-1] == "step 5 is saved"
+    assert len(disk.messages) == 2 + 7200 / loop.REPORT_EVERY_S - 1
 
 
 @pytest.mark.looptime
-async def test_cancelling_ends_the_last_one_at_once(disk: Disk):
+async def test_cancelling_ends_the_last_save_at_once(disk: Disk):
     disk.write_s = 7200.0
     saving = asyncio.create_task(saver_at(disk, 5).save_last())
     await asyncio.sleep(100)
@@ -183,17 +183,17 @@ async def test_cancelling_ends_the_last_one_at_once(disk: Disk):
 
 
 @pytest.mark.looptime
-async def test_the_last_one_has_to_fit(disk: Disk):
+async def test_last_save_raises_when_the_disk_is_full(disk: Disk):
     disk.free = SIZE
     with pytest.raises(NoSpaceError, match="no space left") as caught:
         await saver_at(disk, 5).save_last()
-    assert disk.said == [f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"]
+    assert disk.messages == [f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"]
     assert "a checkpoint takes 100.0 MB and leaves 16.8 MB for journal, metrics and logs" in str(caught.value)
     assert str(caught.value).endswith("116.8 MB together; 100.0 MB are free")
 
 
 @pytest.mark.looptime
-async def test_another_failure_is_not_taken_for_a_full_disk(disk: Disk):
+async def test_other_save_errors_are_not_treated_as_a_full_disk(disk: Disk):
     disk.failure = CheckpointError("input/output error")
     saver = saver_at(disk, 1)
     with pytest.raises(ExceptionGroup) as caught:
@@ -202,7 +202,7 @@ async def test_another_failure_is_not_taken_for_a_full_disk(disk: Disk):
     assert [str(error) for error in caught.value.exceptions] == ["input/output error"]
 
 
-def a_config(tmp_path: Path, keep: int) -> RunConfig:
+def make_config(tmp_path: Path, keep: int) -> RunConfig:
     model = tmp_path / "model"
     model.mkdir()
     header = {
@@ -218,13 +218,13 @@ def a_config(tmp_path: Path, keep: int) -> RunConfig:
     )
 
 
-def test_a_folder_that_cannot_be_made_has_the_room_of_those_above_it(tmp_path: Path, disk: Disk):
+def test_check_room_uses_the_nearest_existing_parent(tmp_path: Path, disk: Disk):
     disk.free = 50_000_000
-    check_room(a_config(tmp_path, keep=2), tmp_path / ("x" * 300) / "runs")
+    check_room(make_config(tmp_path, keep=2), tmp_path / ("x" * 300) / "runs")
 
 
-def test_a_run_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path, disk: Disk):
-    config = a_config(tmp_path, keep=2)
+def test_check_room_rejects_a_run_that_cannot_fit(tmp_path: Path, disk: Disk):
+    config = make_config(tmp_path, keep=2)
     assert checkpoint_bytes(config) == 500_000 * 12
     disk.free = 50_000_000
     check_room(config, tmp_path)

@@ -1,4 +1,4 @@
-"""The run as the controller wires it, with a trainer and replicas that only remember what they were asked."""
+"""Controller of a run, on a fake trainer and replicas that record their calls."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Counting(Section):
 
 
 class FakeTrainer:
-    """Counts versions. Records what each step was given, and where checkpoints would be."""
+    """Trainer that counts versions and records the samples of each step and the saved versions."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -116,7 +116,7 @@ class FakeTrainer:
 
 
 class FakeReplica:
-    """Answers with the version it last pulled."""
+    """Replica that answers with the version it last pulled."""
 
     name = "replica"
 
@@ -207,7 +207,7 @@ class Rig:
         return await asyncio.wait_for(self.controller.run(), HANG_S)
 
     def record(self, step: int) -> dict[str, float]:
-        """What was logged of a trained step."""
+        """Return the metrics of a trained step."""
         (metrics,) = [metrics for at, metrics in self.records if at == step and "time/step_s" in metrics]
         return metrics
 
@@ -228,7 +228,7 @@ async def test_a_run_validates_trains_in_data_order_and_saves(tmp_path):
     assert (summary.steps, summary.reward_before) == (4, summary.reward_after)
 
 
-async def test_what_engines_say_of_themselves_is_in_the_metrics_of_each_step(tmp_path):
+async def test_step_metrics_include_engine_gauges(tmp_path):
     class Engine(ScriptedEngine):
         asked = 0
 
@@ -249,7 +249,7 @@ async def test_what_engines_say_of_themselves_is_in_the_metrics_of_each_step(tmp
         assert metrics["engine/waiting_requests_max"] == 0
 
 
-async def test_a_run_without_validation_says_so(tmp_path):
+async def test_run_without_validation_reports_that_it_is_off(tmp_path):
     rig = Rig(tmp_path, held_out=0)
     summary = await rig.run()
     assert rig.steps_with("train/loss") == [1, 2, 3, 4]
@@ -263,7 +263,7 @@ async def test_a_run_without_validation_says_so(tmp_path):
     assert "off (validation.num_prompts = 0)" in shown
 
 
-async def test_training_asks_for_routed_experts_and_validation_does_not(tmp_path):
+async def test_only_training_requests_routed_experts(tmp_path):
     rig = Rig(tmp_path, generation=GenerationConfig(return_routed_experts=True))
     await rig.run()
     assert rig.replica.asked_for_experts == {"train": True, "validation": False}
@@ -283,7 +283,7 @@ async def test_no_token_is_staler_than_the_bound(tmp_path, staleness):
         assert all(metrics.get("train/staleness_mean", 0) == 0 for _, metrics in rig.records)
 
 
-async def test_a_step_begins_while_the_generators_pull_the_one_before(tmp_path):
+async def test_training_overlaps_the_pull_of_the_previous_version(tmp_path):
     rig = Rig(tmp_path, staleness=1)
     pull, published = rig.replica.pull, list[int]()
 
@@ -295,10 +295,12 @@ async def test_a_step_begins_while_the_generators_pull_the_one_before(tmp_path):
 
     rig.replica.pull = slow
     await rig.run()
-    assert published == rig.replica.pulled == [0, 1, 2, 3, 4], "a version is published once all have the one before"
+    assert published == rig.replica.pulled == [0, 1, 2, 3, 4], (
+        "a version is published once all replicas have the previous one"
+    )
 
 
-async def test_on_policy_no_step_begins_before_the_generators_have_the_one_before(tmp_path):
+async def test_on_policy_step_waits_for_the_pull_of_the_previous_version(tmp_path):
     rig = Rig(tmp_path, staleness=0)
     pull = rig.replica.pull
 
@@ -313,7 +315,7 @@ async def test_on_policy_no_step_begins_before_the_generators_have_the_one_befor
     assert rig.replica.pulled == [0, 1, 2, 3, 4]
 
 
-async def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+async def test_training_continues_while_a_checkpoint_is_written(tmp_path):
     rig = Rig(tmp_path, steps=6, checkpoint_interval=1)
     finish = rig.trainer.finish_save
 
@@ -328,7 +330,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
 
 
 class Poisoned(FakeTrainer):
-    """A trainer that can make nothing of some groups, whichever step they come in."""
+    """Trainer that skips every step that contains one of the given groups."""
 
     def __init__(self, *groups: str) -> None:
         super().__init__()
@@ -343,7 +345,7 @@ class Poisoned(FakeTrainer):
         return replace(result, metrics={"staleness_mean": 0.0}, skipped=(part,))
 
 
-async def test_a_step_that_cannot_be_trained_is_skipped_counted_and_its_rollouts_marked(tmp_path):
+async def test_untrainable_step_is_skipped_counted_and_its_rollouts_marked(tmp_path):
     rig = Rig(tmp_path, trainer=Poisoned("train-3"))
     summary = await rig.run()
     assert summary.steps == 4
@@ -360,7 +362,7 @@ async def test_a_step_that_cannot_be_trained_is_skipped_counted_and_its_rollouts
 
 
 @pytest.mark.parametrize("limit", [0, 1])
-async def test_one_skipped_step_too_many_ends_the_run_behind_its_batch(tmp_path, limit):
+async def test_exceeding_max_skipped_steps_ends_the_run_after_its_batch(tmp_path, limit):
     rig = Rig(tmp_path, steps=6, trainer=Poisoned("train-0", "train-4"), training={"max_skipped_steps": limit})
     with pytest.raises(ExceptionGroup) as caught:
         await rig.run()
@@ -373,7 +375,7 @@ async def test_one_skipped_step_too_many_ends_the_run_behind_its_batch(tmp_path,
     assert {record["step"] for record in marked} == ({1, 3} if limit else {1})
 
 
-async def test_a_failing_reward_ends_the_run_and_saves_nothing_untrained(tmp_path):
+async def test_failing_reward_ends_the_run_without_a_checkpoint(tmp_path):
     def broken(rollout: object) -> float:
         raise KeyError("answer")
 
@@ -384,7 +386,7 @@ async def test_a_failing_reward_ends_the_run_and_saves_nothing_untrained(tmp_pat
     assert rig.trainer.saved == []
 
 
-async def test_groups_whose_reward_fails_are_told_of_counted_and_left_out(tmp_path):
+async def test_groups_with_failed_rewards_are_reported_counted_and_dropped(tmp_path):
     def judge(rollout: Rollout) -> float:
         if rollout.group_id in ("validation-0", "train-1"):
             raise KeyError("answer")
@@ -397,10 +399,10 @@ async def test_groups_whose_reward_fails_are_told_of_counted_and_left_out(tmp_pa
     figures = [metrics for _, metrics in rig.records]
     assert sum(metrics.get("scheduling/dropped/reward_failed", 0) for metrics in figures) == 1
     assert [m["validation/unscored"] for m in figures if "validation/unscored" in m] == [2.0, 2.0, 2.0]
-    told = " ".join((tmp_path / "progress.txt").read_text().split())
-    assert told.count("KeyError: 'answer'") == 5  # when it first happened, with each validation, and at the end
-    assert "reward 'judge' failed on rollout 'validation-0/0': KeyError: 'answer' (tests/run/test_c" in told
-    assert "4 groups were dropped for rewards that failed" in told
+    shown = " ".join((tmp_path / "progress.txt").read_text().split())
+    assert shown.count("KeyError: 'answer'") == 5  # when it first happened, with each validation, and at the end
+    assert "reward 'judge' failed on rollout 'validation-0/0': KeyError: 'answer' (tests/run/test_c" in shown
+    assert "4 groups were dropped for rewards that failed" in shown
     lines = [json.loads(line) for line in rig.run_dir.rollouts.read_text().splitlines()]
     lost = [line for line in lines if line["group_id"] == "train-1"]
     assert [line["status"] for line in lost] == ["completed"] * 3
@@ -409,7 +411,7 @@ async def test_groups_whose_reward_fails_are_told_of_counted_and_left_out(tmp_pa
 
 @pytest.mark.parametrize("method", ["train_sample", "validation_samples", "drop_reason"])
 @pytest.mark.parametrize("error", [StopIteration, KeyError, asyncio.CancelledError])
-async def test_a_task_whose_method_raises_ends_the_run_with_its_line(tmp_path, method, error):
+async def test_raising_task_method_ends_the_run_and_names_its_line(tmp_path, method, error):
     class Broken(Counting):
         def drop_reason(self, group: RolloutGroup) -> None: ...
 
@@ -422,25 +424,25 @@ async def test_a_task_whose_method_raises_ends_the_run_with_its_line(tmp_path, m
         await rig.run()
     errors = caught.value.exceptions if isinstance(caught.value, ExceptionGroup) else [caught.value]
     assert [type(one) for one in errors] == [DataError]
-    says = rf"{method}.*failed: {error.__name__}: .*answer.* \(tests/run/test_controller.py:\d+ in fails"
-    assert re.search(says, str(errors[0]))
+    expected = rf"{method}.*failed: {error.__name__}: .*answer.* \(tests/run/test_controller.py:\d+ in fails"
+    assert re.search(expected, str(errors[0]))
 
 
-async def test_groups_without_a_difference_still_train_and_nan_free(tmp_path):
+async def test_groups_with_equal_rewards_train_with_zero_advantages(tmp_path):
     rig = Rig(tmp_path, rubric=Rubric([Reward(lambda rollout: 1.0, name="same")]))
     await rig.run()
     assert all(a == 0 for samples in rig.trainer.trained for sample in samples for a in sample.advantages)
 
 
-async def test_a_pull_that_no_replica_can_do_ends_the_run_with_a_checkpoint(tmp_path):
+async def test_failed_pull_on_every_replica_ends_the_run_with_a_checkpoint(tmp_path):
     rig = Rig(tmp_path, refuse=2)
     with pytest.raises(ExceptionGroup) as caught:
         await rig.run()
     assert caught.group_contains(StateDictError)
-    assert rig.trainer.saved == [2]  # trained, though no generator has it
+    assert rig.trainer.saved == [2]  # trained, although no generator has it
 
 
-async def test_cancelling_saves_what_is_trained(tmp_path):
+async def test_cancelling_saves_the_trained_version(tmp_path):
     rig = Rig(tmp_path, staleness=0)
     run = asyncio.ensure_future(rig.controller.run())
     await asyncio.wait_for(rig.trainer.stepped.wait(), HANG_S)
@@ -451,7 +453,7 @@ async def test_cancelling_saves_what_is_trained(tmp_path):
     assert rig.trainer.saved == [rig.trainer.version]
 
 
-async def test_the_last_save_takes_its_time_and_cancelling_again_ends_it(tmp_path):
+async def test_second_cancel_ends_a_slow_last_save(tmp_path):
     rig = Rig(tmp_path, staleness=0)
     begun = asyncio.Event()
 
@@ -470,12 +472,12 @@ async def test_the_last_save_takes_its_time_and_cancelling_again_ends_it(tmp_pat
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(run, HANG_S)
     assert rig.trainer.saved == []
-    said = (tmp_path / "progress.txt").read_text().replace("\n", "")
-    assert f"saving step {rig.trainer.version}" in said
+    shown = (tmp_path / "progress.txt").read_text().replace("\n", "")
+    assert f"saving step {rig.trainer.version}" in shown
 
 
 @pytest.mark.looptime
-async def test_a_save_of_hours_is_finished_on_the_way_out(tmp_path):
+async def test_cancelled_run_finishes_an_hours_long_save(tmp_path):
     rig = Rig(tmp_path, staleness=0)
     finish = rig.trainer.finish_save
 
@@ -494,7 +496,7 @@ async def test_a_save_of_hours_is_finished_on_the_way_out(tmp_path):
 
 
 @pytest.mark.parametrize("error", [NoSpaceError("no room"), OSError(5, "Input/output error"), RuntimeError()])
-async def test_a_stop_whose_last_save_fails_is_a_stop_still_and_tells_where_the_run_stands(tmp_path, error):
+async def test_stop_reports_a_failed_last_save_and_stays_a_stop(tmp_path, error):
     rig = Rig(tmp_path, staleness=0)
 
     async def fails() -> None:
@@ -508,11 +510,11 @@ async def test_a_stop_whose_last_save_fails_is_a_stop_still_and_tells_where_the_
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(run, HANG_S)
     assert rig.controller.version == rig.trainer.version == 1
-    said = " ".join((tmp_path / "progress.txt").read_text().split())
-    assert re.search(r"step 1 is not saved: (no space left|OSError: .*Input/output error|RuntimeError)", said)
+    shown = " ".join((tmp_path / "progress.txt").read_text().split())
+    assert re.search(r"step 1 is not saved: (no space left|OSError: .*Input/output error|RuntimeError)", shown)
 
 
-async def test_training_goes_on_where_a_checkpoint_does_not_fit_and_the_last_one_has_to(tmp_path):
+async def test_only_the_last_checkpoint_must_fit_on_the_disk(tmp_path):
     rig = Rig(tmp_path, steps=4, checkpoint_interval=1)
     finish = rig.trainer.finish_save
 
@@ -553,9 +555,9 @@ async def test_a_sample_older_than_the_bound_stops_the_run(tmp_path):
     assert caught.group_contains(TrainingError, match="max_staleness = 0")
 
 
-async def test_a_trainer_and_a_run_that_count_differently_end_the_run_where_it_first_shows(tmp_path):
+async def test_version_mismatch_between_trainer_and_run_ends_the_run(tmp_path):
     rig = Rig(tmp_path / "step")
-    rig.trainer.version = 1  # of weights that the run takes for version 0
+    rig.trainer.version = 1  # the run assumes version 0
     with pytest.raises(TrainingError, match="published version 1, but the run is at version 0"):
         await rig.run()
 

@@ -1,4 +1,4 @@
-"""What a dry run finds by playing a group without a model."""
+"""Problems that a dry run finds by playing a group without a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import asyncio, threading, time
 from titan_rl import Demonstration, MessageObservation, MessageStep, MessageTask
 from titan_rl import Reward, RolloutStatus, Rubric, env_reward
 
-gate = threading.Event()  # what blocks goes on when its test is over
+gate = threading.Event()  # set after each test, to release blocked methods
 
 class Env:
     def __init__(self, sample): self.sample = sample
@@ -196,7 +196,7 @@ def dry_run(project: Path, capsys: pytest.CaptureFixture[str]):
     (project / "say_task.py").write_text(textwrap.dedent(TASK))
 
     def run(task: str, *more: str) -> tuple[int, str]:
-        """Exit code, and what is on standard error."""
+        """Return the exit code and standard error."""
         Path("say.toml").write_text(f'[model]\npath = "policy"\n[task]\ntype = "say_task:{task}"\n')
         code = main(["train", "say.toml", "--dry-run", *more])
         streams = capsys.readouterr()
@@ -209,16 +209,16 @@ def dry_run(project: Path, capsys: pytest.CaptureFixture[str]):
         task.gate.set()
 
 
-def test_the_first_prompt_is_shown_with_what_becomes_of_it(dry_run):
-    code, told = dry_run("Say")
+def test_dry_run_shows_the_first_prompt_and_its_rollouts(dry_run):
+    code, output = dry_run("Say")
     assert code == 0
-    assert "say: the first prompt has " in told
-    assert "of 512 tokens:\n  | <|im_start|>user\n  | Say " in told
-    assert "say: 4 rollouts of a mock policy: 3 completed, 1 truncated_length; rewards: 0 0 0 0\n" in told
+    assert "say: the first prompt has " in output
+    assert "of 512 tokens:\n  | <|im_start|>user\n  | Say " in output
+    assert "say: 4 rollouts of a mock policy: 3 completed, 1 truncated_length; rewards: 0 0 0 0\n" in output
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-def test_the_tokenizer_of_a_teachers_folder_is_compared_with_the_policys(dry_run, is_same: bool):
+def test_teacher_folder_tokenizer_is_compared_with_the_policy(dry_run, is_same: bool):
     shutil.copytree("policy", "teacher")
     if not is_same:
         other = json.loads(Path("teacher/tokenizer.json").read_text())
@@ -227,10 +227,10 @@ def test_the_tokenizer_of_a_teachers_folder_is_compared_with_the_policys(dry_run
         vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
         Path("teacher/tokenizer.json").write_text(json.dumps(other))
 
-    code, told = dry_run("Say", "--training.algorithm", "distillation", "--training.teacher", "teacher")
+    code, output = dry_run("Say", "--training.algorithm", "distillation", "--training.teacher", "teacher")
 
     assert code == (0 if is_same else 2)
-    assert ("teacher has another tokenizer than the policy" in told) != is_same
+    assert ("teacher has another tokenizer than the policy" in output) != is_same
 
 
 class Tokenizing(BaseHTTPRequestHandler):
@@ -245,24 +245,24 @@ class Tokenizing(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def test_the_server_of_a_teacher_is_asked_for_its_tokens_if_it_runs(dry_run):
+def test_teacher_server_tokenizer_is_checked_if_it_runs(dry_run):
     with HTTPServer(("127.0.0.1", 0), Tokenizing) as server:
         teacher = f"http://127.0.0.1:{server.server_port}"
         answering = threading.Thread(target=server.serve_forever)
         answering.start()
-        code, told = dry_run("Say", "--training.algorithm", "distillation", "--training.teacher", teacher)
+        code, output = dry_run("Say", "--training.algorithm", "distillation", "--training.teacher", teacher)
         server.shutdown()
         answering.join()
     assert code == 2
-    assert f"the teacher {teacher} has another tokenizer than the policy" in told
+    assert f"the teacher {teacher} has another tokenizer than the policy" in output
 
-    code, told = dry_run("Say", "--training.algorithm", "distillation", "--training.teacher", teacher)
+    code, output = dry_run("Say", "--training.algorithm", "distillation", "--training.teacher", teacher)
     assert code == 0
-    assert f"not checked, and a run would not start: the teacher {teacher} cannot be reached" in told
+    assert f"not checked, and a run would not start: the teacher {teacher} cannot be reached" in output
 
 
 @pytest.mark.parametrize(
-    ("task", "says"),
+    ("task", "expected"),
     [
         ("HintRaises", "rollout 'hint_raises-0/0' of task 'hint_raises' failed: ValueError: no hint (say_task"),
         ("HintIsText", "it returned 'a hint'; it must return a list of at least one message with a role (say_task"),
@@ -270,19 +270,19 @@ def test_the_server_of_a_teacher_is_asked_for_its_tokens_if_it_runs(dry_run):
         ("HintIsLong", "model.max_context = 512 leaves no room for the policy's own, so that none has a score"),
     ],
 )
-def test_a_policy_that_teaches_itself_is_given_its_first_messages(dry_run, task: str, says: str):
-    code, told = dry_run(task, "--training.algorithm", "distillation", "--training.teacher", "self")
+def test_self_distillation_checks_the_teacher_messages(dry_run, task: str, expected: str):
+    code, output = dry_run(task, "--training.algorithm", "distillation", "--training.teacher", "self")
     assert code == 1
-    assert says in told
+    assert expected in output
 
 
 @pytest.fixture
 def dry_run_of_adapters(dry_run, capsys: pytest.CaptureFixture[str]):
     def run(training: str) -> tuple[int, str]:
-        """Exit code, and what is on standard error.
+        """Return the exit code and standard error.
 
         Args:
-            training: of the second adapter.
+            training: Training table of the second adapter.
         """
         Path("say.toml").write_text(ADAPTERS.replace("TRAINING", training))
         code = main(["train", "say.toml", "--dry-run"])
@@ -291,38 +291,42 @@ def dry_run_of_adapters(dry_run, capsys: pytest.CaptureFixture[str]):
     return run
 
 
-def test_a_task_that_adapters_share_is_played_once(dry_run_of_adapters):
-    code, told = dry_run_of_adapters('advantage = "group_mean"')
+def test_task_shared_by_adapters_is_played_once(dry_run_of_adapters):
+    code, output = dry_run_of_adapters('advantage = "group_mean"')
     assert code == 0
-    assert (told.count("say: the first prompt"), told.count("shows: the first prompt")) == (1, 1)
+    assert (output.count("say: the first prompt"), output.count("shows: the first prompt")) == (1, 1)
 
 
-def test_a_loss_and_an_advantage_of_one_adapter_are_called_too(dry_run_of_adapters):
-    code, told = dry_run_of_adapters('loss = "say_task:broken_loss"')
+def test_loss_and_advantage_of_one_adapter_are_checked(dry_run_of_adapters):
+    code, output = dry_run_of_adapters('loss = "say_task:broken_loss"')
     assert code == 1
-    assert "error: adapters.second: training.loss = 'say_task:broken_loss' on four tokens of two sequences" in told
-    code, told = dry_run_of_adapters('advantage = "say_task:broken_advantage"')
+    assert "error: adapters.second: training.loss = 'say_task:broken_loss' on four tokens of two sequences" in output
+    code, output = dry_run_of_adapters('advantage = "say_task:broken_advantage"')
     assert code == 1
-    assert "no advantage" in told
+    assert "no advantage" in output
 
 
-def test_a_loss_of_ones_own_is_called_once(dry_run):
-    code, told = dry_run("Say", "--training.loss", "say_task:broken_loss")
+def test_custom_loss_is_called_once(dry_run):
+    code, output = dry_run("Say", "--training.loss", "say_task:broken_loss")
     assert code == 1
-    assert "error: training.loss = 'say_task:broken_loss' on four tokens of two sequences: ValueError: no loss" in told
+    assert (
+        "error: training.loss = 'say_task:broken_loss' on four tokens of two sequences: ValueError: no loss" in output
+    )
 
 
-def test_the_policy_says_what_a_demonstration_says(dry_run, monkeypatch: pytest.MonkeyPatch):
-    code, told = dry_run("Shows", "--task.held_out", "0")
+def test_mock_policy_answers_with_the_demonstration(dry_run, monkeypatch: pytest.MonkeyPatch):
+    code, output = dry_run("Shows", "--task.held_out", "0")
     assert code == 0
-    assert "rewards: " in told
-    code, told = dry_run("Shows", "--task.answer", '"' + "7" * 100 + '"')
+    assert "rewards: " in output
+    code, output = dry_run("Shows", "--task.answer", '"' + "7" * 100 + '"')
     assert code == 1
-    assert re.search(r"error: a demonstration's answer has \d+ tokens, and sampling.max_tokens = 64 cuts it off", told)
+    assert re.search(
+        r"error: a demonstration's answer has \d+ tokens, and sampling.max_tokens = 64 cuts it off", output
+    )
 
 
 @pytest.mark.parametrize(
-    ("task", "says"),
+    ("task", "expected"),
     [
         ("Raises", "error: a rollout ends with error_env: KeyError: 'answer' (say_task.py:24 in step)"),
         ("GivesText", "error: a reward failed: "),
@@ -344,81 +348,81 @@ def test_the_policy_says_what_a_demonstration_says(dry_run, monkeypatch: pytest.
         ("Filters", "drop_reason of group 'filters-0' of the task failed: AttributeError"),
     ],
 )
-def test_what_would_fail_a_run_is_told_with_the_users_line_in_a_second(dry_run, task: str, says: str):
-    code, told = dry_run(task)
+def test_dry_run_reports_task_errors_with_the_users_line(dry_run, task: str, expected: str):
+    code, output = dry_run(task)
     assert code == 1
-    assert says in told
-    assert "text_reward" in told or task != "GivesText"
+    assert expected in output
+    assert "text_reward" in output or task != "GivesText"
 
 
-def test_a_time_limit_of_a_tasks_own_is_not_taken_for_that_of_the_dry_run(dry_run):
+def test_timeout_error_of_a_task_is_not_the_dry_run_limit(dry_run):
     with pytest.raises(TimeoutError, match="the task's server does not answer"):
         dry_run("CannotOpen")
 
 
-def test_an_environment_that_hangs_is_left_to_itself(dry_run, monkeypatch: pytest.MonkeyPatch):
+def test_hanging_environment_is_reported_with_its_line(dry_run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("titan_rl.run.dry_run.ROLLOUT_LIMIT_S", 0.5)
     began = time.monotonic()
-    code, told = dry_run("Hangs")
+    code, output = dry_run("Hangs")
     assert code == 1
-    assert "error: a rollout ends with error_timeout" in told
-    assert line_of("await asyncio.Event().wait()") in told
+    assert "error: a rollout ends with error_timeout" in output
+    assert line_of("await asyncio.Event().wait()") in output
     assert time.monotonic() - began < 30
 
 
-def test_a_reward_that_never_returns_is_named(dry_run, monkeypatch: pytest.MonkeyPatch):
+def test_hanging_reward_is_named(dry_run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("titan_rl.run.dry_run.ROLLOUT_LIMIT_S", 0.5)
-    code, told = dry_run("RewardHangs")
+    code, output = dry_run("RewardHangs")
     assert code == 1
-    assert "reward 'awaits_forever' took longer than 0.5 s" in told
-    assert re.search(r"say_task.py:\d+ in awaits_forever", told)
+    assert "reward 'awaits_forever' took longer than 0.5 s" in output
+    assert re.search(r"say_task.py:\d+ in awaits_forever", output)
 
 
-def test_held_out_samples_without_an_end_are_taken_as_far_as_they_are_needed(dry_run):
+def test_endless_held_out_samples_are_read_only_as_needed(dry_run):
     assert dry_run("HeldOutHasNoEnd")[0] == 0
 
 
-def test_a_plain_method_that_blocks_holds_up_its_own_thread_alone(dry_run, monkeypatch: pytest.MonkeyPatch):
+def test_blocking_sync_method_blocks_only_its_thread(dry_run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("titan_rl.run.dry_run.ROLLOUT_LIMIT_S", 0.5)
-    code, told = dry_run("PlainBlocks")
+    code, output = dry_run("PlainBlocks")
     assert code == 1
-    assert "error: a rollout ends with error_timeout" in told
-    assert line_of("its own thread alone") in told
+    assert "error: a rollout ends with error_timeout" in output
+    assert line_of("its own thread alone") in output
 
 
 @pytest.mark.parametrize(("task", "line"), [("Blocks", "the event loop, too"), ("BlocksSample", "index): gate")])
-def test_what_blocks_the_event_loop_for_good_is_named(dry_run, monkeypatch: pytest.MonkeyPatch, task: str, line: str):
+def test_method_that_blocks_the_event_loop_is_named(dry_run, monkeypatch: pytest.MonkeyPatch, task: str, line: str):
     monkeypatch.setattr("titan_rl.run.dry_run.LIMIT_S", 2.0)
     monkeypatch.setattr("titan_rl.run.dry_run.GRACE_S", 0.0)
-    code, told = dry_run(task)
+    code, output = dry_run(task)
     assert code == 1
-    assert "a group of each task took longer than 2 s without a model" in told
-    assert f"{line_of(line)}" in told
-    assert "blocks, and does not return" in told
+    assert "a group of each task took longer than 2 s without a model" in output
+    assert f"{line_of(line)}" in output
+    assert "blocks, and does not return" in output
 
 
-def test_a_slow_demonstration_leaves_the_event_loop_alone(dry_run, monkeypatch: pytest.MonkeyPatch):
+def test_slow_demonstration_does_not_block_the_event_loop(dry_run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("titan_rl.run.dry_run.BLOCKED_AFTER_S", 0.2)
-    code, told = dry_run("ShowsSlowly")
+    code, output = dry_run("ShowsSlowly")
     assert code == 0
-    assert "stood still" not in told
+    assert "stood still" not in output
 
 
-def test_plain_methods_work(dry_run):
-    code, told = dry_run("Plain")
+def test_sync_environment_methods_work(dry_run):
+    code, output = dry_run("Plain")
     assert code == 0
-    assert "rewards: 1 1 1 0" in told or "rewards: 1 1 1 1" in told
+    assert "rewards: 1 1 1 0" in output or "rewards: 1 1 1 1" in output
 
 
-def test_what_a_method_gives_that_it_should_not_is_told_with_its_line(dry_run):
-    code, told = dry_run("GivesNumber")
+def test_wrong_return_type_is_reported_with_its_line(dry_run):
+    code, output = dry_run("GivesNumber")
     assert code == 1
     line = line_of("return 0.5").partition(" in ")[0]
-    assert f"TypeError: step of {line} gave a float; a MessageStep is expected" in told
+    assert f"TypeError: step of {line} gave a float; a MessageStep is expected" in output
 
 
 def line_of(text: str) -> str:
-    """The place of the line that has it."""
+    """Return the location of the only line that contains `text`, as errors show it."""
     lines = textwrap.dedent(TASK).splitlines()
     (number,) = (number for number, line in enumerate(lines, 1) if text in line)
     method = re.search(r"def (\w+)", lines[number - 1])
@@ -426,15 +430,15 @@ def line_of(text: str) -> str:
     return f"say_task.py:{number} in {method[1]}"
 
 
-def test_held_out_samples_are_there_where_they_are_wanted(dry_run):
-    code, told = dry_run("NothingHeldOut")
+def test_validation_requires_held_out_samples(dry_run):
+    code, output = dry_run("NothingHeldOut")
     assert code == 1
-    assert "titan-rl: validation_samples(1) of task 'nothing_held_out' failed: ValueError: it returned no" in told
+    assert "titan-rl: validation_samples(1) of task 'nothing_held_out' failed: ValueError: it returned no" in output
     assert dry_run("NothingHeldOut", "--validation.num_prompts", "0")[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("messages", "says"),
+    ("messages", "expected"),
     [
         ('[{role = "usr", content = "Hi"}]', "message 0 of the first prompt is not shown to the model: .* role 'usr'"),
         ('[{role = "user", content = "Hi"}, {role = "", content = "Go"}]', "message 1 of the .* not shown .* role ''"),
@@ -443,44 +447,44 @@ def test_held_out_samples_are_there_where_they_are_wanted(dry_run):
         ('[{role = "system", content = "Be"}, {role = "user", content = "Hi"}]', ""),
     ],
 )
-def test_a_message_that_the_model_does_not_see_is_told(dry_run, messages: str, says: str):
-    code, told = dry_run("Opens", "--task.messages", messages, "--task.held_out", "0")
-    assert code == (1 if says else 0)
-    assert re.search(f"opens: error: {says}", told) if says else "error" not in told
+def test_message_dropped_by_the_chat_template_is_reported(dry_run, messages: str, expected: str):
+    code, output = dry_run("Opens", "--task.messages", messages, "--task.held_out", "0")
+    assert code == (1 if expected else 0)
+    assert re.search(f"opens: error: {expected}", output) if expected else "error" not in output
 
 
 @pytest.mark.parametrize("run_dir", ["say_task.py", "say_task.py/deep", "/proc/nowhere/runs"])
-def test_a_folder_that_no_run_can_be_made_in_is_told(dry_run, run_dir: str):
+def test_unusable_run_dir_is_reported_and_nothing_is_created(dry_run, run_dir: str):
     before = sorted(Path().iterdir())
-    code, told = dry_run("Say", "--run_dir", run_dir)
+    code, output = dry_run("Say", "--run_dir", run_dir)
     assert code == 2
-    assert f"titan-rl: run_dir = {run_dir!r}: no run can be created there: " in told
+    assert f"titan-rl: run_dir = {run_dir!r}: no run can be created there: " in output
     assert dry_run("Say", "--run_dir", "deep/runs")[0] == 0
     assert {path.name for path in Path().iterdir()} - {path.name for path in before} <= {"say.toml", "__pycache__"}
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "expected"),
     [
         ("NotARenderer", "has no bridge_to_next_turn, get_stop_token_ids, parse_response, render_ids"),
         ("no_renderer", "it returned None, which has no "),
         ("endless", "its get_stop_token_ids() returned no token that ends a completion"),
     ],
 )
-def test_what_is_no_renderer_is_told_in_a_line(dry_run, name: str, says: str):
-    code, told = dry_run("Say", "--model.renderer", f"say_task:{name}")
+def test_invalid_renderer_is_reported_in_one_line(dry_run, name: str, expected: str):
+    code, output = dry_run("Say", "--model.renderer", f"say_task:{name}")
     assert code == 2
-    line = next(line for line in told.splitlines() if line.startswith("titan-rl: model.renderer = "))
+    line = next(line for line in output.splitlines() if line.startswith("titan-rl: model.renderer = "))
     assert f"'say_task:{name}'" in line
-    assert says in line
+    assert expected in line
 
 
-def test_several_tasks_are_played_each(dry_run, project: Path, capsys: pytest.CaptureFixture[str]):
+def test_dry_run_plays_every_task(dry_run, project: Path, capsys: pytest.CaptureFixture[str]):
     dry_run("Say")
     Path("two.toml").write_text(
         '[model]\npath = "policy"\n[[tasks]]\ntype = "say_task:Say"\n[[tasks]]\ntype = "say_task:Raises"\n'
     )
     assert main(["train", "two.toml", "--dry-run"]) == 1
-    told = capsys.readouterr().err
-    assert "say: 4 rollouts" in told
-    assert "raises: error: a rollout ends with error_env" in told
+    output = capsys.readouterr().err
+    assert "say: 4 rollouts" in output
+    assert "raises: error: a rollout ends with error_env" in output

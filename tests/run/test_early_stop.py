@@ -1,4 +1,4 @@
-"""Ctrl-C while a run imports what its processes need, in a program of its own. None of them is started."""
+"""Ctrl-C while a run imports the modules that start its processes, in a separate program: no process is started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from background import HANG_S
 from user_project import project
 
-if importlib.util.find_spec("vllm") is None:  # which the command asks for; here it is not imported
+if importlib.util.find_spec("vllm") is None:  # the command requires vllm; this test does not import it
     pytest.skip("needs the cpu or gpu extra", allow_module_level=True)
 
 __all__ = ["project"]
@@ -20,7 +20,7 @@ PROGRAM = """
 import importlib.machinery, os, signal, sys
 
 class StartProcesses:
-    # In the place of titan_rl.cluster.run_processes.
+    # Import hook that replaces titan_rl.cluster.run_processes.
 
     def find_spec(self, name, path, target=None):
         if name == "titan_rl.cluster.run_processes":
@@ -40,7 +40,7 @@ sys.exit(main(["train", "config.toml"]))
 """
 
 
-def test_a_run_that_is_stopped_as_it_starts_starts_nothing(project: Path):
+def test_interrupt_during_startup_starts_no_processes(project: Path):
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert ended.returncode == 130, ended.stderr
     assert ended.stdout == ""

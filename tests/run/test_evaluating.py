@@ -1,4 +1,4 @@
-"""One policy asked in its three ways: in this process, by tokens over HTTP and by chat. The figures are the same."""
+"""One policy evaluated in-process, by tokens over HTTP and by chat gives the same results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def result(policy: OpenedPolicy, **options: Any) -> TaskResult:
 
 
 @pytest.mark.parametrize("api", ["tokens", "chat"])
-async def test_an_endpoint_has_the_figures_of_what_it_serves(api: str) -> None:
+async def test_endpoint_evaluation_matches_the_served_policy(api: str) -> None:
     renderer, tokenizer = make_renderer(CONFIG.model), load_tokenizer(CONFIG.model.path)
     async with served(renderer=renderer, tokenizer=tokenizer, engine={"vocab_size": 400, "mean_tokens": 4}) as server:
         here = OpenedPolicy("here", server.router.generate, renderer)
@@ -46,7 +46,7 @@ async def test_an_endpoint_has_the_figures_of_what_it_serves(api: str) -> None:
     assert asked.rewards == played.rewards
 
 
-async def test_greedy_samples_are_one_by_default_and_no_more() -> None:
+async def test_greedy_evaluation_allows_one_sample_per_prompt() -> None:
     renderer = make_renderer(CONFIG.model)
     asked: list[SamplingParams] = []
     async with served(engine={"vocab_size": 400, "mean_tokens": 4}) as server:

@@ -1,4 +1,4 @@
-"""A program that something in its event loop wants to end ends in order."""
+"""Orderly shutdown of a program when something in its event loop exits."""
 
 import asyncio
 import subprocess
@@ -10,8 +10,8 @@ from titan_rl.run.machine.signals import run_to_its_end
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_a_task_or_callback_that_exits_cancels_the_program_which_cleans_up_however_many_follow(kind):
-    told = []
+def test_exit_in_a_task_or_callback_cancels_the_program_for_cleanup(kind):
+    seen = []
 
     async def exits(number):
         raise kind(number)
@@ -28,19 +28,19 @@ def test_a_task_or_callback_that_exits_cancels_the_program_which_cleans_up_howev
         except asyncio.CancelledError:
             for _ in range(5):
                 await asyncio.sleep(0)
-            told.append(
+            seen.append(
                 {type(task.exception()) for task in tasks}
-            )  # read, or their end would be logged by the collector
-            told.append(helper.cancelled())  # what the clean-up may need
+            )  # retrieved, or the garbage collector would log them
+            seen.append(helper.cancelled())  # the cleanup may need it
             raise
 
     with pytest.raises(kind) as raised:
         run_to_its_end(program())
-    assert told == [{kind}, False]
+    assert seen == [{kind}, False]
     assert raised.value.args == (0,)
 
 
-def test_else_it_is_what_the_program_gives_or_raises():
+def test_run_to_its_end_returns_or_raises_like_the_program():
     async def program(error):
         await asyncio.sleep(0)
         if error is not None:
@@ -68,6 +68,6 @@ print("ended")
 """
 
 
-def test_the_end_waits_for_no_users_function_that_hangs_in_a_thread():
+def test_run_to_its_end_does_not_wait_for_hanging_threads():
     ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=300, check=True)
     assert ended.stdout.split() == ["others", "ended"]

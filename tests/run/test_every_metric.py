@@ -1,4 +1,4 @@
-"""The table of metrics and the code have the same names."""
+"""Metric table: it has an entry for every metric that the code writes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PACKAGE = Path(__file__).parents[2] / "titan_rl"
 
 
 def strings(path: str, function: str, pattern: str = r"[a-z_]+") -> set[str]:
-    """What a function of a module says, where it cannot be run without an engine or torch."""
+    """Return the string constants of a function that cannot run without an engine or torch."""
     (found,) = [
         node
         for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
@@ -44,8 +44,8 @@ def strings(path: str, function: str, pattern: str = r"[a-z_]+") -> set[str]:
     return {text for text in texts if re.fullmatch(pattern, text)}
 
 
-def of_code() -> set[str]:
-    """Of the trainer, the generators, vLLM and titan-rl sft."""
+def code_metrics() -> set[str]:
+    """Return the metrics of the trainer, the generators, vLLM and titan-rl sft."""
     trainer = strings("training/trainer.py", "train") | strings("training/tensor_batch.py", "packing_metrics")
     trainer |= strings("training/objective.py", "token_metrics")
     trainer |= strings("cluster/trainer_actor.py", "_train") & {"idle_s"}
@@ -67,8 +67,8 @@ def of_code() -> set[str]:
     }
 
 
-def of_games_and_agents() -> set[str]:
-    """What the library gives rollouts of some kinds alone."""
+def game_and_agent_metrics() -> set[str]:
+    """Return the metrics that only games and agents have."""
     of_some = ("retries", "close_failed", "branches", "completion_tokens", "teacher_seconds", "teacher_kl")
     metrics = {"completion_tokens": 1.0}
     completion = Completion(
@@ -80,13 +80,13 @@ def of_games_and_agents() -> set[str]:
     return {*group_metrics([group]), *validation_metrics([group])}
 
 
-def of_hosts() -> set[str]:
+def host_metrics() -> set[str]:
     history = HostHistory()
     history.note([HostStatus(name, "", "in the run") for name in ("h1", "h2")], {"h1": 0.25})
     return set(history.take_metrics())
 
 
-def of_adapters() -> set[str]:
+def adapter_metrics() -> set[str]:
     written = dict[str, float]()
 
     class Sink:
@@ -99,8 +99,8 @@ def of_adapters() -> set[str]:
     return set(written)
 
 
-async def of_runs(folder: Path) -> set[str]:
-    """Of several tasks with suites, and of an engine that has gauges."""
+async def run_metrics(folder: Path) -> set[str]:
+    """Return the metrics of a run with several tasks and suites, and of an engine with gauges."""
     validation = ValidationConfig(num_prompts=4, samples_per_prompt=2, suites=SUITES)
     await Rig(folder, 0, tasks=TASKS, steps=6, validation=validation, max_staleness=0).run()
     loop = EngineLoop(lambda: ScriptedEngine(script=lambda context: context[-1] - 1))
@@ -112,16 +112,18 @@ async def of_runs(folder: Path) -> set[str]:
     return {name for record in records for name in record} - {"step", "time_s"}
 
 
-async def test_the_table_has_what_is_written_and_nothing_else(tmp_path: Path):
-    written = await of_runs(tmp_path) | of_code() | of_games_and_agents() | of_hosts() | of_adapters()
+async def test_metric_table_matches_the_written_metrics(tmp_path: Path):
+    written = (
+        await run_metrics(tmp_path) | code_metrics() | game_and_agent_metrics() | host_metrics() | adapter_metrics()
+    )
     assert len(written) > 200
     found = {name: find_metric(name) for name in written}
     assert sorted(name for name, metric in found.items() if metric is None) == []
     rewards_of_tasks_here = re.compile(r"(rollout|validation(/\w+)?)/reward/turns")
     own = [n for n, metric in found.items() if metric and metric.is_open and not rewards_of_tasks_here.fullmatch(n)]
-    assert own == [], "the library's own metrics have entries of their own"
-    told = {metric.name for metric in found.values() if metric}
-    assert [metric.name for metric in METRICS if not metric.is_open and metric.name not in told] == []
+    assert own == [], "each of the library's own metrics has its own entry"
+    matched = {metric.name for metric in found.values() if metric}
+    assert [metric.name for metric in METRICS if not metric.is_open and metric.name not in matched] == []
 
 
 @pytest.mark.parametrize(
@@ -140,13 +142,13 @@ async def test_the_table_has_what_is_written_and_nothing_else(tmp_path: Path):
         ("scheduling/age/-1", "scheduling/age/<age>"),
     ],
 )
-def test_a_name_has_the_most_exact_entry(name: str, entry: str):
+def test_find_metric_prefers_the_most_specific_entry(name: str, entry: str):
     metric = find_metric(name)
     assert metric is not None
     assert metric.name == entry
 
 
-def test_what_stands_in_the_places_of_an_entry_is_told():
+def test_match_metric_returns_placeholder_values():
     match = match_metric("validation/hard/reward/in place")
     assert match is not None
     assert (match.metric.name, match.labels) == (
@@ -155,18 +157,18 @@ def test_what_stands_in_the_places_of_an_entry_is_told():
     )
 
 
-def test_a_name_of_nothing_has_no_entry():
+def test_find_metric_returns_none_for_unknown_names():
     assert [find_metric(name) for name in ("train/los", "task/share", "loss", "", "step")] == [None] * 5
 
 
-def test_what_is_said_of_rollouts_is_said_of_held_out_ones():
+def test_validation_metrics_reuse_the_help_of_rollout_metrics():
     metric = find_metric("validation/hard/turns_mean")
     assert metric is not None
     help = "Mean number of turns per rollout. Measured on held-out samples."
     assert (metric.help, metric.group) == (help, MetricGroup.VALIDATION)
 
 
-def test_entries_are_whole_and_name_settings_that_there_are():
+def test_metric_entries_are_complete_and_name_existing_settings():
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     assert list(dict.fromkeys(metric.group for metric in METRICS)) == list(MetricGroup)
@@ -181,5 +183,5 @@ def test_entries_are_whole_and_name_settings_that_there_are():
                 assert find_metric(re.sub(r"[<>]", "", other)) is not None, f"{metric.name} names {other}"
 
 
-def test_the_page_is_that_of_the_table():
+def test_metric_docs_page_is_up_to_date():
     assert PAGE.read_text(encoding="utf-8") == page(), "run: .venv/bin/python scripts/write_metric_docs.py"

@@ -1,4 +1,4 @@
-"""Who may read what a run writes, and where it can be written at all."""
+"""Permissions of a run's files, and run directories that cannot be created."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["project"]
 def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     before = os.umask(request.param)
     yield request.param
-    assert os.umask(before) == request.param, "it is as before once the run has ended"
+    assert os.umask(before) == request.param, "the umask is restored when the run ends"
 
 
-def write_all_that_a_run_writes(root: Path) -> None:
-    """In `root`, with one file of a child process."""
+def write_run_files(root: Path) -> None:
+    """Write every kind of file of a run below `root`, one of them from a child process."""
     run_dir = RunDirectory.create(load_config("config.toml", [("run_dir", str(root / "runs"))]))
     with run_dir.locked():
         run_dir.write_metrics(1, {"loss": 0.5})
@@ -53,17 +53,17 @@ def modes(root: Path) -> dict[str, int]:
     return {str(path.relative_to(root)): stat.S_IMODE(path.stat().st_mode) for path in found}
 
 
-def test_a_runs_files_are_for_its_user_alone(project: Path, umask: int):
+def test_run_files_are_private_by_default(project: Path, umask: int):
     (project / "out").mkdir()
     with file_modes(share=False):
-        write_all_that_a_run_writes(project / "out")
+        write_run_files(project / "out")
     assert not {path: oct(mode) for path, mode in modes(project / "out").items() if mode & 0o077}
 
 
-def test_a_shared_run_is_for_whom_the_umask_says_but_its_memory_is_not(project: Path, umask: int):
+def test_shared_run_follows_the_umask_except_for_shared_memory(project: Path, umask: int):
     (project / "out").mkdir()
     with file_modes(share=True):
-        write_all_that_a_run_writes(project / "out")
+        write_run_files(project / "out")
     for path, mode in modes(project / "out").items():
         everybody = 0o777 if (project / "out" / path).is_dir() else 0o666
         expected = everybody & (0o700 if path.startswith("scratch-") else ~umask)
@@ -78,13 +78,13 @@ def test_a_shared_run_is_for_whom_the_umask_says_but_its_memory_is_not(project: 
         ("/proc/runs", "no run can be created there, /proc/runs: .*; name a folder that you may write to"),
     ],
 )
-def test_a_run_dir_that_cannot_be_made_is_the_settings_fault(project: Path, run_dir: str, complaint: str):
+def test_unusable_run_dir_raises_config_error(project: Path, run_dir: str, complaint: str):
     config = load_config("config.toml", [("run_dir", run_dir)])
     with pytest.raises(ConfigError, match=f"run_dir = '{run_dir}'.*{complaint}"):
         RunDirectory.create(config)
 
 
-def test_a_run_directory_stays_where_it_is_when_the_current_folder_changes(
+def test_run_directory_is_independent_of_the_working_directory(
     project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = RunDirectory.create(load_config("config.toml", [("run_dir", "runs")]))

@@ -1,4 +1,4 @@
-"""A server that follows a run brings its generators to each newer checkpoint, while requests go on."""
+"""Server that follows a run: its generators load each newer checkpoint while requests continue."""
 
 from __future__ import annotations
 
@@ -46,13 +46,19 @@ def save(run: Path, step: int) -> None:
 
 
 def follower_of(
-    run: Path, router: GeneratorRouter, publisher: Any, told: ConsoleLines, *, version: int = 0, every_s: float = 3600.0
+    run: Path,
+    router: GeneratorRouter,
+    publisher: Any,
+    console: ConsoleLines,
+    *,
+    version: int = 0,
+    every_s: float = 3600.0,
 ) -> RunFollower:
-    return RunFollower(run, "runs/latest", publisher, router, version=version, every_s=every_s, console=told)
+    return RunFollower(run, "runs/latest", publisher, router, version=version, every_s=every_s, console=console)
 
 
-async def test_a_running_request_goes_on_with_the_newer_version(tmp_path: Path) -> None:
-    told = ConsoleLines()
+async def test_running_request_continues_with_the_newer_version(tmp_path: Path) -> None:
+    console = ConsoleLines()
     engines: list[ScriptedEngine] = []
 
     def next_token(context: Sequence[int]) -> int:
@@ -62,7 +68,7 @@ async def test_a_running_request_goes_on_with_the_newer_version(tmp_path: Path) 
     limits = {"max_context": 1_000_000, "script": next_token}
     async with served(count=1, engine=limits) as stage:
         engines += stage.engines.engines
-        follower = follower_of(tmp_path, stage.router, publisher := FakePublisher(), told)
+        follower = follower_of(tmp_path, stage.router, publisher := FakePublisher(), console)
         sampling = SamplingParams(max_tokens=100_000, stop_token_ids=(END,))
         asked = asyncio.create_task(stage.router.generate([1, 2, 3], request_id="a", sampling=sampling))
         await until(lambda: stage.router.num_tokens_so_far > 0)
@@ -73,10 +79,10 @@ async def test_a_running_request_goes_on_with_the_newer_version(tmp_path: Path) 
     assert [span.version for span in completion.version_spans] == [0, 80]
     assert completion.finish_reason is FinishReason.STOP
     assert (publisher.tried, publisher.kept, follower.version) == ([80], [80], 80)
-    assert told == ["step 80 of runs/latest is served"]
+    assert console == ["step 80 of runs/latest is served"]
 
 
-async def test_the_models_card_has_the_version() -> None:
+async def test_model_card_has_the_weight_version() -> None:
     versions = iter([3, 80])
     async with served(count=1, version=lambda: next(versions)) as stage, client_of(stage.app) as client:
         (card,) = (await client.get("/v1/models")).json()["data"]
@@ -84,10 +90,10 @@ async def test_the_models_card_has_the_version() -> None:
         assert (await client.get("/v1/models/policy")).json()["weight_version"] == "80"
 
 
-async def test_a_checkpoint_that_cannot_be_read_is_reported_and_the_older_version_serves(tmp_path: Path) -> None:
-    told = ConsoleLines()
+async def test_unreadable_checkpoint_is_reported_and_the_old_version_served(tmp_path: Path) -> None:
+    console = ConsoleLines()
     router = GeneratorRouter([replica := FakeReplica("generator-0", step_s=0.0, version=3)])
-    follower = follower_of(tmp_path, router, publisher := FakePublisher(damaged=[40]), told, version=3)
+    follower = follower_of(tmp_path, router, publisher := FakePublisher(damaged=[40]), console, version=3)
     save(tmp_path, 3)
     await follower.look()
     assert publisher.tried == []
@@ -95,7 +101,7 @@ async def test_a_checkpoint_that_cannot_be_read_is_reported_and_the_older_versio
     await follower.look()
     await follower.look()  # not again before its time
     assert (publisher.tried, replica.calls, follower.version) == ([40], [], 3)
-    (line,) = told
+    (line,) = console
     assert line.startswith("step 40 of runs/latest cannot be served: ")
     assert line.endswith("a byte of it is another; version 3 is still served; retrying in 3600 s")
     completion = await router.generate([1], request_id="a", sampling=SamplingParams(max_tokens=2))
@@ -103,12 +109,12 @@ async def test_a_checkpoint_that_cannot_be_read_is_reported_and_the_older_versio
     save(tmp_path, 80)
     await follower.look()
     assert (publisher.tried, replica.calls, follower.version) == ([40, 80], ["pull 80"], 80)
-    assert told[1:] == ["step 80 of runs/latest is served"]
+    assert console[1:] == ["step 80 of runs/latest is served"]
     await router.close()
 
 
-async def test_a_checkpoint_that_the_run_deletes_meanwhile_is_passed_over_for_the_next(tmp_path: Path) -> None:
-    told = ConsoleLines()
+async def test_deleted_checkpoint_is_skipped_for_the_next_one(tmp_path: Path) -> None:
+    console = ConsoleLines()
     router = GeneratorRouter([FakeReplica("generator-0", step_s=0.0)])
 
     class Deleting(FakePublisher):
@@ -119,34 +125,34 @@ async def test_a_checkpoint_that_the_run_deletes_meanwhile_is_passed_over_for_th
                 source.checkpoint.rmdir()
                 raise CheckpointError("no such file")
 
-    follower = follower_of(tmp_path, router, Deleting(), told)
+    follower = follower_of(tmp_path, router, Deleting(), console)
     save(tmp_path, 3)
     await follower.look()
-    assert (follower.version, told) == (0, [])
+    assert (follower.version, console) == (0, [])
     await follower.look()
-    assert (follower.version, told) == (6, ["step 6 of runs/latest is served"])
+    assert (follower.version, console) == (6, ["step 6 of runs/latest is served"])
     await router.close()
 
 
-async def test_what_failed_is_tried_again_and_published_once(tmp_path: Path) -> None:
-    told = ConsoleLines()
+async def test_failed_pull_is_retried_without_publishing_again(tmp_path: Path) -> None:
+    console = ConsoleLines()
     router = GeneratorRouter([replica := FakeReplica("generator-0", step_s=0.0)])
     replica.pull_error = StateDictError("no room")
-    follower = follower_of(tmp_path, router, publisher := FakePublisher(), told, every_s=1e-6)
+    follower = follower_of(tmp_path, router, publisher := FakePublisher(), console, every_s=1e-6)
     save(tmp_path, 1)
     await follower.look()
     assert follower.version == 0
-    assert "cannot be served: " in told[0]
-    assert "version 0 is served on" not in told[0]  # the only generator is out of service
+    assert "cannot be served: " in console[0]
+    assert "version 0 is served on" not in console[0]  # the only generator is out of service
     replica.pull_error = None
-    following_on = asyncio.create_task(follower.follow())
+    following_task = asyncio.create_task(follower.follow())
     await until(lambda: follower.version == 1)
-    following_on.cancel()
+    following_task.cancel()
     assert publisher.tried == [1]
     await router.close()
 
 
-async def test_what_is_published_is_what_the_checkpoint_has_with_checksums_and_older_versions_go(
+async def test_published_weights_match_the_checkpoint_and_old_versions_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch")

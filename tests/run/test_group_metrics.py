@@ -1,4 +1,4 @@
-"""Means over rollouts: what is no number is left out, and counted."""
+"""Means over rollouts, which leave out and count values that are not numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titan_rl.run.observability.steps import group_metrics, validation_metrics
 
 
 class Scalar:
-    """As torch has them: not a float, but it becomes one."""
+    """Like a torch scalar: not a float, but convertible to one."""
 
     def __init__(self, value: float) -> None:
         self._value = value
@@ -30,7 +30,7 @@ def group_of(*metrics: dict, prompts: tuple[list[int], ...] = ([1],)) -> Rollout
     return RolloutGroup("g", None, rollouts)
 
 
-def test_a_value_that_is_no_number_is_left_out_of_its_mean_and_counted():
+def test_non_numeric_values_are_left_out_of_means_and_counted():
     nan, inf = float("nan"), float("inf")
     group = group_of({"a": 1.0, "b": nan}, {"a": nan, "b": inf}, {"a": 3.0}, {"a": None}, {"a": "3"})
     metrics = group_metrics([group])
@@ -40,18 +40,18 @@ def test_a_value_that_is_no_number_is_left_out_of_its_mean_and_counted():
 
 
 @pytest.mark.parametrize("scalar", [np.float32(3.0), np.int64(3), np.array(3.0), Scalar(3.0), True + 2])
-def test_scalars_of_other_libraries_are_numbers(scalar: object):
+def test_scalars_of_other_libraries_count_as_numbers(scalar: object):
     metrics = group_metrics([group_of({"a": scalar}, {"a": 1.0})])
     assert metrics["rollout/metrics/a"] == 2.0
     assert type(metrics["rollout/metrics/a"]) is float
 
 
-def test_a_rollout_whose_history_was_edited_has_more_branches():
+def test_edited_history_counts_as_a_branch():
     assert group_metrics([group_of({}, prompts=([1], [1, 9, 2]))])["rollout/branches_per_rollout"] == 1.0
     assert group_metrics([group_of({}, prompts=([1], [5]))])["rollout/branches_per_rollout"] == 2.0
 
 
-def test_a_fault_that_is_not_the_policys_is_in_no_mean_reward_whatever_the_rubric_gives_it():
+def test_environment_errors_are_excluded_from_the_mean_reward():
     group = group_of({}, {}, {})
     group.rollouts[0].status, group.rollouts[0].reward = RolloutStatus.ERROR_ENV, 0.0
     group.rollouts[1].status, group.rollouts[1].reward = RolloutStatus.ERROR_PARSE, 0.0
@@ -61,7 +61,7 @@ def test_a_fault_that_is_not_the_policys_is_in_no_mean_reward_whatever_the_rubri
     assert metrics["validation/unscored"] == 1.0
 
 
-def test_seats_have_a_mean_each_and_are_equal_among_themselves():
+def test_reward_mean_is_reported_per_seat():
     def game(*chips: float) -> RolloutGroup:
         rollouts = [
             Rollout(f"g/{number}/{seat}", "g", number, None, reward=sign * won, seat=seat)
@@ -78,7 +78,7 @@ def test_seats_have_a_mean_each_and_are_equal_among_themselves():
     assert validation_metrics([game(2.0)])["validation/seat/first/reward_mean"] == 2.0
 
 
-def test_what_constraints_left_is_told_where_there_were_any():
+def test_constraint_metrics_require_a_constrained_rollout():
     def turn(allowed: list[float] | None) -> Turn:
         spans = [VersionSpan(0, 2)]
         return Turn([1], Completion("r", [9, 8], [-0.5, -0.5], FinishReason.STOP, spans, allowed_logprobs=allowed))

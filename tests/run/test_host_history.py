@@ -1,4 +1,4 @@
-"""What is told of a run's hosts: each change once, as an event, a count in the metrics, and a lane of the timeline."""
+"""Host history of a run: each change once, as an event, a count in the metrics, and a lane of the timeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def host(name: str, state: str = "in the run", reason: str = "", *processes: str
     return HostStatus(name, f"10.0.0.{name[1:]}:22222", state, reason, processes)
 
 
-def test_a_run_on_one_host_has_nothing_to_tell() -> None:
+def test_single_host_run_has_no_host_metrics() -> None:
     history = HostHistory()
     for _ in range(2):
         history.note([host("h1", "in the run", "", "trainer", "generator-0")], {"h1": 0.25})
@@ -31,7 +31,7 @@ def test_a_run_on_one_host_has_nothing_to_tell() -> None:
     assert history.events == []
 
 
-def test_a_host_that_was_lost_before_anybody_looked_is_told_of() -> None:
+def test_host_lost_before_the_first_look_is_reported() -> None:
     history = HostHistory()
     history.note([host("h1"), host("h2", "gone", "silent")])
     assert [(event.host, event.what, event.why) for event in history.events] == [("h2", "lost", "silent")]
@@ -40,7 +40,7 @@ def test_a_host_that_was_lost_before_anybody_looked_is_told_of() -> None:
     assert history.events[-1].what == "joined"
 
 
-def test_a_host_that_was_lost_before_it_had_a_name_is_told_of_once_by_its_address() -> None:
+def test_lost_host_without_a_name_is_reported_once_by_address() -> None:
     history = HostHistory()
     early = HostStatus("", "10.0.0.2:22222", "gone", "its worker has ended")
     for _ in range(3):
@@ -55,10 +55,10 @@ def test_a_host_that_was_lost_before_it_had_a_name_is_told_of_once_by_its_addres
     history.note([host("h1"), host("h2", "gone", "silent")])
     assert history.counts == {"joined": 1, "left": 0, "lost": 2}
     history.note([host("h1"), early, host("h2", "gone", "silent")])
-    assert history.counts["lost"] == 3, "it is lost anew"
+    assert history.counts["lost"] == 3, "it is lost again"
 
 
-def test_what_became_of_hosts_is_an_event_and_a_count_of_the_step() -> None:
+def test_host_changes_are_events_and_per_step_counts() -> None:
     clock = ManualClock(100.0)
     history = HostHistory(clock)
     first, second = host("h1", "in the run", "", "trainer"), host("h2", "in the run", "", "generator-0", "generator-1")
@@ -75,7 +75,7 @@ def test_what_became_of_hosts_is_an_event_and_a_count_of_the_step() -> None:
         "hosts/h2/generators": 2.0,
         "hosts/h2/silence_s": 0.75,
     }
-    assert history.events == [], "it began with these"
+    assert history.events == [], "the run began with these hosts"
     clock.seconds = 130.0
     history.note([first, host("h2", "gone", "silent"), HostStatus("", "10.0.0.3:22222", "joining")])
     history.note([first, host("h2", "gone", "silent"), host("h3")])
@@ -83,13 +83,13 @@ def test_what_became_of_hosts_is_an_event_and_a_count_of_the_step() -> None:
     metrics = history.take_metrics()
     assert [metrics[f"hosts/{name}"] for name in ("present", "draining", "joined", "left", "lost")] == [2, 1, 1, 0, 1]
     assert "hosts/h2/generators" not in metrics
-    told = [(event.at, event.host, event.what, event.why) for event in history.events]
-    assert told == [(130, "h2", "lost", "silent"), (130, "h3", "joined", ""), (130, "h3", "drains", "asked to")]
-    assert history.take_metrics()["hosts/lost"] == 0, "of the step before"
+    events = [(event.at, event.host, event.what, event.why) for event in history.events]
+    assert events == [(130, "h2", "lost", "silent"), (130, "h3", "joined", ""), (130, "h3", "drains", "asked to")]
+    assert history.take_metrics()["hosts/lost"] == 0, "counted in the previous step"
 
 
 @given(st.lists(st.sampled_from(STATES), min_size=1, max_size=30))
-def test_each_change_is_told_once(states: list[str]) -> None:
+def test_each_host_change_is_reported_once(states: list[str]) -> None:
     history = HostHistory()
     counted: Counter[str] = Counter()
     history.note([host("h1"), host("h2", states[0])])
@@ -98,7 +98,7 @@ def test_each_change_is_told_once(states: list[str]) -> None:
             history.note([host("h1"), host("h2", state)])
         counted.update({name: int(value) for name, value in history.take_metrics().items()})
     changes = [now for before, now in pairwise(states) if before != now and (before, now) != ("draining", "in the run")]
-    changes = [*states[:1], *changes] if states[0] == "gone" else changes  # it was lost while the run started
+    changes = [*states[:1], *changes] if states[0] == "gone" else changes  # lost while the run started
     assert [event.what for event in history.events] == [BECOMES[state] for state in changes]
     for what in ("joined", "left", "lost"):
         assert history.counts[what] == counted[f"hosts/{what}"]

@@ -1,4 +1,4 @@
-"""Hosts come and go as files and requests ask, in virtual time. The hosts are made up; the files are real."""
+"""Host reconciler: hosts join and leave as files and requests say, in virtual time, with fake hosts and real files."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from titan_rl.run.status import status_kept
 
 
 class Hosts:
-    """Those whose workers are `up` can be taken in."""
+    """Fake elastic hosts: only the addresses in `up` can join."""
 
     def __init__(self, *up: str) -> None:
         self.up = set(up)
         self.lifecycles = HostLifecycles()
         self.tries: list[str] = []
-        self.started_anew: set[str] = set()  # those whose workers are others than before
+        self.restarted: set[str] = set()  # addresses with a restarted worker
         self.join_s = 0.0
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def notify(self, text: str) -> None:
         logging.getLogger("hosts").warning("%s", text)
-        self.told.append(text)
+        self.messages.append(text)
 
     @property
     def inside(self) -> dict[str, str]:
-        """State of each by its address."""
+        """State of each host, by address."""
         return {host.address: host.state for host in self.statuses()}
 
     def statuses(self) -> list[HostStatus]:
@@ -63,7 +63,7 @@ class Hosts:
         self.lifecycles.move(self.lifecycles.of(address), HostState.LOST, "silent")
 
     async def is_new(self, address: str) -> bool:
-        return address in self.started_anew
+        return address in self.restarted
 
     async def drain(self, name: str, why: str) -> None:
         record = self.lifecycles.named(name)
@@ -83,7 +83,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def running_status(monkeypatch: pytest.MonkeyPatch) -> None:
     status = RunStatus("running", began=0.0)
     monkeypatch.setattr("titan_rl.cluster.hosts.requests.read_status", lambda folder: status)
 
@@ -92,18 +92,18 @@ def reconciler_of(
     run_dir: Path, hosts: Hosts, *addresses: str, file: Path | None = None
 ) -> tuple[HostReconciler, list[str]]:
     elastic: Any = hosts
-    return HostReconciler(elastic, HostFiles(run_dir), addresses, file), hosts.told
+    return HostReconciler(elastic, HostFiles(run_dir), addresses, file), hosts.messages
 
 
 @pytest.mark.looptime
-@pytest.mark.usefixtures("goes_on")
-async def test_a_host_that_is_gone_is_taken_in_again_once_it_answers(run_dir: Path, caplog: pytest.LogCaptureFixture):
+@pytest.mark.usefixtures("running_status")
+async def test_lost_host_rejoins_once_it_answers(run_dir: Path, caplog: pytest.LogCaptureFixture):
     hosts = Hosts(H1)
-    reconciler, told = reconciler_of(run_dir, hosts, H1, "10.0.0.2")
+    reconciler, messages = reconciler_of(run_dir, hosts, H1, "10.0.0.2")
     async with in_background(reconciler.watch()):
         await asyncio.sleep(10 * RETRY_S)
         assert hosts.inside == {H1: "in the run"}
-        assert caplog.messages == told == [f"the host at {H2} is not taken in: no worker answers"]
+        assert caplog.messages == messages == [f"the host at {H2} is not taken in: no worker answers"]
         assert 9 <= hosts.tries.count(H2) <= 11
         hosts.up.add(H2)
         hosts.lose(H1)
@@ -112,7 +112,7 @@ async def test_a_host_that_is_gone_is_taken_in_again_once_it_answers(run_dir: Pa
     assert [host.name for host in HostFiles(run_dir).states().hosts] == ["h1", "h2"]
 
 
-async def test_a_host_that_is_lost_as_the_run_ends_is_written_down(run_dir: Path):
+async def test_host_lost_as_the_run_ends_is_recorded(run_dir: Path):
     hosts = Hosts(H1, H2)
     for address in (H1, H2):
         await hosts.add(address)
@@ -122,15 +122,15 @@ async def test_a_host_that_is_lost_as_the_run_ends_is_written_down(run_dir: Path
     hosts.lose(H2)
     watching.cancel()
     await asyncio.wait([watching])
-    said = HostFiles(run_dir).states()
-    assert [(event.host, event.what) for event in said.events] == [("h2", "lost")]
-    assert said.counts == {"joined": 0, "left": 0, "lost": 1}
+    states = HostFiles(run_dir).states()
+    assert [(event.host, event.what) for event in states.events] == [("h2", "lost")]
+    assert states.counts == {"joined": 0, "left": 0, "lost": 1}
 
 
 @pytest.mark.looptime
-@pytest.mark.usefixtures("goes_on")
+@pytest.mark.usefixtures("running_status")
 @pytest.mark.parametrize("by_command", [True, False], ids=["by command", "by its worker"])
-async def test_a_host_that_was_drained_is_taken_in_again_once_its_worker_is_another(run_dir: Path, *, by_command: bool):
+async def test_drained_host_rejoins_with_a_restarted_worker(run_dir: Path, *, by_command: bool):
     hosts = Hosts(H1, H2)
     reconciler, _ = reconciler_of(run_dir, hosts, H1, H2)
     async with in_background(reconciler.watch()):
@@ -141,18 +141,18 @@ async def test_a_host_that_was_drained_is_taken_in_again_once_its_worker_is_anot
         else:
             await hosts.drain("h1", "its worker got SIGTERM")
         await asyncio.sleep(10 * RETRY_S)
-        assert hosts.inside == {H1: "left", H2: "in the run"}, "its worker goes on"
-        hosts.started_anew.add(H1)
+        assert hosts.inside == {H1: "left", H2: "in the run"}, "its worker is the same"
+        hosts.restarted.add(H1)
         await asyncio.sleep(2 * RETRY_S)
     assert hosts.inside == {H1: "in the run", H2: "in the run"}
 
 
 @pytest.mark.looptime
-async def test_a_file_of_addresses_is_followed(run_dir: Path):
+async def test_address_file_is_followed(run_dir: Path):
     file = run_dir / "addresses"
     file.write_text("10.0.0.1  # the first\n\n10.0.0.2 10.0.0.3\nhttp://a\n0.0.0.0\n")
     hosts = Hosts(H1, H2)
-    reconciler, told = reconciler_of(run_dir, hosts, file=file)
+    reconciler, messages = reconciler_of(run_dir, hosts, file=file)
     async with in_background(reconciler.watch()):
         await asyncio.sleep(1)
         assert hosts.inside == {H1: "in the run"}
@@ -162,11 +162,11 @@ async def test_a_file_of_addresses_is_followed(run_dir: Path):
         file.unlink()
         await asyncio.sleep(10 * RETRY_S)
     assert hosts.inside == {H1: "left", H2: "in the run"}
-    assert told == []
+    assert messages == []
 
 
 @pytest.mark.looptime
-async def test_hosts_come_and_go_as_a_provider_says(run_dir: Path, caplog: pytest.LogCaptureFixture):
+async def test_hosts_follow_the_provider_list(run_dir: Path, caplog: pytest.LogCaptureFixture):
     answers: dict[str, object] = {"current": [H1]}
 
     async def current() -> list[str]:
@@ -182,7 +182,7 @@ async def test_hosts_come_and_go_as_a_provider_says(run_dir: Path, caplog: pytes
     reconciler = HostReconciler(elastic, HostFiles(run_dir), [H1], None, None, provided)
 
     async def answer(value: object, times: float) -> dict[str, str]:
-        """What becomes of hosts where the provider answers so, so often."""
+        """Return the state of each host after the provider has given this answer `times` times."""
         answers["current"] = value
         await asyncio.sleep(times * ASK_S)
         return dict(hosts.inside)
@@ -194,13 +194,13 @@ async def test_hosts_come_and_go_as_a_provider_says(run_dir: Path, caplog: pytes
         assert await answer([H1], MISSES - 1) == {H1: here, H2: here}
         assert await answer([H1, H2], 1) == {H1: here, H2: here}
         assert await answer([H2], MISSES + 1) == {H1: "left", H2: here}
-        assert await answer([H1, H2], 1.5) == {H1: here, H2: here}, "a machine that is there again"
+        assert await answer([H1, H2], 1.5) == {H1: here, H2: here}, "a machine that is listed again rejoins"
     assert "the provider's list of hosts cannot be read: OSError: the resolver does not answer" in caplog.text
 
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("first", ["file", "provider"])
-async def test_a_host_that_one_of_two_lists_drops_stays_until_the_other_drops_it_too(run_dir: Path, first: str):
+async def test_host_stays_until_both_lists_drop_it(run_dir: Path, first: str):
     (file := run_dir / "addresses").write_text(H1)
     listed = {"file": [H1], "provider": [H1]}
 
@@ -226,8 +226,8 @@ async def test_a_host_that_one_of_two_lists_drops_stays_until_the_other_drops_it
         assert await drop("provider" if first == "file" else "file") == "left"
 
 
-async def asked(run_dir: Path, reconciler: HostReconciler, do, what: str) -> None:
-    """As `titan-rl hosts` asks, while the reconciler looks."""
+async def request(run_dir: Path, reconciler: HostReconciler, do, what: str) -> None:
+    """Send a request like `titan-rl hosts` does, while the reconciler looks for requests."""
     asking = asyncio.ensure_future(asyncio.to_thread(HostFiles(run_dir).ask, do, what, 30.0))
     while not asking.done():
         reconciler.look()
@@ -235,21 +235,21 @@ async def asked(run_dir: Path, reconciler: HostReconciler, do, what: str) -> Non
     await asking
 
 
-@pytest.mark.usefixtures("goes_on")
-async def test_what_is_asked_is_answered(run_dir: Path):
+@pytest.mark.usefixtures("running_status")
+async def test_host_requests_are_answered(run_dir: Path):
     hosts = Hosts(H1)
     reconciler, _ = reconciler_of(run_dir, hosts)
-    await asked(run_dir, reconciler, "add", "10.0.0.1")
+    await request(run_dir, reconciler, "add", "10.0.0.1")
     assert describe(HostFiles(run_dir).states()).splitlines() == [
         "host  address         state       processes",
         "h1    10.0.0.1:22222  in the run",
         "since the run began: 1 joined, 0 left, 0 lost",
     ]
     with pytest.raises(ConfigError, match="no worker answers"):
-        await asked(run_dir, reconciler, "add", "10.0.0.2")
+        await request(run_dir, reconciler, "add", "10.0.0.2")
     with pytest.raises(ConfigError, match="there is no host 'h7'"):
-        await asked(run_dir, reconciler, "drain", "h7")
-    await asked(run_dir, reconciler, "drain", "h1")
+        await request(run_dir, reconciler, "drain", "h7")
+    await request(run_dir, reconciler, "drain", "h1")
     assert hosts.inside == {H1: "left"}
     for _ in range(3):
         reconciler.look()
@@ -257,7 +257,7 @@ async def test_what_is_asked_is_answered(run_dir: Path):
     assert hosts.inside == {H1: "left"}
 
 
-def test_a_run_that_is_over_is_not_asked(run_dir: Path):
+def test_ended_run_rejects_host_requests(run_dir: Path):
     with status_kept(run_dir, begins=True):
         pass
     with pytest.raises(ConfigError, match=f"the run in {run_dir} has ended: it finished$"):
@@ -275,7 +275,7 @@ def test_a_run_that_is_over_is_not_asked(run_dir: Path):
 
 @pytest.mark.parametrize(("state", "how"), [("stopped", "it was stopped"), ("failed", "it failed")])
 @pytest.mark.parametrize("command", ["train", "sft"])
-def test_who_asks_a_run_that_can_go_on_is_told_by_what(run_dir: Path, state: Any, how: str, command: str):
+def test_stopped_run_error_names_the_resume_command(run_dir: Path, state: Any, how: str, command: str):
     RunStatus(state, began=0.0).write(run_dir)
     if command == "sft":
         (run_dir / "supervised.json").touch()
@@ -286,8 +286,8 @@ def test_who_asks_a_run_that_can_go_on_is_told_by_what(run_dir: Path, state: Any
     )
 
 
-@pytest.mark.usefixtures("goes_on")
-async def test_what_is_refused_at_once_is_not_said_to_be_waited_for(run_dir: Path):
+@pytest.mark.usefixtures("running_status")
+async def test_immediate_refusal_does_not_report_waiting(run_dir: Path):
     reconciler, _ = reconciler_of(run_dir, Hosts(H1))
     waits: list[str] = []
     asking = asyncio.ensure_future(
@@ -301,8 +301,8 @@ async def test_what_is_refused_at_once_is_not_said_to_be_waited_for(run_dir: Pat
     assert waits == []
 
 
-@pytest.mark.usefixtures("goes_on")
-async def test_a_run_whose_processes_start_forgets_what_it_said_before_and_answers_later(run_dir: Path):
+@pytest.mark.usefixtures("running_status")
+async def test_starting_run_clears_old_states_and_answers_later(run_dir: Path):
     HostFiles(run_dir).write(HostStates([HostStatus("h9", H1, "in the run")]))
     (files := HostFiles(run_dir)).begin()
     with pytest.raises(ConfigError, match="they are listed once its processes have started"):
@@ -317,8 +317,8 @@ async def test_a_run_whose_processes_start_forgets_what_it_said_before_and_answe
     assert hosts.inside == {H1: "in the run"}
 
 
-@pytest.mark.usefixtures("goes_on")
-def test_hosts_are_listed_once_the_processes_of_the_run_have_started(run_dir: Path):
+@pytest.mark.usefixtures("running_status")
+def test_host_list_waits_until_the_processes_have_started(run_dir: Path):
     (files := HostFiles(run_dir)).begin()
     states = HostStates([HostStatus("h1", H1, "in the run")])
     waited: list[str] = []
@@ -332,9 +332,9 @@ def test_hosts_are_listed_once_the_processes_of_the_run_have_started(run_dir: Pa
     assert waited == ["waits"]
 
 
-@pytest.mark.usefixtures("goes_on")
+@pytest.mark.usefixtures("running_status")
 @pytest.mark.parametrize("mode", [0o700, 0o755])
-def test_what_is_asked_may_be_read_by_whom_the_run_is_for(run_dir: Path, mode: int):
+def test_request_file_mode_follows_the_run_directory(run_dir: Path, mode: int):
     run_dir.chmod(mode)
     before = os.umask(0o022)
     try:
@@ -345,7 +345,7 @@ def test_what_is_asked_may_be_read_by_whom_the_run_is_for(run_dir: Path, mode: i
     assert stat.S_IMODE((run_dir / "hosts.jsonl").stat().st_mode) == mode & 0o644
 
 
-def test_a_line_that_is_being_written_is_read_once_it_is_whole(run_dir: Path):
+def test_partial_request_line_is_read_once_complete(run_dir: Path):
     files = HostFiles(run_dir)
     with (run_dir / "hosts.jsonl").open("ab") as file:
         file.write(b'{"id": "a", "do": "add", "wh')
@@ -357,9 +357,7 @@ def test_a_line_that_is_being_written_is_read_once_it_is_whole(run_dir: Path):
 
 
 @pytest.mark.looptime
-async def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_nothing(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_full_disk_is_reported_once_and_the_run_continues(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     is_full = True
 
     def replace(path: Path, target: Path) -> Path:
@@ -370,12 +368,12 @@ async def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_nothing(
     before = Path.replace
     monkeypatch.setattr(Path, "replace", replace)
     hosts = Hosts(H1)
-    reconciler, told = reconciler_of(run_dir, hosts, H1)
+    reconciler, messages = reconciler_of(run_dir, hosts, H1)
     async with in_background(reconciler.watch()) as watching:
         await asyncio.sleep(1)
         assert not watching.done()
         assert hosts.inside == {H1: "in the run"}
-        assert [text.partition(": ")[0] for text in told] == [
+        assert [text.partition(": ")[0] for text in messages] == [
             "the list of hosts cannot be written at the moment, and the run continues",
         ]
         is_full = False
@@ -384,23 +382,23 @@ async def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_nothing(
 
 
 @pytest.mark.looptime
-async def test_whatever_keeps_a_host_out_is_told(run_dir: Path):
+async def test_failed_join_reports_its_error(run_dir: Path):
     class Full(Hosts):
         async def add(self, address: str) -> None:
             raise OSError(errno.ENOSPC, "no room on that host")
 
-    reconciler, told = reconciler_of(run_dir, Full(), H1)
+    reconciler, messages = reconciler_of(run_dir, Full(), H1)
     with HostFiles(run_dir)._requests.open("ab") as file:  # pyright: ignore[reportPrivateUsage]
         file.write(b'{"id": "a", "do": "add", "what": "10.0.0.2"}\n')
     async with in_background(reconciler.watch()):
         await asyncio.sleep(2 * RETRY_S)
-    assert told == [f"the host at {H1} is not taken in: OSError: [Errno 28] no room on that host"]
-    said = msgspec.json.decode((run_dir / "hosts.json").read_bytes(), type=HostStates)
-    assert said.answers == {"a": "OSError: [Errno 28] no room on that host"}
+    assert messages == [f"the host at {H1} is not taken in: OSError: [Errno 28] no room on that host"]
+    states = msgspec.json.decode((run_dir / "hosts.json").read_bytes(), type=HostStates)
+    assert states.answers == {"a": "OSError: [Errno 28] no room on that host"}
 
 
 @pytest.mark.looptime
-async def test_an_address_that_goes_while_its_host_joins_is_drained_once_it_has(run_dir: Path):
+async def test_address_removed_during_its_join_is_drained_afterwards(run_dir: Path):
     (file := run_dir / "addresses").write_text(H1)
     hosts = Hosts(H1)
     hosts.join_s = 20.0
@@ -416,10 +414,8 @@ async def test_an_address_that_goes_while_its_host_joins_is_drained_once_it_has(
 
 
 @pytest.mark.looptime
-@pytest.mark.usefixtures("goes_on")
-async def test_a_host_that_is_lost_is_tried_again_also_where_its_drain_was_asked_for(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.usefixtures("running_status")
+async def test_lost_host_is_retried_even_after_a_drain_request(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     hosts = Hosts(H1, H2)
     reconciler, _ = reconciler_of(run_dir, hosts, H1, H2)
 

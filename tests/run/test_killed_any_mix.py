@@ -1,4 +1,4 @@
-"""Whatever a run's tasks, filters, curricula and bounds on staleness are, it goes on wherever it was killed."""
+"""Kill and resume at any record, for any combination of tasks, filters, curricula and staleness bounds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CURRICULA: list[Section] = [
 
 
 class UnevenReplica(CountingReplica):
-    """Takes long for one training answer in four."""
+    """Replica that is slow to answer one training request in four."""
 
     async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling):
         if request_id.startswith("train") and self._random.random() < 0.25:
@@ -99,16 +99,16 @@ def damaged(folder: Path, draw: random.Random) -> None:
 
 
 async def killed_at(rig: Rig, record: int, disk: Path) -> bool:
-    """Run until the journal has another `record` records, and keep the disk of that moment. False if it ended first."""
+    """Run until the journal has another `record` records, and copy the disk. Return False if it ended first."""
     run = asyncio.ensure_future(rig.controller.run())
 
-    def keep_the_disk(number: int) -> None:
+    def copy_disk(number: int) -> None:
         if number == record:
             rig.journal.drain()
             shutil.copytree(rig.folder, disk)
             run.cancel()
 
-    at_each_record(rig.journal, keep_the_disk)
+    at_each_record(rig.journal, copy_disk)
     await asyncio.wait([run], timeout=150)
     assert run.done()
     if not run.cancelled():
@@ -120,7 +120,7 @@ async def killed_at(rig: Rig, record: int, disk: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_no_run_that_is_killed_and_goes_on_ends_because_of_the_age_of_tokens(tmp_path: Path, seed: int):
+async def test_killed_run_resumes_within_its_token_age_bound(tmp_path: Path, seed: int):
     draw = random.Random(seed)
     scheduling, tasks, interval = drawn_scheduling(draw), drawn_tasks(draw), draw.choice([0, 0, 2, 3])
     loses_records = draw.random() < 0.25
@@ -150,12 +150,12 @@ async def test_no_run_that_is_killed_and_goes_on_ends_because_of_the_age_of_toke
     assert len(trained) == len(set(trained)) == 6 * GROUPS
 
 
-def test_a_group_that_is_generated_again_is_told_of(tmp_path: Path):
-    told = ConsoleLines()
+def test_regenerated_group_is_reported(tmp_path: Path):
+    console = ConsoleLines()
     journal = RunJournal(tmp_path)
     mix = TaskMix({"task": WeightedTask(1.0, InOrder())})
-    records = GroupRecords(mix, journal, RolloutLog(RunDirectory(tmp_path), 0, told), told)
+    records = GroupRecords(mix, journal, RolloutLog(RunDirectory(tmp_path), 0, console), console)
     records.discarded(3, group_of(3))
-    assert told[0].startswith("group train-3 is generated again: it has tokens of version 2, which are too old")
+    assert console[0].startswith("group train-3 is generated again: it has tokens of version 2, which are too old")
     assert list(journal.state.unsettled) == [0, 1, 2, 3]
     journal.close()

@@ -1,4 +1,4 @@
-"""A run of several tasks that is killed goes on with each of them where it was, whatever becomes of its journal."""
+"""A killed run of several tasks resumes each task where it was, however its journal is damaged."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Played = tuple[str, int]
 
 
 class Picky(Counting):
-    """Every third of its samples teaches nothing."""
+    """Task that drops one sample in three."""
 
     def drop_reason(self, group: RolloutGroup) -> str | None:
         return "too_easy" if group.sample == 4 else None
 
 
 class Remembering(InOrder):
-    """Skips a sample for every group that has ended: which it gives depends on all that was."""
+    """Curriculum that skips a sample for every ended group, so that its next sample depends on the whole history."""
 
     def begin(self) -> CurriculumState:
         return {"next": 0, "ended": []}
@@ -75,7 +75,7 @@ DAMAGES: list[Callable[[bytes], bytes | None]] = [
 
 
 class Notes:
-    """Which sample each group played, and what was dropped, as the journals of all lives say."""
+    """Samples played by each group, and dropped groups, according to the journals of all attempts."""
 
     def __init__(self) -> None:
         self.played: dict[int, Played] = {}
@@ -104,19 +104,19 @@ class Notes:
 
 
 @SCHEDULES
-async def test_killed_at_any_record_every_group_plays_what_it_would_have(tmp_path: Path, scheduling):
+async def test_kill_at_any_record_keeps_assigned_samples(tmp_path: Path, scheduling):
     first, notes = Rig(tmp_path / "run", 0, tasks=TASKS, **scheduling), Notes()
     notes.listen(first.journal)
     moments = set(random.Random(7).sample(range(1, 110), 8))
     known: dict[int, dict[int, Played]] = {}
 
-    def keep_the_disk(number: int) -> None:
+    def copy_disk(number: int) -> None:
         if number in moments:
             first.journal.drain()
             known[number] = dict(notes.played)
             shutil.copytree(tmp_path / "run", tmp_path / f"killed-{number}")
 
-    at_each_record(first.journal, keep_the_disk)
+    at_each_record(first.journal, copy_disk)
     await first.run()
     undisturbed = notes.of(first.trainer.weights)
     assert len(undisturbed) == len(set(undisturbed)) == STEPS * 3
@@ -126,7 +126,7 @@ async def test_killed_at_any_record_every_group_plays_what_it_would_have(tmp_pat
         later.played.update(before)
         later.listen(again.journal)
         await again.run()
-        assert {index: later.played[index] for index in before} == before, "what was assigned stays so"
+        assert {index: later.played[index] for index in before} == before, "assigned samples do not change"
         trained = later.of(again.trainer.weights)
         assert len(trained) == len(set(trained)) == STEPS * 3
         if scheduling == {"max_staleness": 0}:
@@ -135,9 +135,7 @@ async def test_killed_at_any_record_every_group_plays_what_it_would_have(tmp_pat
 
 @SCHEDULES
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_whatever_becomes_of_the_journal_no_sample_is_left_out_or_trained_twice(
-    tmp_path: Path, scheduling, damage
-):
+async def test_damaged_journal_neither_skips_nor_repeats_samples(tmp_path: Path, scheduling, damage):
     first, notes = Rig(tmp_path / "run", 0, tasks=IN_ORDER, interval=2, **scheduling), Notes()
     notes.listen(first.journal)
     await first.run_until(30)
@@ -174,7 +172,7 @@ async def test_whatever_becomes_of_the_journal_no_sample_is_left_out_or_trained_
             assert samples == sorted(samples), "in order"
 
 
-async def test_a_run_whose_weights_are_edited_deals_by_the_later_ones_from_there(tmp_path: Path):
+async def test_edited_task_weights_apply_from_the_resumed_step(tmp_path: Path):
     first = Rig(tmp_path / "run", 0, tasks=IN_ORDER, steps=3, max_staleness=0)
     await first.run()
     edited = (IN_ORDER[0].model_copy(update={"weight": 1.0}), IN_ORDER[1].model_copy(update={"weight": 2.0}))

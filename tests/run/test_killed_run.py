@@ -1,4 +1,4 @@
-"""A run that is killed goes on where it was: nothing is skipped, trained twice or generated again."""
+"""A killed run resumes where it was: nothing is skipped, trained twice or generated again."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ NUM_KILLS = 20 if DEEP else 8
 
 
 class SavingTrainer(FakeTrainer):
-    """Its weights are the list of what they were trained on.
+    """Trainer whose weights are the list of groups that they were trained on.
 
-    As with an actor, what it is asked for it does in its own time, one call after another, whether or not the caller
-    still waits; only `kill` ends that. `at_moment` is called before, within and after each call with a running number.
+    Like an actor, it executes calls one after another whether or not the caller still waits; only `kill` ends that.
+    `at_moment` is called before, within and after each call with a running number.
     """
 
     def __init__(self, checkpoint: Path | None) -> None:
@@ -95,7 +95,7 @@ class SavingTrainer(FakeTrainer):
             await asyncio.shield(self._writing)
 
     async def _write(self, weights: str, run_state: str, path: Path) -> None:
-        for _ in range(4):  # the run goes on meanwhile
+        for _ in range(4):  # the run continues meanwhile
             await self.take_time()
         with atomic_directory(path) as folder:
             files = {"weights.json": weights, "run_state.json": run_state}
@@ -120,7 +120,7 @@ class SavingTrainer(FakeTrainer):
             return await work
 
         self._last = self._start(after(self._last))
-        self._last.add_done_callback(lambda _: work.close())  # also where it was killed before its turn
+        self._last.add_done_callback(lambda _: work.close())  # also if it was killed before its turn
         return await asyncio.shield(self._last)
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -129,7 +129,7 @@ class SavingTrainer(FakeTrainer):
 
 
 class CountingReplica(FakeReplica):
-    """Notes what it was asked for training; its answers take a few turns of the event loop each."""
+    """Replica that records training requests; each answer takes a few iterations of the event loop."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class CountingReplica(FakeReplica):
 
 
 class NotingRouter(GeneratorRouter):
-    """Notes whose answers have come: what is still on its way goes with the process."""
+    """Router that records answered requests; answers in flight are lost with the process."""
 
     def __init__(self, replica: CountingReplica) -> None:
         super().__init__([replica])
@@ -161,11 +161,11 @@ class NotingRouter(GeneratorRouter):
 
 
 class Rig:
-    """A run on fakes over a folder, from wherever the folder says it was.
+    """A run on fakes that starts from the newest checkpoint in its folder.
 
     Args:
-        trainer_of: what the controller is given in the place of a trainer that cannot die.
-        replica_of: makes the replica from the seed.
+        trainer_of: Makes the controller's trainer; by default it is one that cannot die.
+        replica_of: Makes the replica from the seed.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Rig:
         self.journal.close()
 
     async def run_until(self, moment: int) -> None:
-        """Stopped in order at this moment of the trainer."""
+        """Run, and cancel at this moment of the trainer."""
         run = asyncio.ensure_future(self.controller.run())
         self.trainer.at_moment = lambda now: run.cancel() if now == moment else None
         await asyncio.wait([run], timeout=150)
@@ -274,13 +274,13 @@ SCHEDULES = pytest.mark.parametrize(
 
 
 @SCHEDULES
-async def test_killed_at_any_moment_a_run_trains_on_what_it_would_have(tmp_path, scheduling):
+async def test_kill_at_any_record_keeps_the_training_data(tmp_path, scheduling):
     first = Rig(tmp_path / "run", 0, **scheduling)
     moments = set(random.Random(5).sample(range(1, 90), NUM_KILLS))
     answered: dict[int, set[str]] = {}
 
-    def keep_the_disk(number: int) -> None:
-        """What a SIGKILL at this moment leaves: the files as they are, the last record perhaps torn."""
+    def copy_disk(number: int) -> None:
+        """Copy what a SIGKILL at this moment leaves: the files as they are, with the last record possibly torn."""
         if number in moments:
             answered[number] = set(first.router.answered)
             first.journal.drain()
@@ -289,7 +289,7 @@ async def test_killed_at_any_moment_a_run_trains_on_what_it_would_have(tmp_path,
             newest = max((killed / "journal").iterdir())
             newest.write_bytes(newest.read_bytes() + b"\x20\x00\x00\x00torn"[: number % 8])
 
-    at_each_record(first.journal, keep_the_disk)
+    at_each_record(first.journal, copy_disk)
     await first.run()
     undisturbed = first.trainer.weights
     assert len(answered) == NUM_KILLS
@@ -310,16 +310,16 @@ async def test_killed_at_any_moment_a_run_trains_on_what_it_would_have(tmp_path,
             assert again.trainer.weights == undisturbed
 
 
-async def test_a_resumed_run_keeps_the_reward_and_tokens_of_its_first_part(tmp_path):
+async def test_resumed_run_keeps_reward_and_tokens_of_its_first_part(tmp_path):
     first = Rig(tmp_path / "run", 0, max_staleness=0)
     snapshot = tmp_path / "killed"
 
-    def keep_the_disk(number: int) -> None:
+    def copy_disk(number: int) -> None:
         if (latest(tmp_path / "run" / "checkpoints") is not None) and not snapshot.exists():
             first.journal.drain()
             shutil.copytree(tmp_path / "run", snapshot)
 
-    at_each_record(first.journal, keep_the_disk)
+    at_each_record(first.journal, copy_disk)
     await first.run()
     state = RunState.read(latest(snapshot / "checkpoints") or snapshot)
     assert state.step == 3
@@ -337,7 +337,7 @@ def steps_reported(folder: Path) -> list[int]:
 
 
 @SCHEDULES
-async def test_stopped_at_any_moment_of_the_trainer_nothing_is_lost_or_trained_twice(tmp_path, scheduling):
+async def test_stop_at_any_trainer_moment_neither_loses_nor_repeats_groups(tmp_path, scheduling):
     steps = 4
     whole = Rig(tmp_path / "whole", 0, steps=steps, interval=2, **scheduling)
     await whole.run()
@@ -350,7 +350,7 @@ async def test_stopped_at_any_moment_of_the_trainer_nothing_is_lost_or_trained_t
         await first.run_until(moment)
         checkpoint = latest(folder / "checkpoints")
         saved = RunState.read(checkpoint).step if checkpoint is not None else 0
-        assert saved == len(first.trainer.weights), f"what was trained at moment {moment} is saved"
+        assert saved == len(first.trainer.weights), f"all steps trained at moment {moment} are saved"
         assert steps_reported(folder) == list(range(1, saved + 1)), f"at moment {moment}"
         off_schedule += saved % 2  # no checkpoint is due there
 

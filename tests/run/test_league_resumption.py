@@ -1,4 +1,4 @@
-"""A run with a league: its versions are frozen, and a killed run goes on with the same list and the same opponents."""
+"""League of a run: its versions are frozen, and a killed run resumes with the same versions and opponents."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Contest(SeatedTask):
 
 
 def rig(folder: Path, seed: int, played: dict[str, list[int | None]], monkeypatch: pytest.MonkeyPatch) -> Rig:
-    """A run that notes the opponents of its games."""
+    """Return a run that records the opponents of its games in `played`."""
 
     def make_env(sample: Any) -> CountDown:
         played.setdefault("opponents", []).append(sample.opponent if isinstance(sample, Matched) else None)
@@ -67,7 +67,9 @@ def state_of(folder: Path) -> dict[str, Any]:
     return dict(RunState.read(checkpoint).tasks["curricula"]["contest"])
 
 
-async def test_versions_are_frozen_at_intervals_and_play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_league_versions_are_frozen_at_intervals_and_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     played: dict[str, list[int | None]] = {}
     run = rig(tmp_path / "run", 0, played, monkeypatch)
     await run.run()
@@ -80,20 +82,18 @@ async def test_versions_are_frozen_at_intervals_and_play(tmp_path: Path, monkeyp
     assert state["versions"]["0"][0] > 0
 
 
-async def test_a_killed_run_restores_the_list_of_versions_and_its_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_killed_run_restores_league_versions_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = rig(tmp_path / "run", 0, {}, monkeypatch)
     mix = first.controller._mix  # pyright: ignore[reportPrivateUsage]
     standing: dict[int, dict[str, Any]] = {}
 
-    def keep_the_disk(number: int) -> None:
+    def copy_disk(number: int) -> None:
         if number in (12, 40, 75, 100):
             first.journal.drain()
             shutil.copytree(tmp_path / "run", tmp_path / f"killed-{number}")
             standing[number] = mix.curriculum_state("contest")
 
-    at_each_record(first.journal, keep_the_disk)
+    at_each_record(first.journal, copy_disk)
     await first.run()
     assert len(standing) == 4
     undisturbed = state_of(tmp_path / "run")

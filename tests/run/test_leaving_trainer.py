@@ -1,4 +1,4 @@
-"""A trainer whose host is to go, on fakes: it is saved, starts elsewhere, and the run ends as if it had stayed."""
+"""Trainer that leaves a draining host, on fakes: it is saved, restarts elsewhere, and the results are unchanged."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from titan_rl.training.state.checkpoint import list_checkpoints
 
 
 class LeavingRig(MortalRig):
-    """Its trainer is asked to leave at a moment of its."""
+    """Rig whose trainer is asked to leave at a given moment."""
 
     def __init__(self, folder: Path, moment: int, fate: Fate) -> None:
         super().__init__(folder, fate, max_respawns=0, interval=0)
-        self.saved: list[tuple[int, list[int]]] = []  # the version when it was asked to, and those then saved
+        self.saved: list[tuple[int, list[int]]] = []  # version at the request, and the versions saved after it
         self.leaving: asyncio.Task[None] | None = None
         trainer = fate.trainer
 
@@ -40,7 +40,7 @@ class LeavingRig(MortalRig):
         self.fate.trainer.end("trainer leaves its host: host a is drained: it is to go")
 
 
-async def test_whenever_it_leaves_it_is_saved_first_and_the_run_ends_as_if_it_had_stayed(tmp_path: Path) -> None:
+async def test_leaving_trainer_is_saved_first_at_any_moment(tmp_path: Path) -> None:
     whole = await undisturbed(tmp_path, interval=0)
     before_the_end = whole.fate.moments.index("export")
     for moment in range(0, before_the_end, 1 if DEEP else before_the_end // 6):
@@ -54,14 +54,14 @@ async def test_whenever_it_leaves_it_is_saved_first_and_the_run_ends_as_if_it_ha
         assert len(set(chain(*rig.weights))) == len(list(chain(*rig.weights)))
         ((asked_at, saved),) = rig.saved
         assert not asked_at or saved[-1] >= asked_at
-        if len(fate.trainers) == 2:  # else it left when nothing was to be done any more
-            leaves, *_ = fate.told
+        if len(fate.trainers) == 2:  # otherwise it left when all work was done
+            leaves, *_ = fate.messages
             assert leaves == "trainer leaves its host: host a is drained: it is to go; starting another trainer"
         repeated = [times for version, times in enumerate(times_trained(fate), 1) if saved and version <= saved[-1]]
-        assert set(repeated) <= {1}, "what is saved is not trained again"
+        assert set(repeated) <= {1}, "saved steps are not trained again"
 
 
-async def test_it_is_saved_while_the_run_waits_for_rollouts(tmp_path: Path) -> None:
+async def test_save_soon_saves_while_the_run_waits_for_rollouts(tmp_path: Path) -> None:
     rig = MortalRig(tmp_path, Fate(), interval=0)
     pull = rig.replica.pull
     waits = asyncio.Event()
@@ -87,7 +87,7 @@ async def test_it_is_saved_while_the_run_waits_for_rollouts(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("full", ["before it is copied", "while it is written"])
-async def test_on_a_full_disk_it_leaves_unsaved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+async def test_save_soon_gives_up_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
     rig = MortalRig(tmp_path, Fate(), interval=0)
     pull = rig.replica.pull
     waits = asyncio.Event()
@@ -118,7 +118,7 @@ async def test_on_a_full_disk_it_leaves_unsaved(tmp_path: Path, monkeypatch: pyt
     assert len(rig.weights) == STEPS
 
 
-async def test_nothing_is_saved_of_a_run_that_has_trained_nothing(tmp_path: Path) -> None:
+async def test_save_soon_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
     rig = MortalRig(tmp_path, Fate(), interval=0)
     await rig.controller.save_soon()
     assert not checkpoints(tmp_path)

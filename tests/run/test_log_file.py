@@ -1,4 +1,4 @@
-"""The log: what is whole is read whatever happened to the rest, nothing is cut away, and a slow disk slows its user."""
+"""Log file of the journal: whole records survive damage, nothing is cut away, and a slow disk makes callers wait."""
 
 import asyncio
 import errno
@@ -29,14 +29,14 @@ def write(path, records) -> None:
 
 
 def read(path) -> tuple[list[bytes], list[Damage]]:
-    """Its records, and what is none of them."""
+    """Return the records and the damaged ranges."""
     damages: list[Damage] = []
     return list(read_log(path, damages)), damages
 
 
 @settings(max_examples=examples(20), deadline=None)
 @given(records=RECORDS)
-def test_a_log_cut_at_any_byte_gives_its_whole_records_and_can_be_appended_to(tmp_path_factory, records):
+def test_truncated_log_yields_whole_records_and_can_be_appended_to(tmp_path_factory, records):
     path = tmp_path_factory.mktemp("log") / "cut"
     frames = [frame(record) for record in records]
     data = b"".join(frames)
@@ -53,7 +53,7 @@ def test_a_log_cut_at_any_byte_gives_its_whole_records_and_can_be_appended_to(tm
 
 @settings(max_examples=examples(20), deadline=None)
 @given(records=RECORDS, changed=st.data())
-def test_a_changed_byte_costs_the_record_that_it_is_in(tmp_path_factory, records, changed):
+def test_changed_byte_loses_only_its_record(tmp_path_factory, records, changed):
     path = tmp_path_factory.mktemp("log") / "log"
     frames = [bytearray(frame(record)) for record in records]
     hit = changed.draw(st.integers(0, len(records) - 1))
@@ -68,7 +68,7 @@ def test_a_changed_byte_costs_the_record_that_it_is_in(tmp_path_factory, records
 
 
 @pytest.mark.parametrize("count", [1, 8, 12, 16, 4096])
-def test_zeros_are_no_records(tmp_path, count):
+def test_trailing_zeros_are_not_records(tmp_path, count):
     path = tmp_path / "log"
     write(path, [b"first"])
     size = path.stat().st_size
@@ -78,7 +78,7 @@ def test_zeros_are_no_records(tmp_path, count):
     assert read(path)[0] == [b"first", b"", b"second"]
 
 
-def test_a_record_within_a_record_is_not_taken_for_one(tmp_path):
+def test_frame_inside_a_record_is_not_a_record(tmp_path):
     path = tmp_path / "log"
     write(path, [b"a" + frame(b"inner") + b"b", b"outer"])
     assert read(path) == ([b"a" + frame(b"inner") + b"b", b"outer"], [])
@@ -88,7 +88,7 @@ def test_a_missing_log_is_empty(tmp_path):
     assert read(tmp_path / "none") == ([], [])
 
 
-def test_a_write_that_fails_is_told_of_by_every_later_call(tmp_path):
+def test_failed_write_raises_in_every_later_call(tmp_path):
     writer = LogWriter(tmp_path / "no folder" / "log")
     with pytest.raises(CheckpointError, match="could not be written"):
         writer.drain()
@@ -98,7 +98,7 @@ def test_a_write_that_fails_is_told_of_by_every_later_call(tmp_path):
         writer.close()
 
 
-async def test_who_makes_records_faster_than_the_disk_takes_them_waits(tmp_path):
+async def test_room_waits_for_a_slow_disk(tmp_path):
     os.mkfifo(tmp_path / "log")  # opening it blocks until somebody reads
     writer = LogWriter(tmp_path / "log", max_pending_bytes=10)
     await asyncio.wait_for(writer.room(), HANG_S)
@@ -106,13 +106,13 @@ async def test_who_makes_records_faster_than_the_disk_takes_them_waits(tmp_path)
     waiting = [asyncio.ensure_future(writer.room()) for _ in range(3)]
     await asyncio.sleep(0)
     assert not any(each.done() for each in waiting)
-    writer.append(bytes(100))  # what cannot wait is not refused
+    writer.append(bytes(100))  # callers that cannot wait are not refused
     with (tmp_path / "log").open("rb") as reader:
         await asyncio.wait_for(asyncio.gather(*waiting), HANG_S)
         assert len(reader.read(2 * len(frame(bytes(100))))) == 2 * len(frame(bytes(100)))
 
 
-async def test_a_disk_that_takes_nothing_is_an_error_in_the_end(tmp_path):
+async def test_stalled_disk_raises_after_stall_s(tmp_path):
     os.mkfifo(tmp_path / "log")
     writer = LogWriter(tmp_path / "log", max_pending_bytes=10, stall_s=0.01)
     writer.append(bytes(100))
@@ -124,7 +124,7 @@ async def test_a_disk_that_takes_nothing_is_an_error_in_the_end(tmp_path):
         pass
 
 
-def test_a_full_disk_holds_records_up_until_there_is_room_and_loses_none(tmp_path, monkeypatch):
+def test_full_disk_delays_records_without_losing_any(tmp_path, monkeypatch):
     full = threading.Event()
     refused = threading.Event()
 
@@ -133,7 +133,7 @@ def test_a_full_disk_holds_records_up_until_there_is_room_and_loses_none(tmp_pat
             if full.is_set():
                 refused.set()
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return super().write(data[:7])  # a part, as the last room of a disk
+            return super().write(data[:7])  # a partial write, as on a nearly full disk
 
     monkeypatch.setattr(log_file, "FileIO", Disk)
     monkeypatch.setattr(log_file, "RETRY_S", 0.01)
@@ -155,7 +155,7 @@ def test_a_full_disk_holds_records_up_until_there_is_room_and_loses_none(tmp_pat
     assert list(read_log(tmp_path / "2.journal")) == [b"after"]
 
 
-def test_a_disk_that_stays_full_does_not_hold_up_the_end(tmp_path, monkeypatch):
+def test_close_does_not_wait_for_a_full_disk(tmp_path, monkeypatch):
     class Full(FileIO):
         def write(self, data) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -169,7 +169,7 @@ def test_a_disk_that_stays_full_does_not_hold_up_the_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ending", ["drain", "switch", "close"])
-def test_a_disk_that_says_only_at_a_flush_that_it_is_full_is_waited_for(tmp_path, monkeypatch, ending):
+def test_full_disk_reported_by_fsync_is_retried(tmp_path, monkeypatch, ending):
     full, refused, flush = threading.Event(), threading.Event(), os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -198,7 +198,7 @@ def test_a_disk_that_says_only_at_a_flush_that_it_is_full_is_waited_for(tmp_path
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_file_that_is_flushed_may_complain_when_it_is_closed(tmp_path, monkeypatch, code):
+def test_close_errors_after_a_flush_are_ignored(tmp_path, monkeypatch, code):
     class Disk(FileIO):
         def close(self) -> None:
             was_open = not self.closed
@@ -215,7 +215,7 @@ def test_a_file_that_is_flushed_may_complain_when_it_is_closed(tmp_path, monkeyp
     assert [*read_log(tmp_path / "1.journal"), *read_log(tmp_path / "2.journal")] == [b"one", b"two"]
 
 
-def test_a_flush_that_fails_for_another_reason_is_told_of_by_every_later_call(tmp_path, monkeypatch):
+def test_failed_fsync_raises_in_every_later_call(tmp_path, monkeypatch):
     writer = LogWriter(tmp_path / "log")
     writer.drain()
 
@@ -228,7 +228,7 @@ def test_a_flush_that_fails_for_another_reason_is_told_of_by_every_later_call(tm
             call()
 
 
-def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path):
+def test_read_log_rejects_paths_that_are_not_regular_files(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
@@ -263,7 +263,7 @@ sys.modules["keeps"] = running  # closed when the interpreter ends, which stops 
 """
 
 
-def test_a_log_that_is_closed_when_the_interpreter_ends_waits_for_no_thread(tmp_path):
+def test_close_at_interpreter_exit_does_not_wait_for_the_thread(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", ABANDONED, str(tmp_path / "log")], timeout=200, capture_output=True, text=True
     )
@@ -272,7 +272,7 @@ def test_a_log_that_is_closed_when_the_interpreter_ends_waits_for_no_thread(tmp_
     assert read(tmp_path / "log")[0] == [b"record"]
 
 
-def test_what_ends_the_thread_is_told_of_whatever_it_is(tmp_path, monkeypatch):
+def test_unexpected_error_in_the_writer_thread_is_raised(tmp_path, monkeypatch):
     class Broken(FileIO):
         def write(self, data):
             raise MemoryError("no more")

@@ -1,4 +1,4 @@
-"""What a task says of the groups of its held-out samples."""
+"""Figures that a task's `measure` gives for groups of held-out samples."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,11 +29,11 @@ class Measured:
         return self.figures
 
 
-def test_figures_are_numbers_by_name() -> None:
+def test_measure_returns_numbers_by_name() -> None:
     assert measured(Measured({"exploitability": 1}), []) == {"exploitability": 1.0}
 
 
 @pytest.mark.parametrize("figures", [KeyError("card"), None, {"a": float("nan")}, {"a": "much"}, {1: 0.5}])
-def test_what_else_it_does_ends_the_run(figures: Any) -> None:
+def test_invalid_measure_raises_data_error(figures: Any) -> None:
     with pytest.raises(DataError, match="measure of the task failed"):
         measured(Measured(figures), [])

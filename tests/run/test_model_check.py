@@ -1,4 +1,4 @@
-"""A check of a model folder reports whatever its processes do: results, errors, crashes and hangs."""
+"""Check of a model folder: it reports the results, errors, crashes and hangs of its processes."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def model(folder: Path) -> CheckedModel:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ("{", "config.json cannot be read: .*; download it again"),
         ({"hidden_size": 3}, "config.json has model_type None; it must be the name of a family, such as 'qwen2'"),
         ([1], "config.json has model_type None"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_refused_with_the_reason(
-    config: Any, said: str, make: Callable[[Any], Path], capsys: pytest.CaptureFixture[str]
+def test_unusable_config_json_is_rejected_with_the_reason(
+    config: Any, message: str, make: Callable[[Any], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make(config)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         read_model(folder)
     assert main(["doctor", "--model", str(folder)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (
             {"model_type": "rwkv"},
@@ -62,31 +62,29 @@ def test_a_config_that_cannot_be_used_is_refused_with_the_reason(
         ({"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}, "quantized (awq)"),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_a_no_in_one_line(
-    config: Any, said: str, make: Callable[[Any], Path], capsys: pytest.CaptureFixture[str]
+def test_untrainable_model_is_reported_in_one_line(
+    config: Any, message: str, make: Callable[[Any], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--model", str(make(config))]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
     assert line.endswith("docs/reference/models.md lists the families that can")
 
 
-def test_a_folder_without_config_json_is_named_with_the_command_that_downloads_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_option_requires_a_folder_with_config_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", str(tmp_path)]) == 2
     assert f"--model {tmp_path} has no config.json; give a folder" in capsys.readouterr().err
     assert main(["doctor", "--model", "Qwen/Qwen2.5-0.5B"]) == 2
     assert "--model Qwen/Qwen2.5-0.5B is not a folder; give a folder" in capsys.readouterr().err
 
 
-def test_the_implementation_is_that_of_auto(make: Callable[[Any], Path]) -> None:
+def test_read_model_resolves_the_auto_implementation(make: Callable[[Any], Path]) -> None:
     found = read_model(make({"model_type": "qwen2"}))
     assert (found.model_type, found.implementation) == ("qwen2", "transformers")
     assert read_model(make({"model_type": "qwen3"})).implementation == "torchtitan"
 
 
-def test_errors_crashes_and_hangs_of_a_process_are_its_result(
+def test_process_errors_crashes_and_hangs_are_reported(
     make: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[int] = []
@@ -114,7 +112,7 @@ def test_errors_crashes_and_hangs_of_a_process_are_its_result(
             os.kill(pid, 0)
 
 
-def test_an_error_without_a_text_is_known_by_its_line(tmp_path: Path) -> None:
+def test_error_without_a_message_is_shown_by_its_line(tmp_path: Path) -> None:
     def load() -> None:
         assert tmp_path is None
 
@@ -127,14 +125,14 @@ def test_an_error_without_a_text_is_known_by_its_line(tmp_path: Path) -> None:
     )
 
 
-def test_a_trainer_that_could_not_be_checked_has_no_next_command(
+def test_unchecked_trainer_has_no_next_command(
     make: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = ModelOutcome("trainer", problem="transformers cannot build a tiny qwen2")
     monkeypatch.setattr("titan_rl.cli.doctor.check_model", lambda _: iter([outcome]))
     assert main(["doctor", "--model", str(make({"model_type": "qwen2"}))]) == 1
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.endswith("the trainer could not be checked")
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.endswith("the trainer could not be checked")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +156,7 @@ def test_a_trainer_that_could_not_be_checked_has_no_next_command(
         ),
     ],
 )  # fmt: skip
-def test_the_verdict_says_yes_or_what_differs_and_the_next_command(
+def test_verdict_names_the_difference_and_the_next_command(
     outcomes: list[ModelOutcome],
     code: int,
     verdict: str,
@@ -171,8 +169,8 @@ def test_the_verdict_says_yes_or_what_differs_and_the_next_command(
     folder = make({"model_type": "qwen2"})
     assert main(["doctor", "--model", str(folder)]) == code
     printed = capsys.readouterr()
-    said, then = printed.err.splitlines()
-    assert verdict in said
+    message, then = printed.err.splitlines()
+    assert verdict in message
     assert f"next: titan-rl {following}" in then
     assert len(printed.out.splitlines()) == len(outcomes)
     assert "1e-06 nats, at most 2e-05: A against B" in printed.out
@@ -182,5 +180,5 @@ def test_the_verdict_says_yes_or_what_differs_and_the_next_command(
     assert [line["is_right"] for line in lines] == [outcome.is_right for outcome in outcomes]
 
 
-def test_a_difference_that_is_not_a_number_is_too_large() -> None:
+def test_nan_difference_is_too_large() -> None:
     assert not NumericalCheck("logprobs", "A against B", float("nan"), 2e-5, "nats").holds

@@ -1,4 +1,4 @@
-"""What processes leave is cleared up after their end, and those that ended are asked for it."""
+"""Process reaper: it cleans up after processes that have ended, and reaps them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def child() -> int:
-    """A process that lives until it is killed, and that nobody asks for its end."""
+    """Start a process that lives until it is killed and that nothing else waits for."""
     return os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
 
 
@@ -30,9 +30,7 @@ def kill(child: int) -> None:
         time.sleep(0.001)
 
 
-def test_it_is_cleaned_for_some_time_after_the_end_of_a_child_and_never_before(
-    child: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reaper_cleans_up_only_after_a_child_has_ended(child: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, cleaned = ManualClock(), list[float]()
     monkeypatch.setattr(worker, "clean_up_after_dead_runs", lambda root: cleaned.append(clock.seconds))
     reaper = ProcessReaper(clock)
@@ -55,7 +53,7 @@ def test_it_is_cleaned_for_some_time_after_the_end_of_a_child_and_never_before(
         os.waitpid(child, os.WNOHANG)
 
 
-def test_a_child_whose_end_another_asks_for_is_left_to_it_for_a_while(child: int) -> None:
+def test_reaper_leaves_other_waiters_time_to_reap_a_child(child: int) -> None:
     clock = ManualClock()
     reaper = ProcessReaper(clock)
     kill(child)

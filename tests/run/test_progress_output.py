@@ -1,4 +1,4 @@
-"""An output that nobody reads, or that has no room, and a display that a signal interrupts."""
+"""Progress output that is closed or full, and a live display that a signal interrupts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.steps import shown_step
 
 
-def show_a_run(descriptor: int) -> None:
+def show_run(descriptor: int) -> None:
     file = os.fdopen(descriptor, "w")
     try:
         with Progress(10, file) as progress:
@@ -20,29 +20,29 @@ def show_a_run(descriptor: int) -> None:
                 progress.message("hello")
                 progress.step(ShownStep(step, 1.0, ("reward", 0.5, "")))
     finally:
-        with contextlib.suppress(OSError):  # of what its buffer holds still
+        with contextlib.suppress(OSError):  # flushing the rest of the buffer
             file.close()
 
 
-def test_output_that_nobody_reads_ends_nothing():
+def test_closed_output_pipe_is_ignored():
     read, write = os.pipe()
     os.close(read)
-    show_a_run(write)
+    show_run(write)
 
 
-def test_output_to_a_full_disk_ends_nothing():
-    show_a_run(os.open("/dev/full", os.O_WRONLY))
+def test_full_output_disk_is_ignored():
+    show_run(os.open("/dev/full", os.O_WRONLY))
 
 
-def test_errors_that_are_not_few_stand_beside_the_reward():
-    said = io.StringIO()
+def test_high_error_rate_is_shown_next_to_the_reward():
+    output = io.StringIO()
     metrics = {"rollout/reward_mean": 0.5, "throughput/tokens_per_s": 100.0, "time/step_s": 1.0}
     many = {"rollout/finished_reward_mean": 0.75, "rollout/finished_errors": 65.0, "rollout/finished_rollouts": 100.0}
     few = {"rollout/finished_reward_mean": 0.5, "rollout/finished_errors": 1.0, "rollout/finished_rollouts": 100.0}
-    with Progress(10, said) as progress:
+    with Progress(10, output) as progress:
         progress.step(shown_step(1, metrics | many))
         progress.step(shown_step(2, metrics | few))
-    first, second = said.getvalue().splitlines()
+    first, second = output.getvalue().splitlines()
     assert "reward 0.750 (trained on 0.500; 65% ended in an error)" in first
     assert "error" not in second
 
@@ -52,7 +52,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_an_interruption_ends_the_live_display_and_what_follows_is_plain(
+def test_interrupt_ends_the_live_display_and_later_output_is_plain(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TERM", "xterm")
@@ -61,7 +61,7 @@ def test_an_interruption_ends_the_live_display_and_what_follows_is_plain(
         progress.step(ShownStep(1, 1.0, ("reward", 0.5, "")))
         assert "\x1b[?25l" in terminal.getvalue(), "the live display hides the cursor"
         progress.end_with("stopping")
-        assert terminal.getvalue().rstrip().endswith("\x1b[?25h"), "it is shown again"
+        assert terminal.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
         progress.step(ShownStep(2, 1.0, ("reward", 0.75, " (trained on 0.500)")))
     assert capfd.readouterr().err == "titan-rl: stopping\n"
     assert "step  2/10  reward 0.750 (trained on 0.500)" in terminal.getvalue()

@@ -1,4 +1,4 @@
-"""`titan_rl.train` and `titan_rl.evaluate`, in this process and without what is heavy."""
+"""`titan_rl.train` and `titan_rl.evaluate` in this process, without heavy dependencies."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def config(folder: Path, **tables: Any) -> RunConfig:
     )
 
 
-class Watched:
-    """A sink, a filter and a function, which note what they are asked."""
+class RecordingSink:
+    """Sink that records its calls."""
 
     def __init__(self) -> None:
         self.logged: list[int] = []
@@ -78,8 +78,8 @@ def parts() -> dict[str, Any]:
     return {"trainer": FakeTrainer(), "generate": count_down, "renderer": LetterRenderer()}
 
 
-def test_a_run_without_any_other_process_gives_its_summary(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    sink, trainer = Watched(), FakeTrainer()
+def test_train_in_process_returns_the_summary(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sink, trainer = RecordingSink(), FakeTrainer()
     before = logging.getLogger().handlers[:]
     summary = titan_rl.train(
         config(tmp_path),
@@ -98,14 +98,14 @@ def test_a_run_without_any_other_process_gives_its_summary(tmp_path: Path, capfd
     assert set(sink.logged) == {0, 1, 2, 3}
     assert sink.closed == 1
     assert logging.getLogger().handlers == before
-    said = capfd.readouterr()
-    assert said.out == "", "what is said of a run stands beside the results of the program that trains"
-    assert "step 3/3" in said.err
-    assert "generator" not in said.err
-    assert f"report             {summary.run_dir / 'report.html'}" in said.err
+    printed = capfd.readouterr()
+    assert printed.out == "", "messages of the run do not mix with the output of the program that trains"
+    assert "step 3/3" in printed.err
+    assert "generator" not in printed.err
+    assert f"report             {summary.run_dir / 'report.html'}" in printed.err
 
 
-def test_there_are_at_most_ten_calls_from_train_to_a_trainers_step(tmp_path: Path) -> None:
+def test_train_reaches_the_trainer_step_in_at_most_ten_calls(tmp_path: Path) -> None:
     script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "call_path.py"))
     paths: list[list[str]] = []
 
@@ -120,7 +120,7 @@ def test_there_are_at_most_ten_calls_from_train_to_a_trainers_step(tmp_path: Pat
     assert len(paths[0]) <= 10, paths[0]
 
 
-def test_a_task_and_filters_take_the_place_of_those_of_settings(tmp_path: Path) -> None:
+def test_task_and_filters_arguments_replace_the_settings(tmp_path: Path) -> None:
     class Fives(Counting):
         def train_sample(self, seed: int, index: int) -> int:
             return 5
@@ -138,14 +138,14 @@ def test_a_task_and_filters_take_the_place_of_those_of_settings(tmp_path: Path) 
     assert sum(len({sample.group_id for sample in step}) for step in given["trainer"].trained) == 4
 
 
-async def test_in_a_notebook_whose_loop_runs_a_run_still_blocks(tmp_path: Path) -> None:
+async def test_train_and_evaluate_block_inside_a_running_event_loop(tmp_path: Path) -> None:
     summary = titan_rl.train(config(tmp_path), **parts())
     assert summary.steps == 2
     evaluation = titan_rl.evaluate(config(tmp_path), count_down, renderer=LetterRenderer())
     assert evaluation.reward is not None
 
 
-def test_a_replica_of_ones_own_pulls_what_is_trained(tmp_path: Path) -> None:
+def test_custom_replica_pulls_trained_weights(tmp_path: Path) -> None:
     replica = FakeReplica()
     replica.pause = replica.resume = replica.abort = replica.close = nothing  # pyright: ignore
     titan_rl.train(config(tmp_path), trainer=FakeTrainer(), replicas=[replica], renderer=LetterRenderer())  # pyright: ignore
@@ -156,7 +156,7 @@ async def nothing(*args: Any) -> None: ...
 
 
 class OwnTrainer(FakeTrainer):
-    """Has no metrics, and keeps a number of its own: no more than the protocol asks for."""
+    """Custom trainer that has only what the protocol requires: no metrics, and its own checkpoint files."""
 
     def __init__(self, stop_after: int = 99) -> None:
         super().__init__()
@@ -180,11 +180,11 @@ class OwnTrainer(FakeTrainer):
         return self.version
 
 
-def test_a_run_that_is_cancelled_although_nobody_requested_it_has_failed(tmp_path: Path) -> None:
+def test_stray_cancellation_fails_the_run(tmp_path: Path) -> None:
     class Gone(Counting):
         @asynccontextmanager
         async def open(self, run: Any) -> AsyncIterator[None]:
-            raise asyncio.CancelledError  # as of a client that was closed
+            raise asyncio.CancelledError  # as a closed client raises
             yield
 
     with pytest.raises(StrayCancellationError, match="the run was cancelled, although nobody requested it"):
@@ -192,7 +192,7 @@ def test_a_run_that_is_cancelled_although_nobody_requested_it_has_failed(tmp_pat
     assert read_status(tmp_path / "latest").state == "failed"
 
 
-def test_a_trainer_of_ones_own_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+def test_custom_trainer_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     long = config(tmp_path, training=TrainingConfig(steps=4, row_tokens=32))
     given = {"generate": count_down, "renderer": LetterRenderer()}
     with pytest.raises(RuntimeError, match="wanted for something else"):
@@ -204,7 +204,7 @@ def test_a_trainer_of_ones_own_goes_on_from_what_it_saved(tmp_path: Path) -> Non
     assert len(trainer.trained) == 2
 
 
-def test_what_a_trainer_of_ones_own_saved_is_compared_with_what_is_found(tmp_path: Path) -> None:
+def test_damaged_checkpoint_of_a_custom_trainer_is_rejected(tmp_path: Path) -> None:
     given = {"generate": count_down, "renderer": LetterRenderer()}
     titan_rl.train(config(tmp_path), trainer=OwnTrainer(), **given)
     (tmp_path / "latest/checkpoints/step-2/optimizer/state.txt").write_text("none")
@@ -214,7 +214,7 @@ def test_what_a_trainer_of_ones_own_saved_is_compared_with_what_is_found(tmp_pat
         )
 
 
-def test_a_task_looks_at_its_settings_in_a_config_of_python_too(tmp_path: Path) -> None:
+def test_check_settings_runs_for_python_configs(tmp_path: Path) -> None:
     class Checked(Counting):
         def check_settings(self) -> None:
             raise ConfigError("task.seats has blakc")
@@ -226,7 +226,7 @@ def test_a_task_looks_at_its_settings_in_a_config_of_python_too(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "expected"),
     [
         ({"loss": lambda: None}, "has no name by which it can be imported"),
         ({"loss": "none_of_these"}, "training.loss = 'none_of_these' must be one of"),
@@ -241,13 +241,15 @@ def test_a_task_looks_at_its_settings_in_a_config_of_python_too(tmp_path: Path) 
         ({"replicas": [5]}, "give generate or replicas, not both"),
     ],
 )
-def test_what_is_wrong_is_said_before_a_run_begins(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_train_rejects_invalid_arguments_before_creating_a_run(
+    tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
         titan_rl.train(config(tmp_path / "runs"), **{**parts(), **changes})
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_setting_of_a_task_of_the_program_itself_is_overridden(tmp_path: Path) -> None:
+def test_overrides_apply_to_a_task_argument(tmp_path: Path) -> None:
     class From(Counting):
         start: int = 2
 
@@ -261,17 +263,17 @@ def test_a_setting_of_a_task_of_the_program_itself_is_overridden(tmp_path: Path)
     assert many.task.turns == few.task.turns + 4
 
 
-def test_a_function_of_a_module_is_named_by_it(tmp_path: Path) -> None:
+def test_module_function_is_saved_by_name(tmp_path: Path) -> None:
     titan_rl.train(config(tmp_path), advantage=ones, **parts())
-    told = (tmp_path / "latest" / "config.toml").read_text()
-    assert f'advantage = "{__name__}:ones"' in told
+    written = (tmp_path / "latest" / "config.toml").read_text()
+    assert f'advantage = "{__name__}:ones"' in written
 
 
 def ones(rewards: Any) -> list[float]:
     return [1.0 for _ in rewards]
 
 
-def test_a_function_is_evaluated_and_compared(tmp_path: Path) -> None:
+def test_evaluate_compares_generate_functions(tmp_path: Path) -> None:
     async def gives_up(prompt_token_ids: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
         answer = await count_down(prompt_token_ids, request_id=request_id, sampling=sampling)
         return Completion(request_id, [9], answer.logprobs, FinishReason.STOP, answer.version_spans)
@@ -288,27 +290,27 @@ def test_a_function_is_evaluated_and_compared(tmp_path: Path) -> None:
         titan_rl.evaluate(config(tmp_path), count_down, nums=3)
 
 
-def test_what_is_no_policy_is_said(tmp_path: Path) -> None:
+def test_evaluate_rejects_an_invalid_policy(tmp_path: Path) -> None:
     given: Any = 3
     with pytest.raises(ConfigError, match="policy = 3 must be the folder of a run"):
         titan_rl.evaluate(config(tmp_path), given)
 
 
-def test_a_token_that_the_model_has_not_is_an_error_and_no_answer(tmp_path: Path) -> None:
+def test_token_outside_the_vocabulary_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 4}')
 
     async def beyond(prompt_token_ids: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
         return Completion(request_id, [4], [0.0], FinishReason.STOP, [VersionSpan(0, 1)])
 
     given = {"renderer": LetterRenderer(), "overrides": {"model.path": str(tmp_path)}}
-    told = r"generate gave token 4; the model in .* has tokens below 4"
-    with pytest.raises(titan_rl.TitanRLError, match=told):
+    expected = r"generate gave token 4; the model in .* has tokens below 4"
+    with pytest.raises(titan_rl.TitanRLError, match=expected):
         titan_rl.evaluate(config(tmp_path), beyond, **given)
-    with pytest.raises(titan_rl.TitanRLError, match=told):
+    with pytest.raises(titan_rl.TitanRLError, match=expected):
         titan_rl.train(config(tmp_path), trainer=FakeTrainer(), generate=beyond, **given)
 
 
-def test_an_evaluation_repeats_the_validation_of_a_run_and_what_its_task_measures(tmp_path: Path) -> None:
+def test_evaluation_repeats_the_validation_and_measures_of_a_run(tmp_path: Path) -> None:
     class Measured(Counting):
         def measure(self, groups: Any) -> dict[str, float]:
             return {"games": float(len(groups))}
@@ -326,7 +328,7 @@ def test_an_evaluation_repeats_the_validation_of_a_run_and_what_its_task_measure
     assert "games" in titan_rl.table([evaluation])
 
 
-async def test_an_engine_of_the_running_loop_is_evaluated_in_it(tmp_path: Path) -> None:
+async def test_evaluate_async_uses_an_engine_of_the_running_loop(tmp_path: Path) -> None:
     loop = EngineLoop(lambda: ScriptedEngine(max_context=16))
     await loop.start()
     try:
@@ -336,7 +338,7 @@ async def test_an_engine_of_the_running_loop_is_evaluated_in_it(tmp_path: Path) 
     assert evaluation.task.num_samples == 4
 
 
-def test_a_function_of_messages_plays_tasks_of_messages(tmp_path: Path) -> None:
+def test_chat_function_is_rejected_for_a_token_task(tmp_path: Path) -> None:
     async def chat(messages: Any, *, tools: Any = None, request_id: str, session_id: Any = None, sampling: Any) -> Any:
         return ChatReply({"role": "assistant", "content": "x"})
 
@@ -345,14 +347,14 @@ def test_a_function_of_messages_plays_tasks_of_messages(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def heeds_ctrl_c() -> Iterator[None]:
-    """A shell may have it ignored."""
+def default_sigint() -> Iterator[None]:
+    """Set Python's SIGINT handler, since a shell may have SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_stops_an_evaluation_that_keeps_what_is_done(tmp_path: Path, heeds_ctrl_c: None) -> None:
+def test_ctrl_c_stops_an_evaluation_and_keeps_finished_samples(tmp_path: Path, default_sigint: None) -> None:
     async def stops(prompt_token_ids: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
         if request_id.startswith("validation-1"):
             raise KeyboardInterrupt
@@ -375,13 +377,13 @@ assert not heavy, heavy
 """
 
 
-def test_what_trains_is_imported_when_it_is_asked_for_and_is_light() -> None:
+def test_api_is_imported_lazily_and_without_heavy_modules() -> None:
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
-class LastStep(FakeTrainer):
-    """Fails in its second step. From then on the disk is full: no file of the run takes any more, open or new."""
+class DiskFillingTrainer(FakeTrainer):
+    """Trainer whose second step fails. From then on the disk is full, for open and for new files of the run."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -410,10 +412,10 @@ class LastStep(FakeTrainer):
         self.monkeypatch.setattr(Path, "write_text", refuse)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
-def test_a_disk_that_is_full_at_the_end_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither log, journal, report nor status, none of which can be written, take the place of what ended the run."""
-    given = parts() | {"trainer": LastStep(tmp_path, monkeypatch)}
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_at_the_end_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures to write the log, journal, report and status do not replace the error that ended the run."""
+    given = parts() | {"trainer": DiskFillingTrainer(tmp_path, monkeypatch)}
     with pytest.raises(TrainingError, match="the loss of step 2 is nan"):
         titan_rl.train(config(tmp_path), **given)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink())

@@ -1,4 +1,4 @@
-"""Trainer processes of several adapters that die, on fakes: every adapter ends as if they had not."""
+"""Recovery of a trainer process shared by several adapters, on fakes: results equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_rl.scheduling.fair_turns import FairTurns
 
 
 class SharedProcess:
-    """The process in which all adapters are trained. Its end is that of each adapter's trainer."""
+    """Process that trains all adapters. When it ends, the trainer of each adapter ends."""
 
     name = "trainer"
     excused = False
@@ -68,7 +68,7 @@ class SharedProcesses:
 
 
 async def train(folder: Path, fates: Mapping[str, Fate], **settings: Any) -> dict[str, MortalRig]:
-    """Train the adapters at the same time. A rig whose run fails has the error."""
+    """Train the adapters at the same time. Only the adapter "deadly" may fail."""
     turns = FairTurns(fates)
     shared = SharedTrainers(cast(Any, SharedProcesses(fates)), turns, settings.get("max_respawns", 100))
     rigs = {name: MortalRig(folder / name, fate, group=shared.of(name), **settings) for name, fate in fates.items()}
@@ -79,7 +79,7 @@ async def train(folder: Path, fates: Mapping[str, Fate], **settings: Any) -> dic
     return rigs
 
 
-async def test_a_death_of_the_shared_trainer_loses_and_repeats_no_group_of_any_adapter(tmp_path: Path) -> None:
+async def test_shared_trainer_death_neither_loses_nor_repeats_groups(tmp_path: Path) -> None:
     whole = await undisturbed(tmp_path)
     last = len(whole.fate.moments) - 1
     for moment in range(last + 1) if DEEP else (0, 7, 20, 33, last):
@@ -88,22 +88,24 @@ async def test_a_death_of_the_shared_trainer_loses_and_repeats_no_group_of_any_a
         for name, rig in rigs.items():
             assert rig.weights == whole.weights
             assert trained_on(fates[name]) == trained_on(whole.fate)
-            assert rig.replica.pulled == list(range(STEPS + 1)), "a loaded version never goes back"
+            assert rig.replica.pulled == list(range(STEPS + 1)), "loaded versions never decrease"
             assert sorted(rig.replica.asked) == sorted(whole.replica.asked), "nothing is generated again"
-            assert len(fates[name].trainers) == 2, "it is restarted once, for all"
+            assert len(fates[name].trainers) == 2, "one restart serves all adapters"
 
 
-async def test_an_adapter_whose_step_kills_the_trainer_fails_alone_and_is_named_to_the_others(tmp_path: Path) -> None:
+async def test_adapter_that_kills_the_trainer_fails_alone_and_is_named(tmp_path: Path) -> None:
     whole = await undisturbed(tmp_path)
     fates = {"deadly": Fate(steps=[2]), "other": Fate()}
     rigs = await train(tmp_path, fates, max_respawns=2)
     assert rigs["other"].weights == whole.weights
-    deaths = [text for text in fates["other"].told if "starting another trainer" in text]
+    deaths = [text for text in fates["other"].messages if "starting another trainer" in text]
     assert deaths[0] == "trainer died: out of memory, at work for deadly; starting another trainer"
-    assert not any("hosts.max_respawns" in text or "it was at step" in text for text in deaths), "it counts none"
-    told = fates["deadly"].told
-    assert told[0].endswith("it was at step 2; starting another trainer (1 of hosts.max_respawns = 2)")
-    assert sum("is there again" in text for text in told) == 2
+    assert not any("hosts.max_respawns" in text or "it was at step" in text for text in deaths), (
+        "deaths do not count for it"
+    )
+    messages = fates["deadly"].messages
+    assert messages[0].endswith("it was at step 2; starting another trainer (1 of hosts.max_respawns = 2)")
+    assert sum("is there again" in text for text in messages) == 2
 
 
 class Once(set[int]):
@@ -116,7 +118,7 @@ class Once(set[int]):
 
 
 class IdleDeaths:
-    """Two adapters whose trainer dies while the generators are at work, a number of times."""
+    """Two adapters whose idle trainer dies a number of times while the generators work."""
 
     def __init__(self, folder: Path, deaths: int, *, max_respawns: int) -> None:
         self.fates = {"deadly": Fate(), "other": Fate()}
@@ -151,25 +153,25 @@ class IdleDeaths:
             rig.replica.hold.set()
 
 
-async def test_a_death_between_calls_counts_for_no_adapter(tmp_path: Path) -> None:
+async def test_trainer_death_between_calls_counts_for_no_adapter(tmp_path: Path) -> None:
     run = IdleDeaths(tmp_path, 1, max_respawns=1)
     run.fates["deadly"].deadly_steps = Once({2})
     assert await run.run() == {"deadly": None, "other": None}
     for name, fate in run.fates.items():
-        assert fate.told[0] == (
+        assert fate.messages[0] == (
             "trainer died: killed while generators are at work, at work for no adapter "
             "(1 of hosts.max_respawns = 1); starting another trainer"
         )
         assert len(run.rigs[name].weights) == STEPS
         restarts = [record.get("train/respawns", 0) for record in read_jsonl(tmp_path / name / "metrics.jsonl")]
-        assert max(restarts) == 2, "metrics have those that count for no adapter or for the other one, too"
-    (own,) = [text for text in run.fates["deadly"].told if "out of memory" in text]
+        assert max(restarts) == 2, "metrics include restarts that count for no adapter or for the other one"
+    (own,) = [text for text in run.fates["deadly"].messages if "out of memory" in text]
     assert own.endswith("it was at step 2; starting another trainer (1 of hosts.max_respawns = 1)")
-    (others,) = [text for text in run.fates["other"].told if "out of memory" in text]
+    (others,) = [text for text in run.fates["other"].messages if "out of memory" in text]
     assert others == "trainer died: out of memory, at work for deadly; starting another trainer"
 
 
-async def test_too_many_deaths_between_calls_end_the_run_of_all_adapters(tmp_path: Path) -> None:
+async def test_too_many_deaths_between_calls_end_the_run(tmp_path: Path) -> None:
     run = IdleDeaths(tmp_path, 2, max_respawns=1)
     for error in (await run.run()).values():
         assert isinstance(error, ExceptionGroup)
@@ -178,7 +180,7 @@ async def test_too_many_deaths_between_calls_end_the_run_of_all_adapters(tmp_pat
         assert "at work for no adapter, and is not replaced: hosts.max_respawns = 1, and 1 was replaced" in str(reason)
 
 
-async def test_a_death_in_the_last_part_of_a_save_counts_for_the_adapter_that_is_saved() -> None:
+async def test_death_in_finish_save_counts_for_the_saved_adapter() -> None:
     fates = {"saved": Fate(), "other": Fate()}
     processes = SharedProcesses(fates)
     shared = SharedTrainers(cast(Any, processes), FairTurns(fates), 3)
@@ -192,7 +194,7 @@ async def test_a_death_in_the_last_part_of_a_save_counts_for_the_adapter_that_is
     assert trainers["other"].excused
 
 
-async def test_a_trainer_that_does_not_start_again_counts_for_no_adapter(tmp_path: Path) -> None:
+async def test_failed_trainer_restart_counts_for_no_adapter(tmp_path: Path) -> None:
     run = IdleDeaths(tmp_path, 1, max_respawns=3)
     restart, failures = run.processes.restart, ["no memory", "no memory"]
 
@@ -203,8 +205,8 @@ async def test_a_trainer_that_does_not_start_again_counts_for_no_adapter(tmp_pat
 
     run.processes.restart = restart_later
     assert await run.run() == {"deadly": None, "other": None}
-    told = [text for fate in run.fates.values() for text in fate.told if "no memory" in text]
-    assert told == [
+    messages = [text for fate in run.fates.values() for text in fate.messages if "no memory" in text]
+    assert messages == [
         f"trainer died: no memory, at work for no adapter ({count} of hosts.max_respawns = 3); starting another trainer"
         for count in (2, 3)
     ]

@@ -1,4 +1,4 @@
-"""What a run tells of its rollouts: rewards before the filters, errors with their lines, and what was dropped."""
+"""Reports about rollouts: rewards before the filters, errors with their lines, and dropped groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Record = dict[str, Any]
 
 
 class ByIndex(Counting):
-    """The sample is the position in the data; held-out samples are negative."""
+    """Task whose samples are positions in the data; held-out samples are negative."""
 
     def train_sample(self, seed: int, index: int) -> int:
         return index
@@ -51,7 +51,7 @@ class OneTurn(CountDown):
 
 
 class Run:
-    """Two groups of two a step, in a folder, with what was told."""
+    """Run of two groups of two rollouts per step, and its output."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Run:
         transcripts_per_step: int = 4,
         steps: int = 2,
         replica: FakeReplica | None = None,
-        start: RunState = RunState(),  # noqa: B008  it is frozen
+        start: RunState = RunState(),  # noqa: B008  frozen
         **scheduling: Any,
     ) -> None:
         task = ByIndex()
@@ -111,11 +111,11 @@ class Run:
 
 
 def solved(rollout: Rollout) -> float:
-    """Every other group is solved by all siblings, and so teaches nothing."""
+    """Reward with which every other group is solved by all siblings, and so teaches nothing."""
     return 1.0 if rollout.sample % 2 else float(rollout.sibling)
 
 
-async def test_the_curve_is_of_all_groups_that_finished_and_not_of_those_the_filters_leave(tmp_path):
+async def test_reported_reward_covers_all_finished_groups(tmp_path):
     run = Run(tmp_path, reward=solved, filters=["zero_variance"], steps=1)
     await run.run()
     (trained,), (finished,) = run.metric("rollout/reward_mean"), run.metric("rollout/finished_reward_mean")
@@ -126,7 +126,7 @@ async def test_the_curve_is_of_all_groups_that_finished_and_not_of_those_the_fil
     assert f"reward {finished:.3f} (trained on 0.500)" in run.output.read_text()
 
 
-async def test_where_nothing_is_dropped_the_rewards_of_a_step_are_those_it_was_trained_on(tmp_path):
+async def test_reported_reward_equals_trained_reward_without_drops(tmp_path):
     run = Run(tmp_path, reward=lambda rollout: float(rollout.sibling * (abs(rollout.sample) % 7)), max_staleness=1)
     await run.run()
     assert run.metric("rollout/finished_reward_mean") == run.metric("rollout/reward_mean")
@@ -158,7 +158,7 @@ class BrokenInTraining(OneTurn):
         return await super().reset()
 
 
-async def test_an_environment_that_always_raises_is_shown_with_its_line_and_written(tmp_path, caplog):
+async def test_failing_environment_is_reported_once_with_its_line(tmp_path, caplog):
     run = Run(tmp_path, make_env=Broken)
     with caplog.at_level(logging.WARNING), pytest.raises(TrainingError) as ended:
         await run.run()
@@ -179,7 +179,7 @@ async def test_an_environment_that_always_raises_is_shown_with_its_line_and_writ
     assert "8 rollouts ended in error_env: ConnectionError" in shown
 
 
-async def test_groups_that_fail_in_training_are_all_written_before_the_run_ends(tmp_path):
+async def test_failed_training_groups_are_written_before_the_run_ends(tmp_path):
     run = Run(tmp_path, make_env=BrokenInTraining, max_failed_groups=3)
     with pytest.raises(ExceptionGroup) as ended:
         await run.run()
@@ -196,7 +196,7 @@ class BrokenNowAndThen(OneTurn):
         return await super().reset()
 
 
-async def test_validation_says_how_many_rollouts_its_mean_leaves_out(tmp_path):
+async def test_validation_reports_rollouts_left_out_of_its_mean(tmp_path):
     run = Run(tmp_path, make_env=BrokenNowAndThen, transcripts_per_step=0)
     await run.run()
     assert run.metric("validation/unscored") == [2.0, 2.0]
@@ -207,11 +207,11 @@ async def test_validation_says_how_many_rollouts_its_mean_leaves_out(tmp_path):
         in shown
     )
     written = [(record["step"], record["status"]) for record in run.rollouts()]
-    assert written == [(0, "error_env")] * 2 + [(2, "error_env")] * 2, "errors are written where nothing else is"
+    assert written == [(0, "error_env")] * 2 + [(2, "error_env")] * 2, "errors are written even without transcripts"
 
 
 @pytest.mark.parametrize("failing", [{-1}, {-1, -2, -3, -4}])
-async def test_groups_of_a_validation_whose_reward_fails_are_written_once_with_the_reason(tmp_path, failing):
+async def test_validation_groups_with_failed_rewards_are_written_once(tmp_path, failing):
     def reward(rollout: Rollout) -> float:
         if rollout.sample in failing:
             raise ConnectionError("the judge is gone")
@@ -234,7 +234,7 @@ async def test_groups_of_a_validation_whose_reward_fails_are_written_once_with_t
     assert len(in_full) == (0 if len(failing) == 4 else 2)
 
 
-async def test_a_disk_that_takes_no_transcripts_ends_nothing(tmp_path):
+async def test_failed_transcript_writes_do_not_end_the_run(tmp_path):
     run = Run(tmp_path)
     run.run_dir.rollouts.mkdir()  # cannot be opened as a file
     await run.run()
@@ -247,12 +247,12 @@ async def test_a_disk_that_takes_no_transcripts_ends_nothing(tmp_path):
 
 class SlowReplica(FakeReplica):
     async def generate(self, prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
-        for _ in range(20):  # until all others have asked
+        for _ in range(20):  # until all other requests are in flight
             await asyncio.sleep(0)
         return await super().generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
 
 
-async def test_the_most_requests_in_flight_are_told(tmp_path):
+async def test_peak_requests_in_flight_is_reported(tmp_path):
     run = Run(tmp_path, replica=SlowReplica())
     await run.run()
     assert run.metric("generation/requests_in_flight_max") == [8.0, 4.0]  # validation has 8, a step 4
@@ -260,7 +260,7 @@ async def test_the_most_requests_in_flight_are_told(tmp_path):
 
 
 @pytest.mark.parametrize(("validated", "expected"), [(False, [2, 4]), (True, [4])])
-async def test_a_validation_that_was_cut_off_is_made_up_on_resume(tmp_path, validated, expected):
+async def test_interrupted_validation_is_repeated_on_resume(tmp_path, validated, expected):
     run = Run(tmp_path, steps=4, start=RunState(step=2, reward_before=0.5, next_index=4))
     if validated:
         run.run_dir.write_metrics(2, {"validation/reward_mean": 0.5})
@@ -268,7 +268,7 @@ async def test_a_validation_that_was_cut_off_is_made_up_on_resume(tmp_path, vali
     assert [step for step, metrics in run.records if "validation/reward_mean" in metrics] == expected
 
 
-async def test_a_run_that_was_stopped_in_its_last_save_does_not_validate_again(tmp_path):
+async def test_run_stopped_during_its_last_save_does_not_validate_again(tmp_path):
     run = Run(tmp_path, steps=2, start=RunState(step=2, reward_before=0.25, next_index=4))
     run.run_dir.write_metrics(2, {"validation/reward_mean": 0.75})
     summary = await run.run()

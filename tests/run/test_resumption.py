@@ -1,4 +1,4 @@
-"""What is settled about a stopped run before it goes on: its settings, its checkpoint, and its files."""
+"""Resuming a stopped run: checks of its settings, its checkpoint and its files."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def edit(run_dir: RunDirectory, before: str, after: str) -> None:
     run_dir.config.write_text(text.replace(before, after))
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_and_from_where_that_is_in_the_data(run_dir):
+def test_resume_uses_the_newest_checkpoint_and_its_data_position(run_dir):
     start = resume(run_dir)
     assert start.checkpoint == step_directory(run_dir.checkpoints, 3)
     assert (start.state.step, start.state.next_index, start.state.unsettled) == (3, 12, (11,))
 
 
 @pytest.fixture
-def of_known_model(run_dir: RunDirectory) -> RunDirectory:
-    """`run_dir`, all of whose states have the identity of its model."""
+def known_model_run(run_dir: RunDirectory) -> RunDirectory:
+    """`run_dir` whose states all have the identity of its model."""
     identity = model_identity(Path("policy"))
     replace(RunState.read(run_dir.path), model=identity).write(run_dir.path)
     for folder in list_checkpoints(run_dir.checkpoints):
@@ -83,57 +83,57 @@ def other_weights() -> None:
     write_tensors(Path("policy/model.safetensors"), "model.embed_tokens.weight", "another.weight")
 
 
-def test_a_model_that_is_as_it_was_may_lie_elsewhere(of_known_model: RunDirectory):
+def test_unchanged_model_may_be_moved(known_model_run: RunDirectory):
     shutil.copytree("policy", "elsewhere")
     other_weights()
-    start = resume(of_known_model, ("model.path", "elsewhere"))
+    start = resume(known_model_run, ("model.path", "elsewhere"))
     assert not start.losses
     assert start.state.model == model_identity(Path("elsewhere"))
 
 
-def test_other_weights_in_the_place_of_the_model_are_told_of_where_a_checkpoint_has_its_own(of_known_model):
+def test_changed_initial_weights_are_reported_when_a_checkpoint_exists(known_model_run):
     other_weights()
-    (said,) = resume(of_known_model).losses
-    assert "policy' has other weights than the run began with; those of" in said
-    assert "step-000003" in said
+    (loss,) = resume(known_model_run).losses
+    assert "policy' has other weights than the run began with; those of" in loss
+    assert "step-000003" in loss
 
 
-def test_other_weights_are_refused_where_the_run_begins_with_them(of_known_model):
-    shutil.rmtree(of_known_model.checkpoints)
+def test_changed_initial_weights_are_rejected_without_a_checkpoint(known_model_run):
+    shutil.rmtree(known_model_run.checkpoints)
     other_weights()
     with pytest.raises(CheckpointError, match=r"policy' is not .*: weights changed, .* no checkpoint .*--model.path"):
-        resume(of_known_model)
+        resume(known_model_run)
 
 
-def test_other_weights_are_refused_where_the_policy_is_held_to_them(of_known_model):
-    config = load_config(of_known_model.config, [("training.kl_coef", "0.1")])
-    for folder in (of_known_model.path, *list_checkpoints(of_known_model.checkpoints)):
+def test_changed_initial_weights_are_rejected_with_a_kl_penalty(known_model_run):
+    config = load_config(known_model_run.config, [("training.kl_coef", "0.1")])
+    for folder in (known_model_run.path, *list_checkpoints(known_model_run.checkpoints)):
         state = replace(RunState.read(folder), settings=settings_of(config))
-        save(folder, json.dumps(asdict(state))) if folder != of_known_model.path else state.write(folder)
-    of_known_model.write_config(config)
-    resume(of_known_model)
+        save(folder, json.dumps(asdict(state))) if folder != known_model_run.path else state.write(folder)
+    known_model_run.write_config(config)
+    resume(known_model_run)
     other_weights()
     with pytest.raises(CheckpointError, match=r"training.kl_coef = 0.1 holds the policy to them"):
-        resume(of_known_model)
+        resume(known_model_run)
 
 
 @pytest.mark.parametrize(
     ("file", "part"),
     [("tokenizer.json", "tokenizer"), ("chat_template.jinja", "chat template"), ("config.json", "config")],
 )
-def test_another_tokenizer_template_or_config_is_refused_whatever_checkpoint_there_is(of_known_model, file, part):
+def test_changed_tokenizer_template_or_config_is_rejected(known_model_run, file, part):
     with (Path("policy") / file).open("a") as text:
         text.write(" ")
     with pytest.raises(CheckpointError, match=f"policy' is not the initial model of the run: {part} changed; restore"):
-        resume(of_known_model)
+        resume(known_model_run)
 
 
-def test_a_run_that_is_older_than_these_digests_goes_on(run_dir):
+def test_run_without_model_digests_can_be_resumed(run_dir):
     other_weights()
     assert not resume(run_dir).losses
 
 
-def test_metrics_and_transcripts_of_steps_that_are_run_again_are_left_out(run_dir):
+def test_resume_removes_records_of_steps_to_repeat(run_dir):
     resume(run_dir)
     assert [record["step"] for record in read_jsonl(run_dir.metrics)] == [0, 1, 2, 3]
     assert [record["step"] for record in read_jsonl(run_dir.rollouts)] == [0, 1, 1, 2, 2, 3, 3]
@@ -157,8 +157,8 @@ def test_lost_lines_of_metrics_and_transcripts_are_reported_once_each(run_dir):
     assert [record["step"] for record in read_jsonl(run_dir.metrics)] == [0, 1, 3]
 
 
-def test_a_group_that_was_dropped_is_in_the_transcripts_once_whenever_that_was(run_dir):
-    """It is not run again where the checkpoint or the journal knows of it, and else it is."""
+def test_dropped_group_is_in_the_transcripts_once(run_dir):
+    """A dropped group is generated again unless the checkpoint or the journal records the drop."""
     for path in (run_dir.rollouts, run_dir.metrics):
         path.unlink()
 
@@ -167,8 +167,8 @@ def test_a_group_that_was_dropped_is_in_the_transcripts_once_whenever_that_was(r
 
     write_dropped(10, step=3)
     write_dropped(9, step=4)  # while step 3 was trained
-    write_dropped(11, step=4)  # after the checkpoint, as the journal says
-    write_dropped(12, step=4)  # the journal had not come to it
+    write_dropped(11, step=4)  # after the checkpoint, according to the journal
+    write_dropped(12, step=4)  # not in the journal
     run_dir.write_rollout({"step": 4, "phase": "validation", "group_id": "validation-1", "dropped": "reward_failed"})
     run_dir.write_rollout({"step": 4, "phase": "train", "group_id": "train-13"})
     run_dir.close()
@@ -179,7 +179,7 @@ def test_a_group_that_was_dropped_is_in_the_transcripts_once_whenever_that_was(r
     assert [record["group_id"] for record in read_jsonl(run_dir.rollouts)] == ["train-10", "train-9", "train-11"]
 
 
-def test_without_a_checkpoint_a_run_begins_anew_and_so_do_its_files(run_dir):
+def test_run_without_a_checkpoint_starts_over_with_empty_files(run_dir):
     for step in (1, 3):
         folder = step_directory(run_dir.checkpoints, step)
         shutil.rmtree(folder)
@@ -193,7 +193,7 @@ class Stepped(msgspec.Struct):
     step: int
 
 
-def test_what_is_no_record_goes_and_every_other_line_stays_to_the_byte(tmp_path):
+def test_cut_records_removes_invalid_lines_and_keeps_others_unchanged(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     kept = b'{"step": 1,  "text": "\\ud83d"}\n{"step": 1, "text": NaN}\n'
     path.write_bytes(kept + b'\xff\n[1]\n{"phase": "train"}\n{"step": 2}\n' + kept + b'{"step": 1, "torn')
@@ -203,21 +203,21 @@ def test_what_is_no_record_goes_and_every_other_line_stays_to_the_byte(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["rollouts.jsonl"]
 
 
-def test_settings_given_on_resume_are_in_the_runs_config_from_then_on(run_dir):
+def test_settings_given_on_resume_are_saved_in_the_config(run_dir):
     resume(run_dir, ("training.steps", "9"), ("logging.sinks", '["wandb"]'))
     again = load_config(run_dir.config)
     assert (again.training.steps, again.logging.sinks) == (9, ("wandb",))
     assert resume(run_dir).state.step == 3
 
 
-def test_a_run_that_was_stopped_after_its_last_step_is_brought_to_its_end(run_dir):
+def test_run_stopped_after_its_last_step_can_be_finished(run_dir):
     assert resume(run_dir, ("training.steps", "3")).state.step == 3
-    run_dir.export.mkdir()  # the last thing that a run does
+    run_dir.export.mkdir()  # created last by a run
     with pytest.raises(CheckpointError, match="has trained all its 3 steps"):
         resume(run_dir, ("training.steps", "3"))
 
 
-def test_a_stopped_run_says_what_is_saved_and_how_it_goes_on(run_dir):
+def test_end_messages_name_the_saved_step_and_resume_command(run_dir):
     config = load_config(run_dir.config, [("training.steps", "3")])
     command = f"titan-rl train --resume {run_dir.path}"
     messages = EndMessages(config, run_dir, step=3)
@@ -226,11 +226,11 @@ def test_a_stopped_run_says_what_is_saved_and_how_it_goes_on(run_dir):
     assert messages.cut_short().endswith(f"to continue: {command}")
     run_dir.export.mkdir()
     for finished in (messages.stopped(), messages.failed()):
-        assert "go on" not in finished
+        assert "continue" not in finished
         assert f"the run is finished, its policy is {run_dir.export}" in finished
 
 
-def test_a_stopped_run_whose_last_save_failed_says_where_it_stands_and_what_a_resume_starts_from(run_dir):
+def test_end_messages_after_a_failed_save_name_both_steps(run_dir):
     command = f"titan-rl train --resume {run_dir.path}"
     messages = EndMessages(load_config(run_dir.config), run_dir, step=1)
     messages.note_step(4)
@@ -247,30 +247,30 @@ def test_a_stopped_run_whose_last_save_failed_says_where_it_stands_and_what_a_re
     assert messages.stopped() == f"stopped before a step was trained; to continue: {command}"
 
 
-def test_a_run_that_failed_with_nothing_to_go_on_from_is_begun_again(run_dir):
+def test_failed_run_without_saved_work_is_to_be_started_again(run_dir):
     config = load_config(run_dir.config)
     for step in (1, 3):
         shutil.rmtree(step_directory(run_dir.checkpoints, step))
-    begin, go_on = "titan-rl train my.toml", f"titan-rl train --resume {run_dir.path}"
-    messages = EndMessages(config, run_dir, step=0, started_by=begin)
+    start_command, resume_command = "titan-rl train my.toml", f"titan-rl train --resume {run_dir.path}"
+    messages = EndMessages(config, run_dir, step=0, started_by=start_command)
     journal = RunJournal(run_dir.journal)
     journal.dropped(0, "errors")
     journal.drain()
-    assert messages.failed() == f"nothing was trained or saved; fix the error, then run: {begin}"
-    assert EndMessages(config, run_dir, step=0).failed().endswith(go_on)
+    assert messages.failed() == f"nothing was trained or saved; fix the error, then run: {start_command}"
+    assert EndMessages(config, run_dir, step=0).failed().endswith(resume_command)
     journal.finished(Assigned(1, "task", 1), RolloutGroup("train-1", None, []))
     journal.close()
-    assert messages.failed() == f"fix the error, then continue with: {go_on}"
+    assert messages.failed() == f"fix the error, then continue with: {resume_command}"
 
 
-def test_a_run_without_a_checkpoint_goes_on_with_its_journal(run_dir):
+def test_run_without_a_checkpoint_resumes_from_its_journal(run_dir):
     for step in (1, 3):
         shutil.rmtree(step_directory(run_dir.checkpoints, step))
     RunJournal(run_dir.journal).close()
     assert resume(run_dir).losses == ()
 
 
-def test_a_refused_resume_changes_nothing(run_dir):
+def test_rejected_resume_changes_no_file(run_dir):
     run_dir.export.mkdir()
     before = {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()}
     for overrides in ([("training.steps", "3")], [("training.steps", "9"), ("training.lr", "2")]):
@@ -279,7 +279,7 @@ def test_a_refused_resume_changes_nothing(run_dir):
     assert {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()} == before
 
 
-def test_a_run_whose_checkpoints_are_gone_from_its_journal_is_refused_and_keeps_its_files(run_dir):
+def test_journal_without_its_checkpoints_is_rejected_and_files_are_kept(run_dir):
     journal = RunJournal(run_dir.journal, DataPosition(3, 12, (11,)))
     journal.close()
     for step in (1, 3):
@@ -301,7 +301,7 @@ def loop(path: Path) -> None:
         *[("journal/step-000003.journal", make) for make in (Path.mkdir, os.mkfifo, loop)],
     ],
 )
-def test_what_is_in_the_place_of_the_journal_is_told_of_before_any_file_is_changed(run_dir, place, make):
+def test_invalid_journal_path_is_rejected_before_any_change(run_dir, place, make):
     path = run_dir.path / place
     path.parent.mkdir(exist_ok=True)
     make(path)
@@ -311,7 +311,7 @@ def test_what_is_in_the_place_of_the_journal_is_told_of_before_any_file_is_chang
     assert {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()} == before
 
 
-def test_a_setting_edited_by_hand_is_compared_with_what_the_checkpoint_was_made_with(run_dir):
+def test_edited_config_is_compared_with_the_checkpoint_settings(run_dir):
     edit(run_dir, "groups_per_step = 16", "groups_per_step = 12")
     edit(run_dir, "seed = 7", "seed = 8")
     with pytest.raises(ConfigError) as refused:
@@ -319,20 +319,20 @@ def test_a_setting_edited_by_hand_is_compared_with_what_the_checkpoint_was_made_
     message = str(refused.value)
     changes = ["seed is 8, {} 7", "scheduling.groups_per_step is 12, {} 16"]
     for line, change in zip(message.splitlines(), changes, strict=True):
-        told = change.format("and this run was made with")
-        assert line == f"{run_dir.config}: {told}; set it back to that, or begin a new run with what it is now"
+        difference = change.format("and this run was made with")
+        assert line == f"{run_dir.config}: {difference}; set it back to that, or begin a new run with what it is now"
 
 
 @pytest.mark.parametrize(
     ("setting", "value"),
     [("scheduling.window", "3"), ("task.length", "4"), ("task.words", '["ham"]'), ("training.betas", "[0.9, 0.99]")],
 )
-def test_every_setting_that_rollouts_and_weights_come_from_is_compared(run_dir, setting, value):
+def test_settings_that_affect_rollouts_or_weights_cannot_change(run_dir, setting, value):
     with pytest.raises(ConfigError, match=f"{setting} is"):
         resume(run_dir, (setting, value))
 
 
-def test_a_run_may_be_moved_and_go_on_elsewhere(run_dir):
+def test_settings_that_do_not_affect_results_can_change(run_dir):
     for setting, value in [
         ("run_dir", "elsewhere"),
         ("generation.num_generators", "3"),
@@ -350,13 +350,13 @@ def test_a_run_may_be_moved_and_go_on_elsewhere(run_dir):
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"step": 3, "tokens": 1, "reward_before": 0.5}'])
-def test_a_checkpoint_that_does_not_say_where_the_data_stood_is_refused(run_dir, content):
+def test_checkpoint_without_a_data_position_is_rejected(run_dir, content):
     save(step_directory(run_dir.checkpoints, 3), content)
     with pytest.raises(CheckpointError, match="has no valid state of the run"):
         resume(run_dir)
 
 
-def test_a_checkpoint_whose_mix_another_version_saved_is_refused_and_the_run_left_as_it_is(run_dir):
+def test_checkpoint_with_an_incompatible_task_mix_is_rejected(run_dir):
     newest = step_directory(run_dir.checkpoints, 3)
     settings = RunState.read(newest).settings
     save(newest, json.dumps(asdict(RunState(3, 100, 0.5, 12, (11,), settings, tasks={"taken": {"sums": 3}}))))
@@ -372,7 +372,7 @@ def spoil(checkpoint: Path) -> Path:
     return path
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_takes_its_place(run_dir):
+def test_damaged_checkpoint_is_reported_and_the_previous_one_used(run_dir):
     newest = step_directory(run_dir.checkpoints, 3)
     spoiled = spoil(newest)
     start = resume(run_dir)
@@ -386,7 +386,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_takes_its_place(run_di
     assert resume(run_dir).losses == ()
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_not_believed(run_dir):
+def test_checkpoint_named_for_another_step_is_damaged(run_dir):
     renamed = step_directory(run_dir.checkpoints, 7)
     step_directory(run_dir.checkpoints, 3).rename(renamed)
     start = resume(run_dir)
@@ -395,7 +395,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_believed(run_dir):
     assert f"{renamed} is damaged: it holds step 3" in loss
 
 
-def test_a_run_without_a_whole_checkpoint_is_not_begun_anew_in_silence(run_dir):
+def test_run_with_only_damaged_checkpoints_is_rejected(run_dir):
     for step in (1, 3):
         spoil(step_directory(run_dir.checkpoints, step))
     with pytest.raises(DamagedCheckpointError, match=r"no checkpoint in .* is whole: .*step-000003.*step-000001"):

@@ -1,4 +1,4 @@
-"""How much of what goes wrong is written."""
+"""Rollout log: limits on the errors and dropped groups that are written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def group_of(group: int, where: str) -> RolloutGroup:
     return RolloutGroup(f"g{group}", None, [errored(group, sibling, where) for sibling in range(4)])
 
 
-def test_the_first_of_each_kind_are_written_and_the_others_counted():
+def test_first_errors_of_each_kind_are_written_and_others_counted():
     records: list[dict[str, Any]] = []
     run_dir: Any = SimpleNamespace(write_rollout=lambda record: records.append(dict(record)))
     log = RolloutLog(run_dir, 0, ConsoleLines())
@@ -38,48 +38,46 @@ def test_the_first_of_each_kind_are_written_and_the_others_counted():
     assert log.figures()["transcripts/left_out"] == 400 - FIRST_OF_A_KIND
     assert log.figures()["transcripts/left_out"] == 0
     log.dropped(group_of(101, "env.py:1 in reset"), "failed", step=4)
-    assert len(records) == FIRST_OF_A_KIND + 8, "each step has its own"
+    assert len(records) == FIRST_OF_A_KIND + 8, "the limit is per step"
 
 
-def test_an_error_is_told_when_it_first_happens_and_counted_at_the_end(tmp_path: Path):
-    told = ConsoleLines()
-    log = RolloutLog(RunDirectory(tmp_path), 0, told)
+def test_error_is_shown_once_and_counted_at_the_end(tmp_path: Path):
+    console = ConsoleLines()
+    log = RolloutLog(RunDirectory(tmp_path), 0, console)
     for sibling in range(3):
         log.ended(errored(0, sibling, "env.py:1 in reset"))
     log.ended(errored(1, 0, "env.py:2 in step"))
-    assert told == [
+    assert console == [
         "rollout g0/0 ended in error_env: ValueError: row 0 (env.py:1 in reset)",
         "rollout g1/0 ended in error_env: ValueError: row 1 (env.py:2 in step)",
     ]
     log.close()
-    assert told[2:] == [
+    assert console[2:] == [
         "3 rollouts ended in error_env: ValueError: row 0 (env.py:1 in reset), and others of 1 kinds; "
         "logs/controller.log has each in full"
     ]
 
 
-def test_of_a_long_error_the_end_is_shown_once_and_the_log_has_it_whole(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-):
-    told = ConsoleLines()
-    log = RolloutLog(RunDirectory(tmp_path), 0, told)
+def test_long_error_is_shortened_on_the_console_but_not_in_the_log(caplog: pytest.LogCaptureFixture, tmp_path: Path):
+    console = ConsoleLines()
+    log = RolloutLog(RunDirectory(tmp_path), 0, console)
     frames = [f"  File agent.py, line {number}, ^^^^" for number in range(200)]
     last = "ValueError: no such city (runs/r/agents/g.0/output.txt)"
     error = "\n".join(["it ended with exit code 1: Traceback", *frames, last])
     rollout = Rollout("g/0", "g", 0, None, RolloutStatus.ERROR_ENV, error=error)
     log.ended(rollout)
     log.close()
-    assert told[0].startswith("rollout g/0 ended in error_env: it ended with exit code 1: Traceback\n")
-    assert told[0].endswith(f"line 199, ^^^^\n{last}")
-    assert len(told[0]) < 1000
-    assert told[1].startswith(f"1 rollouts ended in error_env: it ended with exit code 1: Traceback ... {last}; ")
+    assert console[0].startswith("rollout g/0 ended in error_env: it ended with exit code 1: Traceback\n")
+    assert console[0].endswith(f"line 199, ^^^^\n{last}")
+    assert len(console[0]) < 1000
+    assert console[1].startswith(f"1 rollouts ended in error_env: it ended with exit code 1: Traceback ... {last}; ")
     assert error in caplog.text
 
 
-def test_an_answer_that_cannot_be_parsed_is_no_error_of_the_environment(tmp_path: Path):
-    told = ConsoleLines()
-    log = RolloutLog(RunDirectory(tmp_path), 0, told)
+def test_parse_errors_are_not_shown_as_environment_errors(tmp_path: Path):
+    console = ConsoleLines()
+    log = RolloutLog(RunDirectory(tmp_path), 0, console)
     log.ended(Rollout("g/0", "g", 0, None, RolloutStatus.ERROR_PARSE))
     log.ended(Rollout("g/1", "g", 1, None, RolloutStatus.COMPLETED))
     log.close()
-    assert told == []
+    assert console == []

@@ -1,4 +1,4 @@
-"""Groups as the controller runs them: every session that the router has seen is finished."""
+"""Rollout stage: every session that the router has seen is finished."""
 
 import asyncio
 from collections import Counter
@@ -25,8 +25,8 @@ from titan_rl.scheduling.task_mix import TaskMix, WeightedTask
 from titan_rl.training.settings import ModelConfig
 
 
-class Noting(LeastLoaded):
-    """Notes the sessions it is asked about and told of."""
+class RecordingStrategy(LeastLoaded):
+    """Strategy that records the sessions that it serves and those that are finished."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Noting(LeastLoaded):
 
 
 class Flaky(CountDown):
-    """Every other environment loses its sandbox."""
+    """Environment whose sandbox is gone in every other instance."""
 
     made = 0
 
@@ -59,7 +59,7 @@ class Flaky(CountDown):
 
 
 async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> None:
-    task, noting = Counting(), Noting()
+    task, strategy = Counting(), RecordingStrategy()
     limits = RolloutConfig(max_retries=8)
     config = RunConfig(
         model=ModelConfig(path="unused", max_context=16),
@@ -68,7 +68,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
         rollout=limits,
         validation=ValidationConfig(num_prompts=1, samples_per_prompt=4),
     )
-    router = GeneratorRouter([FakeReplica()], noting)
+    router = GeneratorRouter([FakeReplica()], strategy)
     await router.pull_state_dict(0)
     groups = RolloutStage(
         config,
@@ -82,5 +82,5 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
     validation = groups.run_validation_group(config.suites[0], "validation-0", 4)
     group = await asyncio.wait_for(validation, HANG_S)
     assert any(rollout.metrics["retries"] for rollout in group.rollouts)
-    assert any("~" in session_id for session_id in noting.begun)
-    assert noting.finished == Counter(noting.begun)
+    assert any("~" in session_id for session_id in strategy.begun)
+    assert strategy.finished == Counter(strategy.begun)

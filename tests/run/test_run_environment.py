@@ -17,7 +17,7 @@ def seen_by_a_child() -> list[str]:
     return subprocess.run([sys.executable, "-c", PROBE], check=True, capture_output=True, text=True).stdout.split()
 
 
-def test_what_the_user_set_reaches_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_environment_variables_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     with run_environment():
@@ -25,7 +25,7 @@ def test_what_the_user_set_reaches_every_process(monkeypatch: pytest.MonkeyPatch
     assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
-def test_what_the_user_left_open_is_set_for_the_length_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_variables_are_set_only_during_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     scratch = tempfile.gettempdir()
@@ -36,7 +36,7 @@ def test_what_the_user_left_open_is_set_for_the_length_of_the_run(monkeypatch: p
     assert tempfile.gettempdir() == scratch
 
 
-def test_children_find_the_modules_that_settings_name_where_the_run_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_processes_get_the_module_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = [sys.executable, "-P", "-c", "import sys; print(*sys.path)"]
     for before, path in (("/of/the/user", ["/here", "/there", "/of/the/user"]), (None, ["/here", "/there"])):
         if before is None:
@@ -66,7 +66,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_runs_of_a_process_share_a_folder_that_goes_with_the_process(killed: bool) -> None:
+def test_scratch_folder_is_shared_by_runs_and_removed_with_the_process(killed: bool) -> None:
     holding = subprocess.Popen(
         [sys.executable, "-c", HOLDING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -75,6 +75,6 @@ def test_runs_of_a_process_share_a_folder_that_goes_with_the_process(killed: boo
     assert kept.is_dir()
     if killed:
         holding.kill()
-    # Its guard has standard output, too, and closes it once it is done.
+    # The guard also has standard output open, and closes it once it is done.
     holding.communicate("\n" if not killed else None, timeout=300)
     assert not kept.exists()

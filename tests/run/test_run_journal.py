@@ -1,4 +1,4 @@
-"""The journal of a run: what it gives back is where the run was."""
+"""Run journal: reading it back restores the position of the run."""
 
 import asyncio
 import errno
@@ -53,7 +53,7 @@ def test_a_new_journal_has_no_backlog(tmp_path):
     journal.close()
 
 
-def test_groups_batches_and_the_data_position_come_back(tmp_path):
+def test_journal_restores_groups_batches_and_data_position(tmp_path):
     journal = RunJournal(tmp_path)
     for index in (1, 0, 4):
         journal.finished(Assigned(index, "task", index), group_of(index))
@@ -69,7 +69,7 @@ def test_groups_batches_and_the_data_position_come_back(tmp_path):
     assert [turn.sampling for turn in rollout.turns] == [None, SAMPLING]
 
 
-def test_text_and_numbers_that_messagepack_has_no_word_for_come_back_as_they_were(tmp_path):
+def test_lone_surrogates_and_large_integers_are_restored(tmp_path):
     lone, escape = chr(0xD83D), chr(0x10FFFF)
     content = {
         "text": f"a {lone} b",
@@ -91,7 +91,7 @@ def test_text_and_numbers_that_messagepack_has_no_word_for_come_back_as_they_wer
         assert getattr(found, name) == getattr(rollout, name), name
 
 
-async def test_nothing_is_left_of_a_group_that_is_discarded_until_it_ends_again(tmp_path):
+async def test_discarded_group_is_forgotten_until_it_finishes_again(tmp_path):
     journal = RunJournal(tmp_path)
     asked: list[str] = []
 
@@ -115,7 +115,7 @@ async def test_nothing_is_left_of_a_group_that_is_discarded_until_it_ends_again(
     assert list(backlog(reopened(tmp_path)).finished) == [0]
 
 
-async def test_what_a_checkpoint_holds_is_not_trained_again(tmp_path):
+async def test_groups_in_a_checkpoint_are_not_trained_again(tmp_path):
     journal = RunJournal(tmp_path)
     for index in range(4):
         journal.finished(Assigned(index, "task", index), group_of(index))
@@ -130,7 +130,7 @@ async def test_what_a_checkpoint_holds_is_not_trained_again(tmp_path):
     assert (list(early.unsettled), early.batches) == ([0, 1, 2, 3], [[0, 1], [2]])
 
 
-async def test_a_checkpoint_begun_twice_counts_from_the_beginning_that_it_names(tmp_path):
+async def test_repeated_checkpoint_restores_its_own_position(tmp_path):
     journal = RunJournal(tmp_path)
     journal.finished(Assigned(0, "task", 0), group_of(0))
     journal.batch(0, [0])
@@ -147,7 +147,7 @@ async def test_a_checkpoint_begun_twice_counts_from_the_beginning_that_it_names(
     assert (found.next_index, list(found.unsettled), sorted(found.finished)) == (2, [1], [1])
 
 
-async def test_batches_that_a_checkpoint_does_not_have_survive_another_checkpoint(tmp_path):
+async def test_recorded_batches_survive_a_new_checkpoint(tmp_path):
     journal = RunJournal(tmp_path)
     for index in range(3):
         journal.finished(Assigned(index, "task", index), group_of(index))
@@ -161,7 +161,7 @@ async def test_batches_that_a_checkpoint_does_not_have_survive_another_checkpoin
     assert reopened(tmp_path, position).num_batches_again == 2
 
 
-async def test_a_journal_of_many_files_reads_as_one(tmp_path):
+async def test_journal_of_many_segments_reads_as_one(tmp_path):
     def names() -> list[str]:
         return sorted(path.name for path in tmp_path.iterdir())
 
@@ -175,12 +175,12 @@ async def test_a_journal_of_many_files_reads_as_one(tmp_path):
     assert all(path.stat().st_size < 2500 for path in tmp_path.iterdir())
     again = RunJournal(tmp_path, segment_bytes=1500)
     assert backlog(again).batches == [[index] for index in range(6)]
-    assert names() == of_start, "the last goes on"
+    assert names() == of_start, "the last segment is continued"
 
     position = await again.checkpoint(2, next_index=6)
     of_both = names()
     assert [name for name in of_both if name.startswith("step-000002")] != ["step-000002.journal"], (
-        "what it leaves open"
+        "groups that the checkpoint leaves open fill further segments"
     )
     again.forget_before(1)
     assert names() == of_both, "a checkpoint of version 1 begins in the files of version 0"
@@ -196,7 +196,7 @@ async def test_a_journal_of_many_files_reads_as_one(tmp_path):
     assert 6 in backlog(reopened(tmp_path, position)).finished
 
 
-async def test_segments_go_when_no_checkpoint_needs_them(tmp_path):
+async def test_segments_are_deleted_when_no_checkpoint_needs_them(tmp_path):
     journal = RunJournal(tmp_path)
     await journal.checkpoint(2, next_index=0)
     await journal.checkpoint(4, next_index=0)
@@ -212,7 +212,7 @@ async def test_segments_go_when_no_checkpoint_needs_them(tmp_path):
     assert names() == ["step-000004.journal"]
 
 
-def test_what_cannot_be_encoded_is_kept_as_text_and_arrays_as_lists(tmp_path):
+def test_unencodable_values_become_text_and_arrays_become_lists(tmp_path):
     journal = RunJournal(tmp_path)
     journal.finished(Assigned(0, "task", 0), group_of(0, content=Path("a"), array=np.arange(2)))
     journal.drain()
@@ -236,7 +236,7 @@ class Engine:
         return Completion(request_id, tokens, [-1.0] * count, reason, (VersionSpan(0, count),) if count else ())
 
 
-async def test_recorded_turns_are_not_generated_again_and_a_part_is_continued(tmp_path):
+async def test_recorded_turns_are_replayed_and_partial_turns_continued(tmp_path):
     journal, engine = RunJournal(tmp_path), Engine()
     generate = journal.record(engine, 0)
     whole = await generate([1], request_id="train-0/0/0", sampling=SAMPLING)
@@ -251,12 +251,12 @@ async def test_recorded_turns_are_not_generated_again_and_a_part_is_continued(tm
     rest = await generate([50], request_id="train-0/0/1", sampling=SAMPLING)
     assert list(rest.token_ids) == list(range(51, 59))
     assert engine.prompts == [[50, 51, 52, 53]]
-    other = await generate([2], request_id="train-0/0/0", sampling=SAMPLING)  # an environment that asks otherwise
+    other = await generate([2], request_id="train-0/0/0", sampling=SAMPLING)  # the environment sends another prompt
     assert list(other.token_ids) == list(range(3, 11))
 
 
-async def test_what_a_listener_had_heard_when_it_went_away_is_heard_again(tmp_path):
-    """A stop string ends a request whose listener knows it, and no completion comes of it."""
+async def test_recorded_chunks_are_replayed_to_a_new_listener(tmp_path):
+    """A listener that finds a stop string cancels the request, so no completion is recorded."""
     chunk, heard = TokenChunk("train-0/0/0", [7], [-0.5], (VersionSpan(0, 1),)), []
 
     async def generate(prompt_token_ids, *, request_id, session_id=None, sampling):
@@ -280,7 +280,7 @@ async def test_what_a_listener_had_heard_when_it_went_away_is_heard_again(tmp_pa
         assert ("train-0/0/0" in {name for name, _ in journal.state.completions[0]}) is True
 
 
-async def test_a_second_request_of_an_id_that_is_in_flight_is_refused_and_the_first_goes_on(tmp_path):
+async def test_duplicate_request_id_in_flight_is_rejected(tmp_path):
     journal, may_answer = RunJournal(tmp_path), asyncio.Event()
 
     async def generate(prompt_token_ids, *, request_id, session_id=None, sampling):
@@ -299,7 +299,7 @@ async def test_a_second_request_of_an_id_that_is_in_flight_is_refused_and_the_fi
     journal.close()
 
 
-async def test_what_was_sampled_otherwise_is_no_answer(tmp_path):
+async def test_recorded_turn_with_other_sampling_is_not_replayed(tmp_path):
     journal, engine = RunJournal(tmp_path), Engine()
     await journal.record(engine, 0)([1], request_id="train-0/0/0", sampling=SAMPLING)
     journal.drain()
@@ -339,7 +339,7 @@ async def test_turns_of_a_finished_group_are_forgotten(tmp_path):
 
 
 async def checkpointed(folder: Path) -> DataPosition:
-    """A run whose checkpoint of version 1 leaves group 1 finished and groups 2 and 3 open, and which went on."""
+    """Write a journal whose checkpoint of version 1 leaves group 1 finished and groups 2 and 3 open."""
     journal = RunJournal(folder)
     for index in range(2):
         journal.finished(Assigned(index, "task", index), group_of(index))
@@ -354,7 +354,7 @@ async def checkpointed(folder: Path) -> DataPosition:
     return position
 
 
-async def test_what_a_checkpoint_needs_survives_a_loss_of_power_once_it_may_appear(tmp_path, monkeypatch):
+async def test_journal_of_a_checkpoint_survives_a_power_loss(tmp_path, monkeypatch):
     (tmp_path / "journal").mkdir()
     disk = Disk(tmp_path / "journal", monkeypatch)
     journal = RunJournal(tmp_path / "journal")
@@ -369,7 +369,7 @@ async def test_what_a_checkpoint_needs_survives_a_loss_of_power_once_it_may_appe
     journal.close()
 
 
-async def test_a_checkpoint_goes_on_from_its_own_position_whatever_became_of_its_journal(tmp_path):
+async def test_checkpoint_position_survives_any_journal_damage(tmp_path):
     position = await checkpointed(tmp_path / "whole")
     (segment,) = (tmp_path / "whole").iterdir()
     data = segment.read_bytes()
@@ -400,7 +400,7 @@ async def test_a_checkpoint_goes_on_from_its_own_position_whatever_became_of_its
         mended.close()
 
 
-async def test_a_batch_is_handed_out_again_only_where_all_of_it_and_of_those_before_is_recorded(tmp_path):
+async def test_batch_is_replayed_only_if_it_and_earlier_ones_are_complete(tmp_path):
     position = DataPosition(3, 6, (1, 2, 3, 4, 5))
     journal = reopened(tmp_path, position)
     for index in (1, 2, 4, 5):
@@ -411,12 +411,12 @@ async def test_a_batch_is_handed_out_again_only_where_all_of_it_and_of_those_bef
     journal.drain()
     assert backlog(reopened(tmp_path, position)).batches == [[1, 2]]
     other = reopened(tmp_path, position)
-    other.batch(3, [1, 4])  # another course of events: what followed the first is void
+    other.batch(3, [1, 4])  # history diverges: later batches of the old history are void
     other.close()
     assert backlog(reopened(tmp_path, position)).batches == [[1, 4]]
 
 
-async def test_a_journal_of_another_run_is_refused_with_the_way_out(tmp_path):
+async def test_journal_of_another_run_is_rejected_with_advice(tmp_path):
     position = await checkpointed(tmp_path / "journal")
     other = DataPosition(1, 9, (7,))
     with pytest.raises(CheckpointError, match=r"data before 9, without 7, and its journal.*Move the folder") as refused:
@@ -427,13 +427,13 @@ async def test_a_journal_of_another_run_is_refused_with_the_way_out(tmp_path):
     assert reopened(tmp_path / "away", position).losses == []
 
 
-async def test_a_journal_without_its_checkpoint_does_not_begin_anew_in_silence(tmp_path):
+async def test_journal_without_its_checkpoint_is_rejected(tmp_path):
     await checkpointed(tmp_path)
     with pytest.raises(CheckpointError, match="to a checkpoint that is gone"):
         reopened(tmp_path)
 
 
-async def test_a_checkpoint_of_more_than_may_wait_for_the_disk_waits_and_others_go_on(tmp_path, monkeypatch):
+async def test_large_checkpoint_waits_without_blocking_the_event_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(run_journal, "LogWriter", partial(LogWriter, max_pending_bytes=1000))
     journal = RunJournal(tmp_path)
     for index in range(50):
@@ -446,15 +446,15 @@ async def test_a_checkpoint_of_more_than_may_wait_for_the_disk_waits_and_others_
             turns += 1
             await asyncio.sleep(0)
 
-    going_on = asyncio.ensure_future(others())
+    other_task = asyncio.ensure_future(others())
     position = await journal.checkpoint(1, next_index=50)
-    going_on.cancel()
+    other_task.cancel()
     assert turns > 50
     journal.close()
     assert sorted(backlog(reopened(tmp_path, position)).finished) == list(range(50))
 
 
-async def test_what_comes_while_a_checkpoint_is_begun_replaces_what_was_open(tmp_path):
+async def test_records_during_a_checkpoint_replace_open_groups(tmp_path):
     journal, engine = RunJournal(tmp_path), Engine()
     engine.abort_at = 3
     await journal.record(engine, 5)([1], request_id="train-5/0/0", sampling=SAMPLING)
@@ -471,13 +471,13 @@ async def test_what_comes_while_a_checkpoint_is_begun_replaces_what_was_open(tmp
     assert (list(backlog(found).unsettled), found.state.completions) == ([0, 1, 2, 3, 5], {})
 
 
-def test_a_record_of_another_format_is_refused_with_the_way_out(tmp_path):
+def test_record_of_another_format_is_rejected_with_advice(tmp_path):
     (tmp_path / "step-000000.journal").write_bytes(frame(b"another"))
     with pytest.raises(CheckpointError, match=r"record of another format.*move the folder .* away"):
         reopened(tmp_path)
 
 
-async def test_a_journal_without_its_beginning_says_what_that_means(tmp_path):
+async def test_missing_first_segment_is_reported_with_its_consequences(tmp_path):
     position = await checkpointed(tmp_path)
     for segment in tmp_path.iterdir():
         segment.unlink()
@@ -500,11 +500,11 @@ def loop(path: Path) -> None:
     path.symlink_to(path.name)
 
 
-NO_FILES = [folder, loop, os.mkfifo]
+NON_FILES = [folder, loop, os.mkfifo]
 
 
-@pytest.mark.parametrize("make", NO_FILES)
-async def test_a_segment_that_is_no_file_is_refused_with_the_way_out(tmp_path, make):
+@pytest.mark.parametrize("make", NON_FILES)
+async def test_segment_that_is_not_a_file_is_rejected_with_advice(tmp_path, make):
     position = await checkpointed(tmp_path / "journal")
     (segment,) = (tmp_path / "journal").iterdir()
     segment.unlink()
@@ -518,13 +518,13 @@ async def test_a_segment_that_is_no_file_is_refused_with_the_way_out(tmp_path, m
 
 
 @pytest.mark.parametrize("make", [Path.touch, loop, os.mkfifo, lambda path: path.symlink_to("nowhere")])
-def test_a_journal_that_is_no_folder_is_refused_with_the_way_out(tmp_path, make):
+def test_journal_that_is_not_a_folder_is_rejected_with_advice(tmp_path, make):
     make(tmp_path / "journal")
     with pytest.raises(CheckpointError, match=r"journal.* cannot be (read|created): .*move"):
         reopened(tmp_path / "journal")
 
 
-def test_a_folder_for_which_there_is_no_room_is_told_of(tmp_path, monkeypatch):
+def test_full_disk_when_creating_the_journal_folder_is_reported(tmp_path, monkeypatch):
     def fsync(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -533,7 +533,7 @@ def test_a_folder_for_which_there_is_no_room_is_told_of(tmp_path, monkeypatch):
         reopened(tmp_path / "journal")
 
 
-async def test_other_files_of_the_folder_and_segments_that_stay_are_in_nobodys_way(tmp_path):
+async def test_foreign_files_and_undeletable_segments_are_ignored(tmp_path):
     (tmp_path / "step-old.journal").write_bytes(b"kept by hand")
     journal = RunJournal(tmp_path)
     await journal.checkpoint(1, next_index=0)
@@ -547,10 +547,10 @@ async def test_other_files_of_the_folder_and_segments_that_stay_are_in_nobodys_w
     assert reopened(tmp_path, position).losses == []
 
 
-async def test_a_checkpoint_waits_for_no_users_function_that_hangs_in_a_thread_of_asyncio(tmp_path):
-    goes_on = threading.Event()
+async def test_checkpoint_does_not_wait_for_hanging_asyncio_threads(tmp_path):
+    release = threading.Event()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    hanging = asyncio.ensure_future(asyncio.to_thread(goes_on.wait))
+    hanging = asyncio.ensure_future(asyncio.to_thread(release.wait))
     await asyncio.sleep(0)
     journal = RunJournal(tmp_path)
     try:
@@ -558,12 +558,12 @@ async def test_a_checkpoint_waits_for_no_users_function_that_hangs_in_a_thread_o
             await journal.checkpoint(1, next_index=0)
         assert not hanging.done()
     finally:
-        goes_on.set()
+        release.set()
         await hanging
     assert journal.num_batches_again == 0
 
 
-def test_a_record_that_does_not_say_how_it_was_sampled_is_refused_with_the_way_out(tmp_path):
+def test_record_without_sampling_parameters_is_rejected_with_advice(tmp_path):
     (tmp_path / "step-000000.journal").write_bytes(
         frame(msgspec.msgpack.encode({"type": "finished", "index": 0, "rollouts": []}))
     )
@@ -571,7 +571,7 @@ def test_a_record_that_does_not_say_how_it_was_sampled_is_refused_with_the_way_o
         reopened(tmp_path)
 
 
-async def test_a_segment_of_another_run_is_refused_though_both_stood_at_the_same_place(tmp_path):
+async def test_segment_of_another_run_at_the_same_position_is_rejected(tmp_path):
     positions = []
     for name in ("one", "other"):
         journal = RunJournal(tmp_path / name, DataPosition(run=name))
@@ -587,7 +587,7 @@ async def test_a_segment_of_another_run_is_refused_though_both_stood_at_the_same
         RunJournal(tmp_path / "one", one)
 
 
-async def test_numpy_numbers_of_a_generate_of_ones_own_are_plain_before_anything_reads_them(tmp_path):
+async def test_numpy_values_of_a_custom_generate_are_converted(tmp_path):
     async def generate(prompt_token_ids, *, request_id, **_):
         return Completion(
             request_id,
@@ -611,20 +611,20 @@ async def test_numpy_numbers_of_a_generate_of_ones_own_are_plain_before_anything
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "expected"),
     [
         ({"metrics": {"queue_s": float("nan")}}, r"generate gave metrics\['queue_s'\] = nan; it must be finite"),
         ({"logprobs": [-0.5, float("inf")]}, "generate gave a logprob of inf"),
         ({"token_ids": [5, -6]}, "the completion has token -6"),
     ],
 )
-async def test_a_bad_answer_fails_with_its_field_and_is_not_noted(tmp_path, fields, says):
+async def test_invalid_completion_names_its_field_and_is_not_recorded(tmp_path, fields, expected):
     async def generate(prompt_token_ids, *, request_id, **_):
         answer = Completion(request_id, [5, 6], [-0.5, -0.25], FinishReason.STOP, [VersionSpan(3, 2)])
         return replace(answer, **fields)
 
     journal = RunJournal(tmp_path)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         await journal.record(generate, 0)([1, 2], request_id="a", sampling=SAMPLING)
     journal.drain()
     assert not reopened(tmp_path).state.completions

@@ -1,3 +1,5 @@
+"""Names of run directories, and the link to the latest run."""
+
 from __future__ import annotations
 
 import os
@@ -34,11 +36,11 @@ def config(project: Path) -> RunConfig:
         ([], [("seed", "1"), ("logging.sinks", '["wandb"]'), ("seed", "2")], "echo-seed=2"),
     ],
 )
-def test_a_run_is_named_by_its_task_and_what_was_set_for_it(config: RunConfig, tomls, overrides, name: str):
+def test_run_name_consists_of_the_task_and_overrides(config: RunConfig, tomls, overrides, name: str):
     assert run_name(config, [Path(toml) for toml in tomls], overrides) == name
 
 
-def test_the_users_own_name_stands_alone(project: Path):
+def test_name_setting_replaces_the_generated_name(project: Path):
     config = load_config("config.toml", [("name", "baseline")])
     assert run_name(config, [], [("name", "baseline"), ("seed", "3")]) == "baseline"
     assert re.fullmatch(r"\d{8}-\d{6}-baseline", RunDirectory.create(config).path.name)
@@ -47,7 +49,7 @@ def test_the_users_own_name_stands_alone(project: Path):
 
 
 @given(overrides=st.lists(st.tuples(st.text(max_size=9), st.text(max_size=90)), max_size=9))
-def test_a_name_is_always_one_of_a_file(overrides: list[tuple[str, str]]):
+def test_run_name_is_always_a_valid_file_name(overrides: list[tuple[str, str]]):
     class Task:
         pass
 
@@ -55,13 +57,13 @@ def test_a_name_is_always_one_of_a_file(overrides: list[tuple[str, str]]):
     assert re.fullmatch(r"[\w.+=-]{1,80}", run_name(config, [Path("a"), Path("b" * 99)], overrides), re.ASCII)
 
 
-def test_latest_is_the_run_that_runs_or_ran_last(config: RunConfig):
+def test_latest_links_to_the_most_recent_run(config: RunConfig):
     first, second = RunDirectory.create(config), RunDirectory.create(config)
     assert os.readlink("runs/latest") == second.path.name
     first.become_latest()
     assert os.readlink("runs/latest") == first.path.name
 
 
-def test_a_copy_elsewhere_gets_no_link(tmp_path: Path):
+def test_copied_run_does_not_become_latest(tmp_path: Path):
     RunDirectory(tmp_path / "copies" / "of_a_run").become_latest()
     assert not (tmp_path / "copies" / "latest").is_symlink()

@@ -1,4 +1,4 @@
-"""Commands that are given the folder of a run of several adapters, or of one adapter of it."""
+"""Commands on the folder of a run of several adapters, or of one of its adapters."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def run(tmp_path: Path) -> Path:
         ["export", "RUN", "OUT", "--adapter"],
     ],
 )
-def test_a_run_of_several_adapters_is_no_policy_and_its_adapters_are_named(
+def test_run_of_several_adapters_is_not_a_policy(
     run: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = {"RUN": str(run), "OUT": str(run / "out")}
     assert main([paths.get(word, word) for word in command]) == 2
-    told = capsys.readouterr().err
-    assert f"{run} is a run of several adapters, each of which is a policy; name one of them: " in told
-    assert f"{run}/adapters/grpo, {run}/adapters/gspo, {run}/adapters/rank_8" in told
+    output = capsys.readouterr().err
+    assert f"{run} is a run of several adapters, each of which is a policy; name one of them: " in output
+    assert f"{run}/adapters/grpo, {run}/adapters/gspo, {run}/adapters/rank_8" in output
 
 
-def test_the_results_of_all_adapters_are_printed_also_by_a_quiet_command(
+def test_quiet_train_prints_the_results_of_all_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     results = {name: RunSummary(0.1, 0.4, 80, 900, 5.0, tmp_path / "adapters" / name) for name in ("grpo", "gspo")}
@@ -74,12 +74,12 @@ def test_the_results_of_all_adapters_are_printed_also_by_a_quiet_command(
     assert given.adapters["gspo"].reward_after == 0.4
 
 
-def test_a_server_follows_one_adapter_and_names_those_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_requires_one_adapter_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "adapters" / "grpo" / "checkpoints" / "step-000003").mkdir()
     assert main(["serve", str(run), "--follow", "--dry-run"]) == 2
-    told = capsys.readouterr().err
-    assert f"--follow: {run} is a run with [[adapters]], which are served together as they are; name one" in told
-    assert f"one of them ({run}/adapters/grpo, {run}/adapters/gspo, {run}/adapters/rank_8), or leave" in told
+    output = capsys.readouterr().err
+    assert f"--follow: {run} is a run with [[adapters]], which are served together as they are; name one" in output
+    assert f"one of them ({run}/adapters/grpo, {run}/adapters/gspo, {run}/adapters/rank_8), or leave" in output
     assert main(["serve", str(BASE), "--dry-run", f'--server.adapters={{ mine = "{run}" }}']) == 2
     assert f"server.adapters.mine = {str(run)!r}: {run} is a run of several adapters" in capsys.readouterr().err
 
@@ -97,11 +97,11 @@ def test_a_run_of_one_adapter_is_the_policy_of_that_adapter(tmp_path: Path) -> N
     assert split([str(run)]) == ([str(only / "config.toml")], [str(run)])
 
 
-def test_an_adapter_is_resumed_with_its_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_cannot_be_resumed_without_its_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--resume", str(run / "adapters" / "grpo"), "--training.steps", "99"]) == 2
-    told = capsys.readouterr().err
-    assert f"continue together: titan-rl train --resume {run}; for more steps" in told
-    assert "--adapters.grpo.training.steps N" in told
+    output = capsys.readouterr().err
+    assert f"continue together: titan-rl train --resume {run}; for more steps" in output
+    assert "--adapters.grpo.training.steps N" in output
 
 
 @dataclass
@@ -111,15 +111,15 @@ class Loop:
     version: int
 
 
-def test_an_adapter_that_fails_and_loses_its_last_save_names_its_step_and_the_saved_one(run: Path) -> None:
+def test_failed_adapter_message_names_its_step_and_the_saved_step(run: Path) -> None:
     config = load_config(SEVERAL, [("model.path", str(BASE))])
     experiment = Experiment("grpo", config.experiments["grpo"], run)
     messages = ExperimentMessages(config, RunDirectory(run), 0)
     messages.experiments = [experiment]
     experiment.error, experiment.controller = TrainingError("the disk is gone"), cast(Any, Loop(3))
-    told = "step 3 is not saved: there is no checkpoint"
-    assert experiment.failed() == f"failed at step 3 ({told}), and the others continue: the disk is gone"
-    assert messages.failed().startswith(f"grpo: {told}; fix the error")
+    unsaved = "step 3 is not saved: there is no checkpoint"
+    assert experiment.failed() == f"failed at step 3 ({unsaved}), and the others continue: the disk is gone"
+    assert messages.failed().startswith(f"grpo: {unsaved}; fix the error")
     (run / "adapters" / "grpo" / "checkpoints" / "step-000002").mkdir()
     assert "(step 3 is not saved: the newest checkpoint is of step 2)" in experiment.failed()
     assert messages.stopped().startswith("stopped; grpo: step 3 is not saved: the newest checkpoint is of step 2; to")
@@ -128,7 +128,7 @@ def test_an_adapter_that_fails_and_loses_its_last_save_names_its_step_and_the_sa
     assert messages.stopped().startswith("stopped; what each adapter has trained is saved; to continue")
 
 
-async def test_the_error_of_a_run_with_a_failed_adapter_has_the_summaries_of_the_others(run: Path) -> None:
+async def test_adapters_failed_error_has_the_summaries_of_the_others(run: Path) -> None:
     config = load_config(SEVERAL, [("model.path", str(BASE))])
     experiments = [Experiment(name, config.experiments[name], run) for name in ("grpo", "gspo")]
     finished, damaged = experiments
@@ -145,14 +145,14 @@ async def test_the_error_of_a_run_with_a_failed_adapter_has_the_summaries_of_the
 
 
 class Gone:
-    """Routers of adapters, of which one is asked for and a cancellation comes back, as of a client that was closed."""
+    """Routers of adapters that raise a cancellation, as a closed client does."""
 
     @property
     def by_adapter(self) -> None:
         raise asyncio.CancelledError
 
 
-async def test_an_adapter_that_is_cancelled_although_nobody_requested_it_has_failed(run: Path) -> None:
+async def test_stray_cancellation_fails_the_adapter(run: Path) -> None:
     config = load_config(SEVERAL, [("model.path", str(BASE))])
     training = SimpleNamespace(trainer=SimpleNamespace(remote=SimpleNamespace(reason=None)))
     session = SimpleNamespace(run_dir=RunDirectory(run), progress=Progress(2), config=config, sinks=Sinks({}, LOG))
@@ -162,9 +162,7 @@ async def test_an_adapter_that_is_cancelled_although_nobody_requested_it_has_fai
         await Experiments(*cast(Any, (session, experiments, planes, None))).run()
 
 
-def test_a_run_whose_adapters_are_all_finished_is_not_resumed_and_one_with_steps_left_is(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_requires_an_adapter_with_steps_left(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(SEVERAL, [("model.path", str(BASE))])
     begin_run(config, RunDirectory(run))
     for name, experiment in config.experiments.items():
@@ -177,9 +175,9 @@ def test_a_run_whose_adapters_are_all_finished_is_not_resumed_and_one_with_steps
         folder.export.mkdir()
     for more in ([], ["--dry-run"]):
         assert main(["train", "--resume", str(run), *more]) == 1
-        told = capsys.readouterr().err
-        assert f"{run}: all adapters have trained all their steps; give one of them more, for example with " in told
-        assert "--adapters.grpo.training.steps 160" in told
+        output = capsys.readouterr().err
+        assert f"{run}: all adapters have trained all their steps; give one of them more, for example with " in output
+        assert "--adapters.grpo.training.steps 160" in output
     damaged = run / "adapters" / "rank_8" / "checkpoints" / "step-000040"
     assert main(["train", "--resume", str(run), "--dry-run", "--adapters.rank_8.training.steps", "41"]) == 1
     assert f"{damaged} has no checksums.json" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Sinks that fail or hang: what they lose is told, and nothing else is lost."""
+"""Sinks that fail or hang: their losses are reported, and nothing else is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from titan_rl.run.observability.sinks import BackgroundSink, Sinks, open_sinks
 
 
 class Service:
-    """A sink that is down when it is told to be. `taken` lists what it has got."""
+    """Sink that fails while `down` is set. `taken` lists the steps that it has received."""
 
     def __init__(self) -> None:
         self.down = False
@@ -44,14 +44,14 @@ class Service:
         self.closed = True
 
 
-def in_background(make: Callable[[], Service], told: ConsoleLines, **limits: Any) -> BackgroundSink:
-    spec = SinkSpec("run", Path(), LoggingConfig(), 0, told)
+def in_background(make: Callable[[], Service], console: ConsoleLines, **limits: Any) -> BackgroundSink:
+    spec = SinkSpec("run", Path(), LoggingConfig(), 0, console)
     return BackgroundSink(SinkKind(lambda _: make(), "W&B"), spec, **limits)
 
 
-def test_a_sink_that_raises_is_told_of_once_and_again_when_it_works():
-    told, service, other = ConsoleLines(), Service(), Service()
-    sinks = Sinks({"W&B": service, "other": other}, told)
+def test_failing_sink_is_reported_once_and_when_it_recovers():
+    console, service, other = ConsoleLines(), Service(), Service()
+    sinks = Sinks({"W&B": service, "other": other}, console)
     for step in range(6):
         service.down = 1 <= step <= 3
         sinks.log(step, {"loss": 0.0})
@@ -59,17 +59,17 @@ def test_a_sink_that_raises_is_told_of_once_and_again_when_it_works():
     assert (service.taken, other.taken) == ([0, 4, 5], [0, 1, 2, 3, 4, 5])
     assert service.closed
     assert other.closed
-    assert told == [
+    assert console == [
         "logging to W&B failed, and the run continues without it: ConnectionError: 503",
         "logging to W&B works again; 3 were lost meanwhile",
         "logging to W&B failed 3 times in this run; the log has the first reason",
     ]
 
 
-def test_a_service_that_does_not_answer_holds_up_nothing_and_gets_its_records_later():
-    told, service = ConsoleLines(), Service()
+def test_slow_sink_does_not_block_and_gets_its_records_later():
+    console, service = ConsoleLines(), Service()
     service.answers.clear()
-    sink = in_background(lambda: service, told)
+    sink = in_background(lambda: service, console)
     for step in range(3):
         sink.log(step, {})
     assert service.asked.wait(20)
@@ -78,20 +78,20 @@ def test_a_service_that_does_not_answer_holds_up_nothing_and_gets_its_records_la
     sink.close()
     assert service.taken == [0, 1, 2]
     assert service.closed
-    assert told == []
+    assert console == []
 
 
-def test_a_service_that_never_answers_does_not_keep_the_run_from_ending():
-    told, service = ConsoleLines(), Service()
+def test_hanging_sink_does_not_block_the_end_of_the_run():
+    console, service = ConsoleLines(), Service()
     service.answers.clear()
-    sink = in_background(lambda: service, told, close_timeout_s=0.01, max_waiting=2)
+    sink = in_background(lambda: service, console, close_timeout_s=0.01, max_waiting=2)
     sink.log(0, {})
     assert service.asked.wait(20)
-    sinks = Sinks({"W&B": sink}, told)
+    sinks = Sinks({"W&B": sink}, console)
     for step in range(1, 5):
         sinks.log(step, {})
     sinks.close()
-    assert told == [
+    assert console == [
         "logging to W&B failed, and the run continues without it: TimeoutError: W&B is 2 records behind",
         "logging to W&B failed 2 times in this run; the log has the first reason",
         "closing W&B failed, and the run continues without it: TimeoutError: W&B did not take everything within 0.01 s "
@@ -100,27 +100,27 @@ def test_a_service_that_never_answers_does_not_keep_the_run_from_ending():
     service.answers.set()
 
 
-def test_a_service_that_is_down_from_the_start_is_left_out():
+def test_sink_that_cannot_be_opened_is_skipped():
     def refuse() -> Service:
         raise ConnectionError("no route to host")
 
-    told = ConsoleLines()
-    sink = in_background(refuse, told)
+    console = ConsoleLines()
+    sink = in_background(refuse, console)
     for step in range(3):
         sink.log(step, {})
     sink.close()
-    assert told == ["opening W&B failed, and the run continues without it: ConnectionError: no route to host"]
+    assert console == ["opening W&B failed, and the run continues without it: ConnectionError: no route to host"]
 
 
 class PanicException(BaseException):
-    """As extensions written in Rust raise."""
+    """Exception like the one that a panic in a Rust extension raises."""
 
 
 WORSE_THAN_EXCEPTIONS = [SystemExit("no login"), asyncio.CancelledError("no login"), PanicException("no login")]
 
 
 class Leaves(Service):
-    """Ends the process, or what it takes for one, at every second record."""
+    """Sink that raises at every second record, as a client that ends the process does."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -138,33 +138,33 @@ class Leaves(Service):
 
 @pytest.mark.parametrize("error", WORSE_THAN_EXCEPTIONS)
 @pytest.mark.parametrize("has_thread", [False, True])
-def test_a_sink_that_ends_more_than_itself_is_told_of(error: BaseException, has_thread: bool):
-    told, service, other = ConsoleLines(), Leaves(error), Service()
-    sink = in_background(lambda: service, told) if has_thread else service
-    sinks = Sinks({"W&B": sink, "other": other}, told)
+def test_base_exception_in_a_sink_is_reported(error: BaseException, has_thread: bool):
+    console, service, other = ConsoleLines(), Leaves(error), Service()
+    sink = in_background(lambda: service, console) if has_thread else service
+    sinks = Sinks({"W&B": sink, "other": other}, console)
     for step in range(4):
         sinks.log(step, {})
     sinks.close()
     assert (service.taken, other.taken) == ([0, 2], [0, 1, 2, 3])
     assert other.closed
     text = f"{type(error).__name__}: no login"
-    assert told[0] == f"logging to W&B failed, and the run continues without it: {text}"
-    assert f"closing W&B failed, and the run continues without it: {text}" in told
+    assert console[0] == f"logging to W&B failed, and the run continues without it: {text}"
+    assert f"closing W&B failed, and the run continues without it: {text}" in console
 
 
 @pytest.mark.parametrize("error", WORSE_THAN_EXCEPTIONS)
-def test_a_service_whose_client_leaves_when_opened_is_left_out(error: BaseException):
+def test_sink_that_raises_base_exception_when_opened_is_skipped(error: BaseException):
     def leave() -> Service:
         raise error
 
-    told = ConsoleLines()
-    sink = in_background(leave, told)
+    console = ConsoleLines()
+    sink = in_background(leave, console)
     sink.log(0, {})
     sink.close()
-    assert told == [f"opening W&B failed, and the run continues without it: {type(error).__name__}: no login"]
+    assert console == [f"opening W&B failed, and the run continues without it: {type(error).__name__}: no login"]
 
 
-def test_a_sink_that_changes_its_record_changes_no_other():
+def test_sink_that_mutates_its_record_does_not_affect_others():
     class Changes(Service):
         def log(self, step: int, metrics: Any) -> None:
             super().log(step, metrics)
@@ -181,20 +181,20 @@ def test_a_sink_that_changes_its_record_changes_no_other():
     assert kept == [metrics] == [{"loss": 0.5, "reward": 1.0}]
 
 
-def test_metrics_that_the_disk_does_not_take_are_counted_and_the_next_ones_written(tmp_path: Path):
-    told, run_dir = ConsoleLines(), RunDirectory(tmp_path)
+def test_failed_metrics_writes_are_counted_and_later_ones_written(tmp_path: Path):
+    console, run_dir = ConsoleLines(), RunDirectory(tmp_path)
     run_dir.metrics.mkdir()
-    with open_sinks(LoggingConfig(), run_dir, told) as sinks:
+    with open_sinks(LoggingConfig(), run_dir, console) as sinks:
         sinks.log(1, {"loss": 0.5})
         sinks.log(2, {"loss": 0.5})
         run_dir.metrics.rmdir()
         sinks.log(3, {"loss": 0.5})
     assert [record["step"] for record in read_jsonl(run_dir.metrics)] == [3]
-    assert told[0].startswith("logging to metrics.jsonl failed, and the run continues without it: IsADirectoryError")
-    assert told[1] == "logging to metrics.jsonl works again; 2 were lost meanwhile"
+    assert console[0].startswith("logging to metrics.jsonl failed, and the run continues without it: IsADirectoryError")
+    assert console[1] == "logging to metrics.jsonl works again; 2 were lost meanwhile"
 
 
-def test_a_line_without_room_leaves_no_half_of_it(tmp_path: Path):
+def test_write_without_space_leaves_no_partial_line(tmp_path: Path):
     run_dir = RunDirectory(tmp_path)
     run_dir.write_rollout({"step": 1})
     with quota(100), pytest.raises(OSError, match="No space left"):
@@ -205,8 +205,7 @@ def test_a_line_without_room_leaves_no_half_of_it(tmp_path: Path):
 
 @contextmanager
 def quota(size: int) -> Iterator[None]:
-    """A file that grows beyond it takes what fits, and no more: within the block alone, for a log of the tests' own may
-    be larger."""
+    """Limit the size of files, so that a larger write is cut short: only in the block, as test logs may be larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -217,7 +216,7 @@ def quota(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_time_goes_on_over_a_resume(tmp_path: Path):
+def test_time_continues_across_a_resume(tmp_path: Path):
     first = RunDirectory(tmp_path)
     first.write_metrics(1, {})
     first.close()

@@ -1,4 +1,4 @@
-"""Warnings of stalls of one of several adapters, in virtual time: waiting behind the others is none, silence is one."""
+"""Stall warnings for one of several adapters, in virtual time: waiting behind the others is not a stall."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Loop:
 
 
 class Queue(FakeReplica):
-    """Replica whose engine steps for the requests of others, and says so, until `hangs`."""
+    """Replica whose engine steps for other requests, and reports it, until `hangs` is set."""
 
     hangs = False
 
@@ -43,8 +43,8 @@ class Queue(FakeReplica):
         raise AssertionError("nobody waits as long")
 
 
-async def test_an_adapter_that_waits_behind_others_at_the_trainer_is_not_stalled_until_they_are() -> None:
-    turns, told = FairTurns(["sort", "sum", "tags"]), ConsoleLines()
+async def test_adapter_waiting_for_the_trainer_is_stalled_only_if_the_others_are() -> None:
+    turns, console = FairTurns(["sort", "sum", "tags"]), ConsoleLines()
     stalls = ExperimentStalls(Loop(), GeneratorRouter([]), turns, "sort")
     hang = asyncio.Event()
 
@@ -60,15 +60,15 @@ async def test_an_adapter_that_waits_behind_others_at_the_trainer_is_not_stalled
         async with turns.turn("sort"):
             pass
 
-    async with in_background(warn_of_stalls(stalls, told)):
+    async with in_background(warn_of_stalls(stalls, console)):
         others = [asyncio.create_task(train(name, hangs=name == "sum")) for name in ("sum", "tags")]
         await asyncio.sleep(1)
         turns._accounts["sort"].virtual_s = 1e6  # it has had more than its share
         mine = asyncio.create_task(wait_for_a_turn())
         await asyncio.sleep(198)
-        assert told == []
+        assert console == []
         await asyncio.sleep(60)
-        assert told[0] == (
+        assert console[0] == (
             "nothing has happened for 30 s: it waits for its turn at the trainer, which is at work for sum; "
             "0 requests are in flight"
         )
@@ -76,25 +76,25 @@ async def test_an_adapter_that_waits_behind_others_at_the_trainer_is_not_stalled
         await asyncio.gather(mine, *others)
 
 
-async def test_an_adapter_whose_requests_wait_behind_those_of_others_is_not_stalled_until_the_engine_is() -> None:
-    replica, told = Queue("generator-0"), ConsoleLines()
+async def test_adapter_with_queued_requests_is_stalled_only_if_the_engine_is() -> None:
+    replica, console = Queue("generator-0"), ConsoleLines()
     router = GeneratorRouter([replica])
     stalls = ExperimentStalls(Loop(), router, FairTurns(["sort"]), "sort")
-    async with in_background(warn_of_stalls(stalls, told)):
+    async with in_background(warn_of_stalls(stalls, console)):
         asking = asyncio.create_task(router.generate([1], request_id="1", sampling=SamplingParams(max_tokens=1)))
         await asyncio.sleep(200)
-        assert told == []
+        assert console == []
         replica.hangs = True
         await asyncio.sleep(40)
-        assert told == ["nothing has happened for 30 s: 0 requests are in flight"]
+        assert console == ["nothing has happened for 30 s: 0 requests are in flight"]
         asking.cancel()
 
 
-async def test_an_adapter_that_waits_for_nobody_is_stalled_while_the_others_train() -> None:
-    turns, told = FairTurns(["sort", "sum"]), ConsoleLines()
+async def test_idle_adapter_is_stalled_while_others_train() -> None:
+    turns, console = FairTurns(["sort", "sum"]), ConsoleLines()
     stalls = ExperimentStalls(Loop(), GeneratorRouter([]), turns, "sort")
-    async with in_background(warn_of_stalls(stalls, told)):
+    async with in_background(warn_of_stalls(stalls, console)):
         for _ in range(8):
             async with turns.turn("sum"):
                 await asyncio.sleep(5)
-    assert told == ["nothing has happened for 30 s: 0 requests are in flight"]
+    assert console == ["nothing has happened for 30 s: 0 requests are in flight"]

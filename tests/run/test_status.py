@@ -1,4 +1,4 @@
-"""A run's folder says that the run goes on, and how it ended; the report says it, too."""
+"""Status of a run in its folder and in its report: whether it is running, and how it ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_rl.run.status import report_written, status_kept
 from titan_rl.viewer.runs import is_run
 
 
-def test_a_run_goes_on_and_is_finished(tmp_path: Path) -> None:
+def test_status_is_running_and_then_finished(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with status_kept(tmp_path, begins=True):
@@ -30,33 +30,33 @@ def test_a_run_goes_on_and_is_finished(tmp_path: Path) -> None:
     assert ended.ended is not None
 
 
-def test_a_stop_and_a_failure_are_kept_until_the_run_goes_on(tmp_path: Path) -> None:
+def test_stopped_and_failed_status_last_until_the_run_resumes(tmp_path: Path) -> None:
     with status_kept(tmp_path, begins=True) as status:
         status.state = "stopped"
     first = read_status(tmp_path)
     assert first.state == "stopped"
     failure = TrainingError("the loss is nan")
-    failure.add_note("go on with: titan-rl train --resume x")
+    failure.add_note("continue with: titan-rl train --resume x")
     with pytest.raises(TrainingError), status_kept(tmp_path, begins=False):
         raise failure
     second = read_status(tmp_path)
     assert (second.state, second.began, len(second.resumed)) == ("failed", first.began, 1)
-    assert second.reason == "the loss is nan\ngo on with: titan-rl train --resume x"
+    assert second.reason == "the loss is nan\ncontinue with: titan-rl train --resume x"
     with status_kept(tmp_path, begins=False):
         pass
     third = read_status(tmp_path)
     assert (third.state, third.reason, len(third.resumed)) == ("finished", "", 2)
 
 
-def test_the_report_of_a_failed_run_says_why(tmp_path: Path) -> None:
+def test_report_of_a_failed_run_has_the_reason(tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     with pytest.raises(TrainingError), report_written(tmp_path, out), status_kept(tmp_path, begins=True):
         raise TrainingError("no generator is left")
     assert "no generator is left" in out.read_text()
 
 
-def test_the_report_of_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> None:
-    """The run's folder is locked as the report is written, and nothing else is in it."""
+def test_report_of_a_run_that_failed_before_its_first_step_has_the_reason(tmp_path: Path) -> None:
+    """The run's folder is locked while the report is written, and contains nothing else."""
     out = tmp_path / "report.html"
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -69,10 +69,10 @@ def test_the_report_of_a_run_that_failed_before_its_first_step_says_why(tmp_path
         assert '"state":"failed","reason":"ValueError: no host"' in out.read_text()
         with status_kept(tmp_path, begins=False):
             assert read_status(tmp_path).state == "running"
-    assert is_run(tmp_path), "it is shown among the others"
+    assert is_run(tmp_path), "the viewer lists it"
 
 
-def test_ctrl_c_while_the_report_is_written_leaves_the_run_as_it_ended(
+def test_ctrl_c_while_writing_the_report_keeps_the_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "report.html"
@@ -88,15 +88,15 @@ def test_ctrl_c_while_the_report_is_written_leaves_the_run_as_it_ended(
     assert not [*tmp_path.glob("*report.html*")]
 
 
-def test_a_disk_that_takes_nothing_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_report_write_does_not_fail_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     gone = tmp_path / "gone"
     with report_written(gone, gone / "report.html"), status_kept(gone, begins=True):
         pass
     assert "writing report.html failed" in capfd.readouterr().err
 
 
-def test_a_run_is_seen_to_go_on_where_its_lock_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another machine, or in a container, which lists other locks."""
+def test_run_whose_lock_is_not_visible_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another machine or in a container, which lists other locks."""
     lock = tmp_path / "lock"
     lock.touch()
     with status_kept(tmp_path, begins=True):
@@ -110,7 +110,7 @@ def test_a_run_is_seen_to_go_on_where_its_lock_is_not(tmp_path: Path, monkeypatc
     assert read_status(tmp_path).state == "finished"
 
 
-def test_a_run_gives_a_sign_of_life_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_run_refreshes_its_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_rl.run.status.BEAT_S", 0.001)
     lock = tmp_path / "lock"
     lock.touch()
@@ -125,9 +125,7 @@ def test_a_run_gives_a_sign_of_life_again_and_again(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("reason", ["the loss is nan", "x" * 100_000])
-def test_a_full_disk_keeps_no_run_from_saying_how_it_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
+def test_final_status_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, in programs of their own: with a loop that runs, or is held up, or never returns."""
+"""Ctrl-C and SIGTERM in separate programs, whose event loop runs, is blocked, or never returns."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def native():
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
     print("ready", flush=True)
-    libc.pthread_mutex_lock(mutex)  # never returns, and keeps Python's lock
+    libc.pthread_mutex_lock(mutex)  # never returns, and keeps the GIL
 
 def sleep():
     print("ready", flush=True)
@@ -65,7 +65,7 @@ async def run(what, signals):
             await asyncio.to_thread(input)  # saves
 
 stops = StopSignals("stopping in order", "ended at once", reaction_s=0.5)
-with stops as signals, guarded(scratch_root(), "no-run", "to go on: titan-rl train --resume here"), run_environment():
+with stops as signals, guarded(scratch_root(), "no-run", "continue: titan-rl train --resume here"), run_environment():
     print(os.environ["TMPDIR"], flush=True)
     asyncio.run(run(sys.argv[1], signals))
 print("ended in order", flush=True)
@@ -73,7 +73,7 @@ print("ended in order", flush=True)
 
 
 class Program:
-    """It holds a scratch folder, as a run does."""
+    """Separate program that holds a scratch folder, as a run does."""
 
     def __init__(self, what: str, temporary: Path, sigint: Any = signal.SIG_DFL) -> None:
         self.process = subprocess.Popen(
@@ -92,13 +92,13 @@ class Program:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def told(self) -> str:
-        """The next line on standard error."""
+    def stderr_line(self) -> str:
+        """Return the next line of standard error."""
         assert self.process.stderr is not None
         return self.process.stderr.readline().strip()
 
-    def last_told(self) -> str:
-        """Of a program that has ended."""
+    def last_stderr_line(self) -> str:
+        """Return the last line of standard error of a program that has ended."""
         assert self.process.stderr is not None
         return self.process.stderr.read().splitlines()[-1]
 
@@ -140,10 +140,10 @@ STOPS = [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_the_first_signal_is_told_of_at_once_and_stops_in_order(start: Callable[..., Program], number: signal.Signals):
+def test_first_signal_is_reported_at_once_and_stops_in_order(start: Callable[..., Program], number: signal.Signals):
     program = start("idle")
     program.process.send_signal(number)
-    assert program.told() == f"titan-rl: {number.name}: stopping in order"
+    assert program.stderr_line() == f"titan-rl: {number.name}: stopping in order"
     assert program.line() == "stopping"
     program.say("saved")
     assert program.line() == "ended in order"
@@ -155,26 +155,26 @@ def test_the_first_signal_is_told_of_at_once_and_stops_in_order(start: Callable[
 def test_a_second_signal_ends_the_program_at_once(start: Callable[..., Program], what: str, number: signal.Signals):
     program = start(what)
     program.process.send_signal(signal.SIGINT)
-    assert program.told() == "titan-rl: SIGINT: stopping in order"
+    assert program.stderr_line() == "titan-rl: SIGINT: stopping in order"
     time.sleep(0.35)  # two signals closer together are one
     program.process.send_signal(number)
     assert program.wait() == 128 + number
     program.wait_until_clean()
-    assert program.last_told() == f"titan-rl: {number.name}: ended at once"
+    assert program.last_stderr_line() == f"titan-rl: {number.name}: ended at once"
 
 
-def test_a_program_that_native_code_holds_up_is_killed_by_the_second_signal(start: Callable[..., Program]):
+def test_second_signal_kills_a_program_blocked_in_native_code(start: Callable[..., Program]):
     program = start("native")
     program.process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     program.process.send_signal(signal.SIGINT)
     assert program.wait() == -signal.SIGKILL
     program.wait_until_clean()
-    said = "titan-rl: the run does not react, and is killed; to go on: titan-rl train --resume here"
-    assert program.last_told() == said
+    expected = "titan-rl: the run does not react, and is killed; continue: titan-rl train --resume here"
+    assert program.last_stderr_line() == expected
 
 
-def test_a_program_that_is_killed_is_cleaned_up_after(start: Callable[..., Program]):
+def test_killed_program_is_cleaned_up(start: Callable[..., Program]):
     program = start("idle")
     log = program.scratch.parent / f"monarch_log_{program.scratch.name}.log"  # in a folder of /tmp, as Monarch does
     log.touch()
@@ -183,7 +183,7 @@ def test_a_program_that_is_killed_is_cleaned_up_after(start: Callable[..., Progr
     program.wait_until_clean(log)
 
 
-def test_signals_that_come_together_are_one(start: Callable[..., Program]):
+def test_simultaneous_signals_count_as_one(start: Callable[..., Program]):
     program = start("idle")
     for number in STOPS:  # as `timeout` sends to the process and to its group
         program.process.send_signal(number)
@@ -192,23 +192,23 @@ def test_signals_that_come_together_are_one(start: Callable[..., Program]):
     assert program.line() == "ended in order"
 
 
-def test_a_held_up_loop_is_told_of(start: Callable[..., Program]):
+def test_blocked_event_loop_is_reported(start: Callable[..., Program]):
     program = start("sleep")
     program.process.send_signal(signal.SIGTERM)
-    assert program.told() == "titan-rl: SIGTERM: stopping in order"
-    assert "nothing has been stopped for 0.5 s" in program.told()
+    assert program.stderr_line() == "titan-rl: SIGTERM: stopping in order"
+    assert "nothing has been stopped for 0.5 s" in program.stderr_line()
 
 
-def test_a_sigint_that_the_shell_ignores_stays_ignored_and_sigterm_stops(start: Callable[..., Program]):
+def test_ignored_sigint_stays_ignored_and_sigterm_stops(start: Callable[..., Program]):
     program = start("idle", sigint=signal.SIG_IGN)
     program.process.send_signal(signal.SIGINT)
     program.process.send_signal(signal.SIGTERM)
-    assert program.told() == "titan-rl: SIGTERM: stopping in order"
+    assert program.stderr_line() == "titan-rl: SIGTERM: stopping in order"
     program.say("saved")
     assert program.wait() == 0
 
 
-def test_a_stop_while_a_run_is_set_up_does_not_speak_of_a_step_that_is_trained(project: Path) -> None:
+def test_stop_during_setup_does_not_mention_a_training_step(project: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SETTING_UP], capture_output=True, text=True, timeout=HANG_S, cwd=project
     )
@@ -218,20 +218,20 @@ def test_a_stop_while_a_run_is_set_up_does_not_speak_of_a_step_that_is_trained(p
     assert "stopped before a step was trained; to continue: titan-rl train --resume" in ended.stderr
 
 
-def test_what_a_stop_says_changes_with_what_the_program_is_at() -> None:
-    told: list[str] = []
+def test_stop_message_can_change_while_running() -> None:
+    messages: list[str] = []
 
     class Listener(StderrConsole):
         def end_with(self, text: str) -> None:
-            told.append(text)
+            messages.append(text)
 
     with StopSignals("at first", "ended", Listener(), reaction_s=60) as signals:
         signals.stopping = "later"
         signal.raise_signal(signal.SIGTERM)
-    assert told == ["SIGTERM: later"]
+    assert messages == ["SIGTERM: later"]
 
 
-def test_the_guard_outlives_a_signal_to_all_that_a_job_has(start: Callable[..., Program]) -> None:
+def test_guard_survives_a_signal_to_the_whole_job(start: Callable[..., Program]) -> None:
     program = start("idle")
     children = children_of(program.process.pid)
     guards = [pid for pid in children if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -1,4 +1,4 @@
-"""A run that is stopped while its trainer is dead, on fakes: it waits for no other."""
+"""Stopping a run while its trainer is dead, on fakes: the stop does not wait for another trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def stopped(running: asyncio.Future[None]) -> bool:
     return running.cancelled()
 
 
-async def test_a_stop_does_not_wait_for_a_trainer_that_waits_for_a_host(tmp_path: Path) -> None:
+async def test_stop_does_not_wait_for_a_trainer_without_a_host(tmp_path: Path) -> None:
     fate = Fate(steps=[4])
     rig = MortalRig(tmp_path, fate, interval=2)
     waits = asyncio.Event()
@@ -36,10 +36,10 @@ async def test_a_stop_does_not_wait_for_a_trainer_that_waits_for_a_host(tmp_path
     running.cancel()
     assert await stopped(running)
     assert [*checkpoints(tmp_path)] == ["step-000002"]
-    assert fate.told[-1] == "step 3 is not saved: trainer died, and the run ends"
+    assert fate.messages[-1] == "step 3 is not saved: trainer died, and the run ends"
 
 
-async def test_a_trainer_that_dies_while_the_run_stops_is_not_started_again(tmp_path: Path) -> None:
+async def test_trainer_that_dies_during_a_stop_is_not_restarted(tmp_path: Path) -> None:
     fate = Fate()
     rig = MortalRig(tmp_path, fate, interval=2)
     at_work, trainer = asyncio.Event(), fate.trainer
@@ -57,7 +57,7 @@ async def test_a_trainer_that_dies_while_the_run_stops_is_not_started_again(tmp_
     running.cancel()
     for _ in range(20):
         await asyncio.sleep(0)
-    assert not running.done(), "it finishes what it is at"
+    assert not running.done(), "it finishes the current step"
     trainer.end("trainer died: its host is gone")
     assert await stopped(running)
     assert len(fate.trainers) == 1

@@ -1,4 +1,4 @@
-"""What a run of several tasks says of each, and the suites that it is validated on."""
+"""Metrics per task of a run of several tasks, and its validation suites."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUITES = (
 )
 
 
-async def test_each_task_has_metrics_of_its_own_and_a_share_of_the_groups(tmp_path: Path):
+async def test_each_task_has_its_own_metrics_and_share_of_groups(tmp_path: Path):
     rig = Rig(tmp_path, 0, tasks=TASKS, steps=8, max_staleness=0)
     await rig.run()
     steps = [record for record in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in record]
@@ -49,14 +49,14 @@ async def test_each_task_has_metrics_of_its_own_and_a_share_of_the_groups(tmp_pa
     assert set(of.values()) == set(trained)
 
 
-async def test_a_run_of_one_task_has_no_further_names(tmp_path: Path):
+async def test_run_of_one_task_has_no_per_task_metrics(tmp_path: Path):
     rig = Rig(tmp_path, 0, steps=2)
     await rig.run()
     names = {name for record in read_jsonl(tmp_path / "metrics.jsonl") for name in record}
     assert not any(name.startswith(("task/", "validation/counting")) for name in names)
 
 
-async def test_each_suite_has_metrics_prompts_and_an_interval_of_its_own(tmp_path: Path):
+async def test_each_suite_has_its_own_metrics_prompts_and_interval(tmp_path: Path):
     validation = ValidationConfig(num_prompts=4, samples_per_prompt=2, suites=SUITES)
     rig = Rig(tmp_path, 0, tasks=TASKS, steps=6, validation=validation, max_staleness=0)
     await rig.run()
@@ -81,7 +81,7 @@ async def test_each_suite_has_metrics_prompts_and_an_interval_of_its_own(tmp_pat
 
 
 class Guessing(Rig):
-    """Answers are right or wrong by the seed of their request, as a sampled token is."""
+    """Rig whose answers are right or wrong by the seed of their request, as sampled tokens are."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -105,7 +105,7 @@ class Guessing(Rig):
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-async def test_validating_changes_no_bit_of_training(tmp_path: Path, staleness: int):
+async def test_validation_does_not_change_training(tmp_path: Path, staleness: int):
     lives: list[tuple[Any, Any]] = []
     for number, validation in enumerate(
         [
@@ -119,6 +119,6 @@ async def test_validating_changes_no_bit_of_training(tmp_path: Path, staleness: 
         notes = Notes()
         notes.listen(rig.journal)
         await rig.run()
-        # With staleness it is a matter of time which weights answer; which samples are trained on is not.
+        # With staleness, timing decides which weights answer, but not which samples are trained on.
         lives.append((notes.of(rig.trainer.weights), rig.given if staleness == 0 else None))
     assert lives[0] == lives[1] == lives[2]

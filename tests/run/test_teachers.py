@@ -58,11 +58,11 @@ async def checked(transport: httpx.MockTransport) -> None:
     await check_tokens("big", Served("http://teacher/v1", ""), None, TokenCheck(byte_tokenizer()), transport=transport)
 
 
-async def test_a_teacher_with_the_same_tokens_is_taken() -> None:
+async def test_teacher_with_the_same_tokenizer_is_accepted() -> None:
     await checked(server_of(byte_tokenizer()))
 
 
-async def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_difference() -> None:
+async def test_teacher_with_another_tokenizer_is_rejected() -> None:
     class Shifted:
         def encode(self, text: str, **_: Any) -> list[int]:
             tokens = byte_tokenizer().encode(text)
@@ -74,7 +74,7 @@ async def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_differ
         await checked(server_of(Shifted()))
 
 
-async def test_a_server_that_does_not_tokenize_or_is_not_there_is_refused() -> None:
+async def test_teacher_server_must_be_reachable_and_tokenize() -> None:
     with pytest.raises(ConfigError, match=r"answered 404: .* has to tokenize, as titan-rl serve and vLLM do"):
         await checked(server_of(byte_tokenizer(), 404))
     with pytest.raises(ConfigError, match="sent no list of tokens"):
@@ -110,23 +110,19 @@ async def test_a_server_that_does_not_tokenize_or_is_not_there_is_refused() -> N
         ([*SELF, ("training.distill_top_k", "4")], "training.distill_top_k = 4 has no effect"),
     ],
 )
-def test_settings_of_a_teacher_that_do_not_fit_are_refused(
-    teaching: Path, overrides: list[tuple[str, str]], problem: str
-) -> None:
+def test_invalid_teacher_settings_are_rejected(teaching: Path, overrides: list[tuple[str, str]], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("config.toml", overrides)
     assert problem in str(caught.value)
 
 
-def test_a_teacher_that_python_names_is_looked_for_before_the_run(teaching: Path) -> None:
+def test_missing_teacher_override_is_rejected_before_the_run(teaching: Path) -> None:
     overrides = {"training.teacher": "gone", "training.distill_coef": 1.0}
     with pytest.raises(ConfigError, match=r"arguments: training.teacher = 'gone' is no folder here"):
         given_config(load_config("config.toml"), functions={}, overrides=overrides, check_files=True)
 
 
-def test_the_folder_of_a_teacher_is_found_beside_the_file_that_names_it(
-    teaching: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_teacher_folder_is_relative_to_its_config_file(teaching: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (teaching / "big").mkdir()
     with (teaching / "config.toml").open("a") as file:
         file.write('teacher = "big"\ndistill_coef = 1.0\n')
@@ -142,7 +138,7 @@ def test_supervised_steps_have_no_teacher(teaching: Path) -> None:
     assert (training.distill_coef, training.teacher, training.loss) == (0.0, "", "nll")
 
 
-async def test_the_policy_scores_its_own_tokens_behind_the_tasks_messages(teaching: Path, tmp_path: Path) -> None:
+async def test_self_teacher_scores_tokens_after_the_teacher_messages(teaching: Path, tmp_path: Path) -> None:
     config = load_config("config.toml", [*SELF, ("training.distill", "reverse"), ("training.distill_top_k", "2")])
     renderer = ChatTemplateRenderer(byte_tokenizer())
     loop = EngineLoop(ScriptedEngine)

@@ -1,4 +1,4 @@
-"""What is drawn on a terminal: how it fits, what it says, and what it says of work that takes long."""
+"""Terminal output: the layout of the live display, its content, and messages about long operations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_wide_terminal_shows_everything():
     ]
 
 
-def test_a_narrow_terminal_shows_it_below_each_other():
+def test_narrow_terminal_stacks_the_parts_of_the_display():
     lines = drawn(VIEW, 40, 20)
     assert max(map(len, lines)) < 40
     assert lines[0] == "step 25/100 ━━───────── 1 min 15 s left"
@@ -68,7 +68,7 @@ def test_a_narrow_terminal_shows_it_below_each_other():
     assert any(line.endswith("…") for line in lines)
 
 
-def test_where_replicas_do_not_fit_those_that_do_not_serve_are_shown():
+def test_replicas_out_of_service_come_first_when_space_is_short():
     many = [ReplicaLook(f"generator-{n}", n != 7, 3, 10, error=None if n != 7 else "it hangs") for n in range(16)]
     lines = drawn(View("step", 0, 10, float("nan"), 0.0, look=RunLook({}, many, 3)), height=6)
     assert lines[1].startswith("✗ generator-7")
@@ -76,7 +76,7 @@ def test_where_replicas_do_not_fit_those_that_do_not_serve_are_shown():
     assert len(lines) == 5
 
 
-def test_several_hosts_are_shown_with_what_they_do_and_of_many_those_that_are_in_trouble():
+def test_few_hosts_are_listed_and_many_are_summarized():
     hosts = [
         HostStatus("h1", "10.0.0.1:22222", "in the run", "", ("trainer", "rollout-worker-0")),
         HostStatus("h2", "10.0.0.2:22222", "in the run", "", ("generator-0", "generator-1")),
@@ -93,7 +93,7 @@ def test_several_hosts_are_shown_with_what_they_do_and_of_many_those_that_are_in
     ]
 
 
-def test_a_terminal_without_unicode_gets_none():
+def test_ascii_terminal_gets_no_unicode():
     text = "\n".join(drawn(VIEW, ascii_only=True))
     assert text.isascii()
     assert "slots ############eee=" in text
@@ -107,7 +107,7 @@ def test_a_terminal_without_unicode_gets_none():
     ascii_only=st.booleans(),
     text=st.text(max_size=60),
 )
-def test_nothing_is_wider_or_higher_than_the_terminal(
+def test_display_never_exceeds_the_terminal_size(
     width: int, height: int, slots: list[int], num_replicas: int, ascii_only: bool, text: str
 ):
     look = RunLook(
@@ -123,18 +123,18 @@ def test_nothing_is_wider_or_higher_than_the_terminal(
     lines = layout(view, width, height, ascii_only=ascii_only)
     assert len(lines) <= max(height - 1, 1)
     assert all(line.cell_len <= max(width - 1, 1) for line in lines)
-    assert all(line.plain.isprintable() for line in lines), "an error's text breaks no line and moves no cursor"
+    assert all(line.plain.isprintable() for line in lines), "error texts contain no control characters"
 
 
-def test_items_flow_into_as_many_lines_as_they_need():
+def test_flow_wraps_items_into_lines():
     assert [line.plain for line in flow([Text("aa"), Text("bb"), Text("cc")], 7)] == ["aa   bb", "cc"]
     assert flow([], 7) == []
 
 
-def test_work_that_takes_long_is_told_of_now_and_then_and_at_its_end():
-    said = ConsoleLines()
+def test_long_operation_is_reported_periodically_and_at_its_end():
+    console = ConsoleLines()
     clock = ManualClock()
-    operations = Operations(said, clock)
+    operations = Operations(console, clock)
     operations.shows_lines = True
     with operations.running("starting 2 generators"):
         for clock.seconds in (1.0, 9.0, 10.0, 12.0, 29.0, 31.0, 45.0, 61.0):
@@ -143,7 +143,7 @@ def test_work_that_takes_long_is_told_of_now_and_then_and_at_its_end():
     with operations.running("opening the tasks"):
         clock.seconds = 72.0
         operations.tick()
-    assert said == [
+    assert console == [
         "still starting 2 generators, 10.0 s",
         "still starting 2 generators, 31.0 s",
         "still starting 2 generators, 1 min 1 s",
@@ -151,10 +151,10 @@ def test_work_that_takes_long_is_told_of_now_and_then_and_at_its_end():
     ]
 
 
-def test_several_at_a_time_are_each_told_of_with_their_notes():
-    said = ConsoleLines()
+def test_concurrent_operations_are_reported_with_their_notes():
+    console = ConsoleLines()
     clock = ManualClock()
-    operations = Operations(said, clock)
+    operations = Operations(console, clock)
     operations.shows_lines = True
     done = 0
     with operations.running("validating", lambda: f"{done} of 64 groups"):
@@ -164,20 +164,20 @@ def test_several_at_a_time_are_each_told_of_with_their_notes():
             operations.tick()
             clock.seconds = 16.0
             operations.tick()
-    assert said[:2] == ["still validating, 11.0 s: 3 of 64 groups", "still writing the checkpoint, 11.0 s"]
+    assert console[:2] == ["still validating, 11.0 s: 3 of 64 groups", "still writing the checkpoint, 11.0 s"]
     assert [work.text for work, _ in operations.shown(0.0)] == []
 
 
-def test_work_that_fails_is_not_said_to_have_taken_its_time():
-    said = ConsoleLines()
+def test_failed_operation_does_not_report_its_duration():
+    console = ConsoleLines()
     clock = ManualClock()
-    operations = Operations(said, clock)
+    operations = Operations(console, clock)
     operations.shows_lines = True
     with pytest.raises(ValueError, match="no"), operations.running("starting"):  # noqa: PT012
         clock.seconds = 12.0
         operations.tick()
         raise ValueError("no")
-    assert said == ["still starting, 12.0 s"]
+    assert console == ["still starting, 12.0 s"]
 
 
 class Terminal(io.StringIO):
@@ -203,9 +203,7 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
-def test_what_is_printed_and_told_meanwhile_scrolls_above_the_display(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-):
+def test_prints_and_messages_scroll_above_the_display(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.stdout", terminal)
     with Progress(10, terminal) as progress:
         progress.step(STEP)
@@ -218,7 +216,7 @@ def test_what_is_printed_and_told_meanwhile_scrolls_above_the_display(
     assert terminal.getvalue().rstrip("\n").endswith("\x1b[?25h"), "the cursor is shown again"
 
 
-def test_what_is_printed_into_a_pipe_goes_there_beside_the_display(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
+def test_print_to_a_pipe_bypasses_the_display(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
     pipe = io.StringIO()
     monkeypatch.setattr("sys.stdout", pipe)
     with Progress(10, terminal):
@@ -227,7 +225,7 @@ def test_what_is_printed_into_a_pipe_goes_there_beside_the_display(terminal: Ter
     assert "a result" not in terminal.getvalue()
 
 
-def test_a_terminal_that_becomes_narrower_keeps_no_rows_of_what_was_drawn(terminal: Terminal):
+def test_narrowed_terminal_is_redrawn_without_leftover_rows(terminal: Terminal):
     console = Console(file=terminal, force_terminal=True, width=100, height=30)
 
     class Wide:
@@ -245,7 +243,7 @@ def test_a_terminal_that_becomes_narrower_keeps_no_rows_of_what_was_drawn(termin
         live.stop()
 
 
-async def test_what_generation_was_at_is_not_shown_once_it_is_over(terminal: Terminal):
+async def test_generation_status_is_hidden_once_it_is_over(terminal: Terminal):
     looked = asyncio.Event()
 
     class Run:
@@ -265,7 +263,7 @@ async def test_what_generation_was_at_is_not_shown_once_it_is_over(terminal: Ter
     assert "generator-0" not in plain(terminal.getvalue())
 
 
-def test_a_path_is_left_in_one_piece_for_the_terminal_to_wrap(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
+def test_long_paths_are_not_broken_into_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "30")
     monkeypatch.setattr("sys.stdout", terminal)
     path = "/a/folder/of/runs/" + "x/" * 30
@@ -275,11 +273,11 @@ def test_a_path_is_left_in_one_piece_for_the_terminal_to_wrap(terminal: Terminal
         print(f"printed: {path}")
     show_summary(RunSummary(0.1, 0.2, 1, 1, 1.0, Path(path)), terminal)
     lines = plain(terminal.getvalue()).replace("\r", "").splitlines()
-    for said in (f"run directory: {path}", f"look at {path}", f"printed: {path}", f"{path}report.html"):
-        assert any(line.endswith(said) for line in lines), said
+    for text in (f"run directory: {path}", f"look at {path}", f"printed: {path}", f"{path}report.html"):
+        assert any(line.endswith(text) for line in lines), text
 
 
-def test_the_summary_of_several_adapters_has_a_line_for_each(terminal: Terminal) -> None:
+def test_summary_has_a_line_for_each_adapter(terminal: Terminal) -> None:
     first = RunSummary(0.1, 0.25, 1, 10, 1.0, Path("run/adapters/first"))
     second = RunSummary(None, None, 20, 3000, 1.0, Path("run/adapters/second"))
     show_summary(RunSummary.of_adapters({"first": first, "second": second}, Path("run"), 75.0), terminal)
@@ -291,7 +289,7 @@ def test_the_summary_of_several_adapters_has_a_line_for_each(terminal: Terminal)
     assert "run/adapters/NAME/export" in terminal.getvalue()
 
 
-def test_the_display_shows_work_after_two_seconds_and_then_nothing_of_it(terminal: Terminal):
+def test_display_shows_a_long_operation_until_it_ends(terminal: Terminal):
     clock = ManualClock()
     with Progress(10, terminal, clock=clock) as progress:
         with progress.working("starting 2 generators"):
@@ -307,7 +305,7 @@ def test_the_display_shows_work_after_two_seconds_and_then_nothing_of_it(termina
         assert "starting 2 generators" not in terminal.getvalue()
 
 
-def test_no_color_is_heeded(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
+def test_no_color_variable_disables_colors(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
     with Progress(10, terminal) as progress:
         progress.step(STEP)
     assert re.search(r"\x1b\[[0-9;]*3[0-9]m", terminal.getvalue())
@@ -319,7 +317,7 @@ def test_no_color_is_heeded(terminal: Terminal, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])
-def test_a_quiet_run_says_what_one_must_know_and_nothing_else(terminal: Terminal, on_terminal: bool):
+def test_quiet_run_shows_only_warnings(terminal: Terminal, on_terminal: bool):
     file = terminal if on_terminal else io.StringIO()
     with Progress(10, file, verbosity=Verbosity.QUIET) as progress:
         progress.message("run directory: runs/1")
@@ -329,7 +327,7 @@ def test_a_quiet_run_says_what_one_must_know_and_nothing_else(terminal: Terminal
     assert plain(file.getvalue()) == "rollout train-0/1 ended in ValueError\n"
 
 
-def test_a_verbose_run_shows_what_is_logged():
+def test_verbose_run_shows_log_records():
     import logging
 
     logger, file = logging.getLogger("titan_rl.run.controller"), io.StringIO()
@@ -344,7 +342,7 @@ def test_a_verbose_run_shows_what_is_logged():
     assert file.getvalue() == "info: generator-0 pulled version 3\n"
 
 
-def test_a_thread_that_tells_of_work_ends_with_the_display():
+def test_operations_thread_ends_with_the_display():
     with Progress(10, io.StringIO()):
         assert "operations" in {thread.name for thread in threading.enumerate()}
     assert "operations" not in {thread.name for thread in threading.enumerate()}

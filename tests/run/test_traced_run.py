@@ -1,4 +1,4 @@
-"""A run that is recorded: what its timeline shows is what its metrics say, and it is cut back where steps run again."""
+"""Trace of a run: its timeline agrees with the metrics, and it is cut back when steps are repeated."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def seconds(spans: Iterable[TraceSpan], *names: str) -> float:
     return sum(span.end - span.start for span in spans if span.name in names)
 
 
-async def test_idle_times_of_the_timeline_are_those_of_the_metrics(rig: Rig):
+async def test_timeline_idle_times_match_the_metrics(rig: Rig):
     lanes = traced(rig).lanes
     steps = [metrics for _, metrics in rig.records if "time/train_s" in metrics]
     loop = lanes["steps"]
@@ -54,19 +54,19 @@ async def test_idle_times_of_the_timeline_are_those_of_the_metrics(rig: Rig):
     ended = max(span.end for span in loop if span.name == "begin to publish")
     origin = min(span.start for lane in lanes.values() for span in lane)
     window = timeline(Traces(rig.run_dir.trace), began - origin, ended - origin)
-    (told,) = [idle for idle in window["idle"] if idle["lane"] == "controller/steps"]
-    assert told["seconds"] == pytest.approx(sum(m[name] for m in steps for name in IDLE_OF_THE_LOOP), rel=0.02)
-    assert told["seconds"] > 0
+    (shown,) = [idle for idle in window["idle"] if idle["lane"] == "controller/steps"]
+    assert shown["seconds"] == pytest.approx(sum(m[name] for m in steps for name in IDLE_OF_THE_LOOP), rel=0.02)
+    assert shown["seconds"] > 0
     assert seconds(loop, "train step") == pytest.approx(sum(m["time/train_s"] for m in steps), rel=0.02, abs=1e-4)
 
     engine = lanes["engine"]
     pulls = sorted((span for span in engine if span.name == "pull"), key=lambda span: span.end)
     between = timeline(Traces(rig.run_dir.trace), pulls[0].end - origin, pulls[-1].end - origin)
-    (told,) = [idle for idle in between["idle"] if idle["lane"] == "controller/engine"]
-    assert told["seconds"] == pytest.approx(sum(m["engine/idle_s"] for m in steps), rel=0.02, abs=1e-3)
+    (shown,) = [idle for idle in between["idle"] if idle["lane"] == "controller/engine"]
+    assert shown["seconds"] == pytest.approx(sum(m["engine/idle_s"] for m in steps), rel=0.02, abs=1e-3)
 
 
-async def test_the_loop_and_the_engine_have_no_gaps(rig: Rig):
+async def test_loop_and_engine_lanes_have_no_gaps(rig: Rig):
     lanes = traced(rig).lanes
     stages = sorted(lanes["steps"], key=lambda span: span.start)
     for before, after in pairwise(stages):
@@ -78,7 +78,7 @@ async def test_the_loop_and_the_engine_have_no_gaps(rig: Rig):
     assert {span.name for span in engine} == {"idle", "generating", "pull"}
 
 
-async def test_every_part_of_a_step_is_there(rig: Rig):
+async def test_trace_contains_every_part_of_a_step(rig: Rig):
     lanes = traced(rig).lanes
     rollouts = [span for lane, found in lanes.items() if lane.startswith("rollout") for span in found]
     assert {span.name for span in rollouts} == {"rollout", "env reset", "env step", "request"}
@@ -92,7 +92,7 @@ async def test_every_part_of_a_step_is_there(rig: Rig):
     assert sum(lane.startswith("rollout") for lane in lanes) <= at_once
 
 
-async def test_all_processes_make_one_chrome_trace(rig: Rig):
+async def test_chrome_trace_merges_all_processes(rig: Rig):
     (rig.run_dir.trace / "trainer.jsonl").write_text(
         '{"ph":"M","name":"thread_name","pid":7,"tid":3,"args":{"name":"publish"}}\n'
         '{"cat":"sync","ph":"X","name":"publish copy","pid":7,"tid":3,"ts":5000000,"dur":10,"args":{"version":2}}\n'
@@ -120,7 +120,7 @@ async def test_all_processes_make_one_chrome_trace(rig: Rig):
     assert (finish["ts"], finish["bp"], processes[finish["pid"]]) == (5000100, "e", "generator-0")
 
 
-async def test_what_is_run_again_is_cut_from_every_trace(rig: Rig):
+async def test_cut_traces_removes_steps_to_repeat(rig: Rig):
     cut_traces(rig.run_dir.trace, 4)
     lanes = traced(rig).lanes
     until = max(span.end for span in lanes["steps"] if span.args["step"] <= 4)
@@ -131,7 +131,7 @@ async def test_what_is_run_again_is_cut_from_every_trace(rig: Rig):
     assert "steps" not in traced(rig).lanes
 
 
-async def test_the_page_is_answered(rig: Rig):
+async def test_viewer_serves_the_timeline(rig: Rig):
     app = make_viewer(Runs([rig.run_dir.path]))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         answer = (await client.get("/api/runs/run/timeline", params={"width": 10, "from": 0})).json()

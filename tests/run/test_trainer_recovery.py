@@ -1,4 +1,4 @@
-"""A trainer that dies at any moment, on fakes: the run ends with what an undisturbed one has, to the bit."""
+"""Recovery of a trainer that dies at any moment, on fakes: results are bitwise those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ DOING: ContextVar[str] = ContextVar("doing")
 
 
 class Fate:
-    """Of all processes of a run's trainer: at which of their moments they die.
+    """Moments at which the processes of a run's trainer die.
 
     Attributes:
-        moments: what was being done at each of them.
-        trained: version -> what each step that made it was given, in full.
+        moments: Call that was being executed at each moment.
+        trained: Samples of every step that produced a version, in full, by version.
     """
 
     def __init__(self, deaths: Collection[int] = (), steps: Collection[int] = ()) -> None:
@@ -49,14 +49,14 @@ class Fate:
         self.moments: list[str] = []
         self.trainers: list[DyingTrainer] = []
         self.trained: defaultdict[int, list[str]] = defaultdict(list)
-        self.told: list[str] = []
+        self.messages: list[str] = []
         self.is_back = asyncio.Event()
         self.damaged: set[str] = set()  # names of checkpoints
         self.before_leaving: Callable[[], Awaitable[object]]
         self.waits_for = ""
 
-    def tell(self, text: str) -> None:
-        self.told.append(text)
+    def note(self, text: str) -> None:
+        self.messages.append(text)
         if "is there again" in text:
             self.is_back.set()
 
@@ -75,7 +75,7 @@ class Fate:
 
 
 class DyingTrainer(SavingTrainer):
-    """The processes of a trainer, whose calls fail once they are dead, also such as were done a moment before."""
+    """Trainer processes whose calls fail once they are dead, including a call that has just finished."""
 
     excused = False
 
@@ -151,7 +151,7 @@ class DyingTrainer(SavingTrainer):
 
 
 class MortalRig(Rig):
-    """A run whose trainer has a fate.
+    """Run whose trainer dies at the moments of a fate.
 
     Args:
         group: Processes of the trainer; by default its own.
@@ -170,7 +170,7 @@ class MortalRig(Rig):
             fate.start()
 
         def trainer_of(config, journal, published, progress) -> RecoveringTrainer:
-            progress.warning = fate.tell
+            progress.warning = fate.note
             self.published = published
             self.recovering = RecoveringTrainer(
                 group or fate,
@@ -186,7 +186,7 @@ class MortalRig(Rig):
         RunState().write(folder)
         settings = {"steps": STEPS, "validation": VALIDATION, "max_staleness": 0} | settings
         super().__init__(folder, 0, trainer_of=trainer_of, **settings)
-        # Its own trainer is not used: the one with the fate says when time passes.
+        # The rig's own trainer is not used; the trainer with the fate counts the moments.
         self.trainer.at_moment = lambda moment: None
 
     async def run(self) -> None:
@@ -207,7 +207,7 @@ def validated(folder: Path) -> list[int]:
 
 
 def checkpoints(folder: Path) -> dict[str, Any]:
-    """The weights of each, by its name."""
+    """Return the weights of each checkpoint, by name."""
     found = list_checkpoints(folder / "checkpoints")
     return {path.name: json.loads((path / "weights.json").read_text()) for path in found}
 
@@ -219,14 +219,14 @@ async def undisturbed(folder: Path, **settings: Any) -> MortalRig:
 
 
 async def disturbed(folder: Path, fate: Fate, whole: MortalRig, **settings: Any) -> MortalRig:
-    """A run with deaths, held to the one without."""
+    """Run with deaths, and compare the results with those of `whole`."""
     rig = MortalRig(folder / "disturbed", fate, **settings)
     await rig.run()
     assert len(rig.weights) == STEPS
     assert sorted(chain(*rig.weights)) == sorted(chain(*whole.weights)), "each group is trained once"
-    assert [len(set(given)) for given in fate.trained.values()] == [1] * STEPS, "a step has the same bits each time"
-    assert rig.replica.pulled == sorted(set(rig.replica.pulled)), "a loaded version never goes back"
-    assert steps_reported(rig.folder) == list(range(1, STEPS + 1)), "each step is told of once"
+    assert [len(set(given)) for given in fate.trained.values()] == [1] * STEPS, "a repeated step gets the same samples"
+    assert rig.replica.pulled == sorted(set(rig.replica.pulled)), "loaded versions never decrease"
+    assert steps_reported(rig.folder) == list(range(1, STEPS + 1)), "each step is reported once"
     assert validated(rig.folder) == validated(whole.folder)
     assert checkpoints(rig.folder) == checkpoints(whole.folder)
     requests = sorted(rig.replica.asked)
@@ -235,8 +235,8 @@ async def disturbed(folder: Path, fate: Fate, whole: MortalRig, **settings: Any)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-async def test_whatever_it_dies_at_the_run_ends_as_if_it_had_not(tmp_path: Path, staleness: int) -> None:
-    """At the first and the last moment of each kind."""
+async def test_trainer_death_in_any_call_does_not_change_the_results(tmp_path: Path, staleness: int) -> None:
+    """The trainer dies at the first and at the last moment of each kind of call."""
     whole = await undisturbed(tmp_path, max_staleness=staleness)
     moments = whole.fate.moments
     kinds = set(moments)
@@ -253,7 +253,7 @@ async def test_whatever_it_dies_at_the_run_ends_as_if_it_had_not(tmp_path: Path,
 
 @settings(deadline=None, max_examples=200 if DEEP else 8)
 @given(st.sets(st.integers(0, 80), max_size=6), st.sampled_from([1, 2, 4, 10]))
-def test_however_often_it_dies_each_group_is_trained_once(deaths: set[int], interval: int) -> None:
+def test_repeated_trainer_deaths_train_each_group_once(deaths: set[int], interval: int) -> None:
     async def run(folder: Path) -> None:
         whole = await undisturbed(folder, interval=interval)
         rig = await disturbed(folder, Fate(deaths), whole, interval=interval)
@@ -264,18 +264,18 @@ def test_however_often_it_dies_each_group_is_trained_once(deaths: set[int], inte
 
 
 def times_trained(fate: Fate) -> list[int]:
-    """How often each step was, from the first."""
+    """Return how often each step was trained, from the first."""
     return [len(fate.trained[version]) for version in sorted(fate.trained)]
 
 
 async def death_at_the_end(folder: Path, fate: Fate, **settings: Any) -> MortalRig:
-    """In the export, which comes last."""
+    """Run with a death in the export, the last call."""
     whole = await undisturbed(folder, **settings)
     fate.deaths.add(whole.fate.moments.index("export"))
     return await disturbed(folder, fate, whole, **settings)
 
 
-async def test_the_steps_since_the_newest_whole_checkpoint_are_trained_again_and_told_of(tmp_path: Path) -> None:
+async def test_steps_since_the_newest_whole_checkpoint_are_repeated(tmp_path: Path) -> None:
     fate = Fate()
     rig = await death_at_the_end(tmp_path / "whole", fate, interval=3)
     assert times_trained(fate) == [1] * STEPS, "the last checkpoint has them all"
@@ -284,14 +284,14 @@ async def test_the_steps_since_the_newest_whole_checkpoint_are_trained_again_and
     fate.damaged = {"step-000005"}
     rig = await death_at_the_end(tmp_path / "damaged", fate, interval=3)
     assert times_trained(fate) == [1, 1, 1, 2, 2]
-    (death, damage, there_again) = fate.told
+    (death, damage, recovered) = fate.messages
     assert death.startswith("trainer died: killed at moment")
     assert death.endswith("; starting another trainer (1 of hosts.max_respawns = 100)")
     assert damage.endswith("step-000005 is damaged; an older checkpoint takes its place")
-    assert f"at version 5: 2 steps were trained again from {rig.folder}/checkpoints/step-000003" in there_again
+    assert f"at version 5: 2 steps were trained again from {rig.folder}/checkpoints/step-000003" in recovered
 
 
-async def test_what_a_death_has_cost_is_among_the_metrics_of_the_step(tmp_path: Path) -> None:
+async def test_recovery_cost_is_in_the_step_metrics(tmp_path: Path) -> None:
     whole = await undisturbed(tmp_path)
     moments = [moment for moment, doing in enumerate(whole.fate.moments) if doing == "step"]
     rig = await disturbed(tmp_path, Fate([moments[4]]), whole)
@@ -301,7 +301,7 @@ async def test_what_a_death_has_cost_is_among_the_metrics_of_the_step(tmp_path: 
     assert records[3]["train/recovery_s"] > 0
 
 
-async def test_a_host_that_is_lost_while_its_trainer_starts_is_no_death_of_the_trainer(tmp_path: Path) -> None:
+async def test_host_loss_while_the_trainer_starts_is_not_a_trainer_death(tmp_path: Path) -> None:
     whole = await undisturbed(tmp_path)
     fate = Fate([whole.fate.moments.index("step")])
     restart, losses = fate.restart, ["b", "c", "d"]
@@ -313,19 +313,19 @@ async def test_a_host_that_is_lost_while_its_trainer_starts_is_no_death_of_the_t
 
     fate.restart = restart_on_hosts_that_go
     await disturbed(tmp_path, fate, whole, max_respawns=1)
-    assert [text.partition(";")[2] for text in fate.told[:4]] == [
+    assert [text.partition(";")[2] for text in fate.messages[:4]] == [
         " it was at step 1; starting another trainer (1 of hosts.max_respawns = 1)",
         *[" starting another trainer"] * 3,
     ]
 
 
-async def test_the_version_that_generators_have_is_published_again(tmp_path: Path) -> None:
+async def test_recovery_republishes_the_version_of_the_generators(tmp_path: Path) -> None:
     rig = await death_at_the_end(tmp_path, Fate())
     (shard,) = rig.published.manifest_of(STEPS).shards
-    assert shard.location == "trainer-1", "one that starts now finds it"
+    assert shard.location == "trainer-1", "a generator that starts now can load it"
 
 
-async def test_weights_that_die_with_the_trainer_while_they_are_pulled_are_pulled_from_the_next(tmp_path: Path) -> None:
+async def test_pull_interrupted_by_a_trainer_death_is_repeated(tmp_path: Path) -> None:
     whole = await undisturbed(tmp_path)
     fate = Fate()
     rig = MortalRig(tmp_path / "disturbed", fate)
@@ -347,7 +347,7 @@ async def test_weights_that_die_with_the_trainer_while_they_are_pulled_are_pulle
     assert rig.weights == whole.weights
 
 
-async def test_a_death_that_nobody_waits_for_is_recovered_from_at_once(tmp_path: Path) -> None:
+async def test_death_of_an_idle_trainer_is_recovered_at_once(tmp_path: Path) -> None:
     fate = Fate()
     rig = MortalRig(tmp_path, fate)
     rig.replica.hold = asyncio.Event()
@@ -367,7 +367,7 @@ async def test_a_death_that_nobody_waits_for_is_recovered_from_at_once(tmp_path:
     assert len(rig.weights) == STEPS
 
 
-async def test_a_step_that_kills_it_every_time_ends_the_run_and_is_named(tmp_path: Path) -> None:
+async def test_step_that_always_kills_the_trainer_ends_the_run(tmp_path: Path) -> None:
     fate = Fate(steps=[4])
     rig = MortalRig(tmp_path, fate, max_respawns=2, interval=2)
     with pytest.raises(ExceptionGroup) as caught:
@@ -381,10 +381,10 @@ async def test_a_step_that_kills_it_every_time_ends_the_run_and_is_named(tmp_pat
     assert list(checkpoints(tmp_path)) == ["step-000002"]
     resumed = Rig(tmp_path, 1, steps=STEPS, interval=2, validation=VALIDATION, max_staleness=0)
     await resumed.run()
-    assert len(resumed.trainer.weights) == STEPS, "the run goes on where the step does not kill"
+    assert len(resumed.trainer.weights) == STEPS, "the run can be resumed where the step does not kill"
 
 
-async def test_a_journal_that_has_lost_a_step_is_named(tmp_path: Path) -> None:
+async def test_recovery_names_a_step_missing_from_the_journal(tmp_path: Path) -> None:
     fate = Fate()
     rig = MortalRig(tmp_path, fate, interval=0)
     pull = rig.replica.pull

@@ -13,7 +13,7 @@ ERASE = "\r\x1b[K"
 
 
 class Terminal(io.StringIO):
-    """Terminal that tells when something is written to it."""
+    """Terminal that signals when something is written to it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is told of a run that learns nothing."""
+"""Warnings about a run that learns nothing."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def group(rewards: list[float], status: RolloutStatus = RolloutStatus.COMPLETED)
     return RolloutGroup("g", None, rollouts)
 
 
-def told(records: list[dict[str, Any]]) -> list[list[str]]:
+def warnings_for(records: list[dict[str, Any]]) -> list[list[str]]:
     signs = WarningSigns()
     return [signs.look(record) for record in records]
 
 
-def test_equal_rewards_are_told_once_and_only_where_they_are_so_for_some_steps_in_a_row():
+def test_equal_rewards_in_several_steps_in_a_row_warn_once():
     assert IN_A_ROW == 3
-    assert [len(texts) for texts in told([EQUAL] * 9)] == [0, 0, 1, 0, 0, 0, 0, 0, 0]
-    assert not any(told([EQUAL, EQUAL, SOME] * 3))
-    assert [len(texts) for texts in told([EQUAL, SOME, EQUAL, {}, EQUAL, EQUAL])] == [0, 0, 0, 0, 0, 1]
+    assert [len(texts) for texts in warnings_for([EQUAL] * 9)] == [0, 0, 1, 0, 0, 0, 0, 0, 0]
+    assert not any(warnings_for([EQUAL, EQUAL, SOME] * 3))
+    assert [len(texts) for texts in warnings_for([EQUAL, SOME, EQUAL, {}, EQUAL, EQUAL])] == [0, 0, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
-    ("groups", "says"),
+    ("groups", "expected"),
     [
         ([group([0.0, 0.0]), group([1.0, 1.0])], "titan-rl sft"),
         ([group([0.0, 1.0], RolloutStatus.TRUNCATED_LENGTH)], "sampling.max_tokens"),
@@ -55,19 +55,19 @@ def test_equal_rewards_are_told_once_and_only_where_they_are_so_for_some_steps_i
         ([group([0.0, 1.0]), group([0.0, 0.0])], None),
     ],
 )
-def test_the_signs_are_in_the_metrics_of_groups(groups: list[RolloutGroup], says: str | None):
-    texts = [text for step in told([group_metrics(groups)] * IN_A_ROW) for text in step]
-    assert [says in text for text in texts] == ([True] if says else [])
+def test_warning_signs_are_found_in_group_metrics(groups: list[RolloutGroup], expected: str | None):
+    texts = [text for step in warnings_for([group_metrics(groups)] * IN_A_ROW) for text in step]
+    assert [expected in text for text in texts] == ([True] if expected else [])
 
 
-def test_the_page_says_in_which_step(tmp_path: Path):
+def test_viewer_warning_names_the_step(tmp_path: Path):
     records = [{"step": step, **EQUAL} for step in range(1, 6)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     (warning,) = RunReader(tmp_path).summary()["warnings"]
     assert warning.startswith("step 3: for 3 steps all rollouts of every group earned the same reward")
 
 
-def test_a_person_is_told_beside_the_steps(tmp_path: Path):
+def test_warning_is_shown_among_the_steps(tmp_path: Path):
     shown = io.StringIO()
     progress = Progress(5, shown)
     reports = StepReports(KeptMetrics(), progress, RolloutLog(RunDirectory(tmp_path), 0, progress))

@@ -42,59 +42,59 @@ class FakeResources:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Everything that the run's status has said that the run waits for."""
+    """Everything that the status of the run has named as waited for."""
     noted: list[str] = []
     monkeypatch.setattr(watchers, "note_waiting", lambda folder, waits_for: noted.append(waits_for))
     return noted
 
 
 @pytest.mark.looptime
-async def test_a_stall_is_warned_of_ever_more_seldom_and_its_end_once():
-    told: list[tuple[int, str]] = []
+async def test_stall_warnings_become_rarer_and_the_end_is_reported_once():
+    messages: list[tuple[int, str]] = []
     loop = asyncio.get_running_loop()
     begin, run = loop.time(), FakeRun()
 
     class Timed(Console):
         def warning(self, text: str) -> None:
-            told.append((round(loop.time() - begin), text))
+            messages.append((round(loop.time() - begin), text))
 
     async with in_background(warn_of_stalls(run, Timed())):
-        for _ in range(10):  # something now and then is no stall
+        for _ in range(10):  # occasional progress is not a stall
             await asyncio.sleep(20)
             run.happened += 1
-        assert told == []
+        assert messages == []
         await asyncio.sleep(131)
         run.happened += 1
         await asyncio.sleep(200)
-    texts = [text for _, text in told]
+    texts = [text for _, text in messages]
     assert texts[:3] == [
         "nothing has happened for 30 s: no generator serves",
         "nothing has happened for 60 s: no generator serves",
         "nothing has happened for 120 s: no generator serves",
     ]
     assert texts[3].startswith("the run continues, after 13")
-    assert [when for when, _ in told[:3]] == [pytest.approx(200 + seconds, abs=6) for seconds in (30, 60, 120)]
+    assert [when for when, _ in messages[:3]] == [pytest.approx(200 + seconds, abs=6) for seconds in (30, 60, 120)]
     assert len([text for text in texts if "continues" in text]) == 1
 
 
 @pytest.mark.looptime
-async def test_a_shortage_is_told_of_once_it_lasts_and_so_is_its_end(tmp_path: Path, waits: list[str]):
+async def test_lasting_shortage_and_its_end_are_reported(tmp_path: Path, waits: list[str]):
     resources = FakeResources()
-    told = ConsoleLines()
-    async with in_background(warn_of_shortage(resources, told, tmp_path)):
+    messages = ConsoleLines()
+    async with in_background(warn_of_shortage(resources, messages, tmp_path)):
         await asyncio.sleep(100)
         resources.generators = "none of 2 generators is in service"
         await asyncio.sleep(1)
         resources.generators = None
         await asyncio.sleep(10.2)
-        assert told == waits == []
+        assert messages == waits == []
         resources.generators = "1 generator serves, and 2 are the least"
         await asyncio.sleep(30)
         resources.generators = "there is no generator"
         await asyncio.sleep(29.6)
         resources.generators = None
         await asyncio.sleep(10.2)
-    assert told == [
+    assert messages == [
         "the run waits for generators: 1 generator serves, and 2 are the least",
         "the run waits for generators: there is no generator",
         "enough generators serve again, after 60 s",
@@ -102,7 +102,7 @@ async def test_a_shortage_is_told_of_once_it_lasts_and_so_is_its_end(tmp_path: P
     assert waits == ["generators: 1 generator serves, and 2 are the least", "generators: there is no generator", ""]
 
 
-def test_what_a_run_waits_for_is_in_its_status_until_it_goes_on_or_ends(tmp_path: Path):
+def test_status_shows_the_wait_until_the_run_continues_or_ends(tmp_path: Path):
     with status_kept(tmp_path, begins=True):
         note_waiting(tmp_path, "generators: there is no generator")
         assert read_status(tmp_path).waits_for == "generators: there is no generator"
@@ -114,10 +114,10 @@ def test_what_a_run_waits_for_is_in_its_status_until_it_goes_on_or_ends(tmp_path
 
 
 @pytest.mark.looptime
-async def test_what_a_trainer_waits_for_is_noted_beside_what_generators_lack(tmp_path: Path, waits: list[str]):
+async def test_status_shows_waits_of_the_trainer_and_of_generators(tmp_path: Path, waits: list[str]):
     resources = FakeResources()
-    told = ConsoleLines()
-    async with in_background(warn_of_shortage(resources, told, tmp_path)):
+    messages = ConsoleLines()
+    async with in_background(warn_of_shortage(resources, messages, tmp_path)):
         resources.trainer = "it waits for hosts"
         await asyncio.sleep(1)
         resources.generators = "there is no generator"
@@ -128,4 +128,4 @@ async def test_what_a_trainer_waits_for_is_noted_beside_what_generators_lack(tmp
         await asyncio.sleep(1)
     alone = "trainer: it waits for hosts"
     assert waits == [alone, f"generators: there is no generator; {alone}", alone, ""]
-    assert not any("hosts" in line for line in told), "the trainer tells that itself"
+    assert not any("hosts" in line for line in messages), "the trainer reports that itself"

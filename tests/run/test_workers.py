@@ -1,4 +1,4 @@
-"""Behind the start of its workers, a run knows hosts by their addresses alone."""
+"""Workers that a provider starts for a run, which uses only their addresses."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def config(**hosts: object) -> RunConfig:
     return RunConfig.model_validate({"model": {"path": "policy", "max_context": 256}, "tasks": tasks, "hosts": hosts})
 
 
-async def test_a_providers_workers_are_there_for_the_block_however_it_ends(tmp_path: Path):
+async def test_provider_workers_live_until_the_block_ends(tmp_path: Path):
     events.clear()
     given = config(provider=f"{__name__}:two", train=2)
     with contextlib.suppress(ZeroDivisionError):
@@ -53,22 +53,22 @@ async def test_a_providers_workers_are_there_for_the_block_however_it_ends(tmp_p
     assert events[1:] == ["ended"]
 
 
-async def test_without_a_provider_settings_are_as_they_were(tmp_path: Path):
+async def test_config_is_unchanged_without_a_provider(tmp_path: Path):
     given = config(addresses=("10.0.0.2:22222",))
     async with start_workers(given, tmp_path) as started:
         assert started.config is given
 
 
-async def test_a_provider_that_has_none_keeps_the_run_from_starting(tmp_path: Path):
+async def test_provider_failure_prevents_the_run(tmp_path: Path):
     with pytest.raises(ProviderError, match="no machine is to be had"):
         async with start_workers(config(provider=f"{__name__}:none"), tmp_path):
-            pytest.fail("it began")
+            pytest.fail("the run began")
 
 
-async def test_a_provider_that_has_fewer_hosts_than_settings_name_keeps_the_run_from_starting(tmp_path: Path):
+async def test_provider_with_too_few_hosts_prevents_the_run(tmp_path: Path):
     with pytest.raises(ProviderError, match=r"test_workers:two.*hosts.train is 3, and there are 2 hosts; lower it"):
         async with start_workers(config(provider=f"{__name__}:two", train=3), tmp_path):
-            pytest.fail("it began")
+            pytest.fail("the run began")
 
 
 class Rented(list[str]):
@@ -82,7 +82,7 @@ async def more(spec: ProviderSpec):
 
 
 @pytest.mark.looptime
-async def test_a_provider_may_tell_of_further_hosts_later(tmp_path: Path):
+async def test_provider_can_add_hosts_later(tmp_path: Path):
     async with start_workers(config(provider=f"{__name__}:more"), tmp_path) as started:
         assert started.config.hosts.addresses == ("10.0.0.2:22222",)
         assert started.provided is not None
@@ -124,30 +124,30 @@ async def no_block(spec: ProviderSpec) -> list[str]:
         (["10.0.0.2", "10.0.0.2:22222"], "giving gave 10.0.0.2:22222 more than once"),
     ],
 )
-async def test_what_a_provider_gives_are_addresses_of_workers(tmp_path: Path, workers: object, problem: str):
+async def test_invalid_provider_addresses_are_rejected(tmp_path: Path, workers: object, problem: str):
     given[:] = [workers]
     with pytest.raises(ConfigError, match=rf"hosts\.provider .*{problem}"):
         async with start_workers(config(provider=f"{__name__}:giving"), tmp_path):
-            pytest.fail("it began")
+            pytest.fail("the run began")
 
 
-async def test_an_address_without_a_port_is_as_in_the_settings(tmp_path: Path):
+async def test_provider_address_without_a_port_gets_the_default_port(tmp_path: Path):
     given[:] = [("10.0.0.2",)]
     async with start_workers(config(provider=f"{__name__}:giving"), tmp_path) as started:
         assert started.config.hosts.addresses == ("10.0.0.2:22222",)
 
 
 @pytest.mark.parametrize("name", ["broke", "out_of_order"])
-async def test_what_a_provider_raises_names_it_and_the_line(tmp_path: Path, name: str):
+async def test_provider_error_names_the_provider_and_its_line(tmp_path: Path, name: str):
     with pytest.raises(ProviderError, match=rf":{name}: RuntimeError: no credit \(.*test_workers.py:\d+ in {name}\)"):
         async with start_workers(config(provider=f"{__name__}:{name}"), tmp_path):
-            pytest.fail("it began")
+            pytest.fail("the run began")
 
 
-async def test_a_function_that_is_no_context_manager_is_told_what_to_be(tmp_path: Path):
+async def test_provider_must_be_an_async_context_manager(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no_block gives a coroutine.*contextlib\.asynccontextmanager"):
         async with start_workers(config(provider=f"{__name__}:no_block"), tmp_path):
-            pytest.fail("it began")
+            pytest.fail("the run began")
 
 
 @contextlib.asynccontextmanager
@@ -158,9 +158,7 @@ async def sticky(spec: ProviderSpec):
         raise RuntimeError("they do not go")
 
 
-async def test_a_provider_that_cannot_give_back_says_so_and_hides_no_other_error(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+async def test_provider_cleanup_error_does_not_hide_other_errors(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     with pytest.raises(ProviderError, match="sticky: RuntimeError: they do not go"):
         async with start_workers(config(provider=f"{__name__}:sticky"), tmp_path):
             pass

@@ -1,7 +1,7 @@
 """GroupScheduler under any order of events, several of them in one turn of the event loop.
 
-Groups end a sibling at a time. One that is cancelled takes as long as it likes, and then obeys, fails, or returns as if
-nothing had happened. Whatever the order: what is taken is given back once, and no limit is exceeded.
+Siblings of a group finish one at a time. A cancelled group takes any time to clean up, and then obeys, fails, or
+returns as if nothing had happened. In any order, slots and permits are returned once and no limit is exceeded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EVENTS = ["finish_newest", "finish_sibling", "ask", "release", "clean_up"]
 
 
 class Played:
-    """One group that is being played."""
+    """Group that is being played."""
 
     def __init__(self, lease: Lease, version: int, group_size: int) -> None:
         self.lease = lease
@@ -49,7 +49,7 @@ def rollout_of(index: int, sibling: int, version: int) -> Rollout:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """What may happen to a scheduler, by whoever."""
+    """Events that can happen to a scheduler, in any order."""
 
     tail: Literal["carry_over", "tail_batch", "drop"] = "carry_over"
 
@@ -130,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def batch(self, version: int, indices: list[int]) -> None:
         assert not set(indices) & set(self.lost)
 
-    # What happens
+    # Events
 
     def finish_sibling(self, draw: Callable[[int], int]) -> None:
         if self.playing:

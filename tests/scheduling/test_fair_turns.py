@@ -1,4 +1,4 @@
-"""Fair turns at one trainer. Virtual time."""
+"""Fair turns at one trainer, in virtual time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(steps: list[tuple[float, float]], until_s: float) -> FairTurns:
 
 @settings(max_examples=20, deadline=None)
 @given(steps=st.lists(DURATIONS, min_size=2, max_size=5), gap=st.floats(min_value=0.0, max_value=0.05))
-def test_experiments_whose_batches_are_ready_get_equal_shares_within_a_tenth(steps: list[float], gap: float) -> None:
+def test_ready_experiments_get_equal_shares_within_a_tenth(steps: list[float], gap: float) -> None:
     turns = run([(step_s, gap * max(steps)) for step_s in steps], until_s=100 * max(steps))
     used = [turns.used_s(str(number)) for number in range(len(steps))]
     assert max(used) <= 1.1 * min(used)
@@ -54,7 +54,7 @@ def test_experiments_whose_batches_are_ready_get_equal_shares_within_a_tenth(ste
 
 @settings(max_examples=20, deadline=None)
 @given(steps=st.lists(st.tuples(DURATIONS, st.floats(min_value=0.0, max_value=20.0)), min_size=1, max_size=6))
-def test_the_trainer_idles_for_at_most_a_tenth_of_a_step_while_a_batch_is_ready(
+def test_trainer_idles_at_most_a_tenth_of_a_step_while_a_batch_is_ready(
     steps: list[tuple[float, float]],
 ) -> None:
     longest = max(step_s for step_s, _ in steps)
@@ -64,7 +64,7 @@ def test_the_trainer_idles_for_at_most_a_tenth_of_a_step_while_a_batch_is_ready(
 
 
 @pytest.mark.looptime
-async def test_a_turn_goes_to_the_experiment_that_had_the_least_time() -> None:
+async def test_next_turn_goes_to_the_experiment_with_the_least_time() -> None:
     turns, order = FairTurns("abc"), list[str]()
 
     async def step(name: str, seconds: float) -> None:
@@ -83,7 +83,7 @@ async def test_a_turn_goes_to_the_experiment_that_had_the_least_time() -> None:
 
 
 @pytest.mark.looptime
-async def test_an_urgent_turn_comes_before_the_steps_that_wait() -> None:
+async def test_urgent_turn_precedes_waiting_steps() -> None:
     turns, order = FairTurns("ab"), list[str]()
 
     async def take(name: str, *, urgent: bool) -> None:
@@ -99,7 +99,7 @@ async def test_an_urgent_turn_comes_before_the_steps_that_wait() -> None:
 
 
 @pytest.mark.looptime
-async def test_a_cancelled_experiment_gives_the_trainer_back() -> None:
+async def test_cancelled_experiment_releases_the_trainer() -> None:
     turns, entered = FairTurns("abc"), asyncio.Event()
 
     async def step(name: str) -> None:
@@ -121,7 +121,7 @@ async def test_a_cancelled_experiment_gives_the_trainer_back() -> None:
 
 
 @pytest.mark.looptime
-async def test_an_experiment_that_had_nothing_to_train_keeps_the_credit_of_one_turn() -> None:
+async def test_idle_experiment_keeps_the_credit_of_one_turn() -> None:
     turns = FairTurns("ab")
     for _ in range(100):
         async with turns.turn("a"):
@@ -139,7 +139,7 @@ async def test_an_experiment_that_had_nothing_to_train_keeps_the_credit_of_one_t
 
 
 @pytest.mark.looptime
-async def test_an_experiment_that_is_behind_and_comes_back_soon_has_the_trainer_kept_free_after_each_step() -> None:
+async def test_trainer_is_kept_free_for_an_experiment_that_is_behind() -> None:
     turns, order = FairTurns("ab"), list[str]()
 
     async def step(name: str, seconds: float) -> None:

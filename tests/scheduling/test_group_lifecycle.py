@@ -20,7 +20,7 @@ CALLS: dict[GroupState | None, Callable[[Lease], object]] = {
 }
 
 
-async def test_a_lease_moves_only_along_its_transitions() -> None:
+async def test_lease_allows_only_listed_transitions() -> None:
     for wanted in itertools.product(CALLS, repeat=4):
         await follow(wanted)
 

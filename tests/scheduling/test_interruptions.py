@@ -40,7 +40,7 @@ class OneAnswer:
 
 @pytest.mark.parametrize("tail", ["carry_over", "tail_batch"])
 @pytest.mark.parametrize("mode", ["continue", "keep", "abort"])
-async def test_tokens_and_logprobs_are_right_however_training_interrupts(mode, tail):
+async def test_interrupted_rollouts_have_correct_versions_and_logprobs(mode, tail):
     settings = SchedulingConfig(
         groups_per_step=2, max_staleness=1, oversample=1.0, on_batch_ready=mode, tail=tail, window=6
     )

@@ -1,4 +1,4 @@
-"""What is kept so that a change of one group costs little says the same as going through all of them."""
+"""Incremental data structures of the scheduler agree with a scan of all groups."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from titan_rl.scheduling.task_mix import TaskTurns
 
 
 def choose(waiting: Iterable[int], is_ready: Callable[[int], bool], *, size: int, window: int) -> list[int]:
-    """Up to `size` groups that are ready, the oldest first, overtaking by fewer than `window` places.
+    """Choose up to `size` ready groups, the oldest first, overtaking by fewer than `window` places.
 
     Groups go by their position in the data. Over all batches together, a group is overtaken by at most `window - 1`
     others: only those less than `window` positions behind the oldest that waits may go before it.
 
     Args:
-        waiting: positions of the groups admitted and neither trained nor dropped, in ascending order.
+        waiting: Positions of the groups admitted and neither trained nor dropped, in ascending order.
 
     Example: group 4 is not ready; with a window of 3 only 5 and 6 may overtake it.
 
@@ -42,12 +42,12 @@ def choose(waiting: Iterable[int], is_ready: Callable[[int], bool], *, size: int
     size=st.integers(1, 4),
     events=st.lists(st.tuples(st.sampled_from(["add", "finish", "finish", "drop", "batch"]), st.integers(0, 9))),
 )
-def test_a_queue_agrees_with_going_through_all_that_wait(window: int, size: int, events: list[tuple[str, int]]):
+def test_ready_queue_agrees_with_a_full_scan(window: int, size: int, events: list[tuple[str, int]]):
     queue, finished, admitted = ReadyQueue(), dict[int, bool](), 0
     for event, number in events:
         running = [place for place, is_done in finished.items() if not is_done]
         if event == "add":
-            admitted += 1 + number % 2  # places need not follow each other
+            admitted += 1 + number % 2  # places need not be consecutive
             queue.add(admitted, -admitted)
             finished[admitted] = False
         elif event == "finish" and running:
@@ -73,7 +73,7 @@ def test_a_queue_agrees_with_going_through_all_that_wait(window: int, size: int,
     events=st.lists(st.tuples(st.sampled_from(["admit", "admit", "drop", "batch", "train"]), st.sampled_from("abc"))),
 )
 @example(old=["a", "b"], events=[("admit", "a"), ("batch", "a"), ("train", "a")])
-def test_turns_agree_with_a_list_of_them(old: list[str], events: list[tuple[str, str]]):
+def test_task_turns_agree_with_a_plain_list(old: list[str], events: list[tuple[str, str]]):
     turns, dealt, num_old = TaskTurns(old, len(old)), list(old), len(old)
     groups: Counter[str] = Counter()
     batched: Counter[str] = Counter()
@@ -103,7 +103,7 @@ def test_turns_agree_with_a_list_of_them(old: list[str], events: list[tuple[str,
 
 
 def without(turns: list[str], taken: Counter[str]) -> list[str]:
-    """What is left, where of each task the first so many are taken."""
+    """Return the turns that are left when the first `taken[task]` turns of each task are taken."""
     left, seen = list[str](), Counter[str]()
     for task in turns:
         seen[task] += 1

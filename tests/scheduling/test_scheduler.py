@@ -1,4 +1,4 @@
-"""GroupScheduler: the age bound, the slots, what becomes of the tail, and what ends a run."""
+"""GroupScheduler: the age bound, slots, handling of the tail, and the end of a run."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ def never(group: RolloutGroup) -> None:
 
 
 class Journal:
-    """Remembers what it is told."""
+    """Observer that records its calls."""
 
     def __init__(self) -> None:
         self.done: dict[int, RolloutGroup] = {}
@@ -55,7 +55,7 @@ class Journal:
 
 
 class Stage:
-    """Groups that start when admitted and finish when told to."""
+    """Groups that start when admitted and finish when `end` is called."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -115,7 +115,7 @@ def indices(batch) -> list[int]:
 
 
 def aged(knobs: dict[str, Any]) -> dict[str, Any]:
-    """With an age in the place of the window, where there is one more than there has to be."""
+    """Replace the window by an age bound, `more_age` above the least possible one, if that is set."""
     more = knobs.pop("more_age")
     if more is None:
         return knobs
@@ -145,7 +145,7 @@ KNOBS = st.fixed_dictionaries(
     dropped=st.sets(st.integers(0, 12), max_size=3),
     yields=st.lists(st.integers(0, 30), min_size=1, max_size=20),
 )
-def test_bound_slots_and_capacity_hold_for_any_interleaving(knobs, steps, group_size, dropped, yields):
+def test_age_bound_slots_and_capacity_hold_for_any_interleaving(knobs, steps, group_size, dropped, yields):
     async def scenario() -> None:
         version = 0
         in_flight = 0
@@ -214,7 +214,7 @@ async def test_staleness_zero_admits_nothing_until_the_pull_is_done():
         assert stage.started == [0, 1, 2, 3]
 
 
-async def test_the_first_to_finish_are_trained_on_and_the_others_carried_over():
+async def test_first_finished_groups_are_trained_and_others_carried_over():
     stage = Stage()
     scheduler = scheduler_of(stage.run_group, groups_per_step=2, max_staleness=0, oversample=1.0)
     async with running(scheduler):
@@ -231,7 +231,7 @@ async def test_the_first_to_finish_are_trained_on_and_the_others_carried_over():
         assert stage.cancelled == []
 
 
-async def test_a_group_is_overtaken_by_fewer_than_the_window():
+async def test_group_is_overtaken_by_fewer_than_the_window():
     stage = Stage()
     scheduler = scheduler_of(stage.run_group, groups_per_step=2, max_staleness=3, window=3)
     async with running(scheduler):
@@ -272,7 +272,7 @@ async def test_a_game_counts_once_for_all_its_seats():
         assert scheduler.rollouts_in_flight == 4
 
 
-async def test_a_tail_batch_suspends_the_overtaken_until_there_are_enough():
+async def test_tail_batch_suspends_overtaken_groups_until_needed():
     stage = Stage()
     scheduler = scheduler_of(
         stage.run_group, groups_per_step=2, max_staleness=0, oversample=1.0, window=5, tail="tail_batch"
@@ -288,10 +288,10 @@ async def test_a_tail_batch_suspends_the_overtaken_until_there_are_enough():
         stage.end(0, 3, 4, 5)
         assert indices(await next_of(scheduler)) == [3, 4]
         assert stage.leases[0].suspension.is_suspended
-        assert indices(await next_of(scheduler)) == [0, 5]  # 0 goes on when no batch can be had without it
+        assert indices(await next_of(scheduler)) == [0, 5]  # 0 resumes when no batch is possible without it
 
 
-async def test_suspended_groups_wait_for_places_when_they_are_due():
+async def test_suspended_group_waits_for_capacity_when_due():
     stage = Stage()
     knobs = {"groups_per_step": 1, "max_staleness": 3, "window": 9, "tail": "tail_batch", "max_running_rollouts": 4}
     scheduler = scheduler_of(stage.run_group, group_size=2, **knobs)
@@ -299,10 +299,10 @@ async def test_suspended_groups_wait_for_places_when_they_are_due():
         stage.end(1)
         assert indices(await next_of(scheduler)) == [1]
         await settle()
-        assert stage.started == [0, 1, 2, 3]  # in the places of 0, which is suspended
+        assert stage.started == [0, 1, 2, 3]  # in place of 0, which is suspended
         waiting = asyncio.ensure_future(next_of(scheduler))
         await settle()
-        assert scheduler.rollouts_in_flight == 4  # 0 is due, and yet there is no place for it
+        assert scheduler.rollouts_in_flight == 4  # 0 is due, but there is no capacity for it
         assert stage.leases[0].suspension.is_suspended
         stage.end(2)
         assert indices(await waiting) == [2]
@@ -311,7 +311,7 @@ async def test_suspended_groups_wait_for_places_when_they_are_due():
         assert scheduler.rollouts_in_flight == 4
 
 
-async def test_an_unfinished_group_is_dropped_at_the_age_that_tail_allows():
+async def test_unfinished_group_is_dropped_at_the_tail_age():
     stage, journal = Stage(), Journal()
     scheduler = scheduler_of(
         stage.run_group,
@@ -334,7 +334,7 @@ async def test_an_unfinished_group_is_dropped_at_the_age_that_tail_allows():
 
 
 class Stubborn(Stage):
-    """Groups that take their time when they are cancelled, and then do as `end` says."""
+    """Groups that clean up for a while when they are cancelled, and then end as `end` says."""
 
     def __init__(self, end: str) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class Stubborn(Stage):
 
 
 @pytest.mark.parametrize("end", ["obey", "fail", "return"])
-async def test_a_group_that_ends_after_it_was_dropped_gives_its_places_back_then_and_once(end):
+async def test_dropped_group_returns_its_permits_once_when_it_ends(end):
     stage, journal = Stubborn(end), Journal()
     knobs = {"groups_per_step": 1, "max_staleness": 0, "oversample": 1, "window": 5, "tail": "drop"}
     scheduler = scheduler_of(stage.run_group, group_size=2, max_running_rollouts=4, observer=journal, **knobs)
@@ -367,8 +367,8 @@ async def test_a_group_that_ends_after_it_was_dropped_gives_its_places_back_then
         batch.release()
         await settle()
         assert journal.lost == stage.cancelled == [0]
-        assert scheduler.slots_held == 2  # nobody waits for it
-        assert scheduler.rollouts_in_flight == 4  # its two are as alive as those of group 2
+        assert scheduler.slots_held == 2  # the dropped group holds no slot
+        assert scheduler.rollouts_in_flight == 4  # its two rollouts still run, as do those of group 2
         assert stage.started == [0, 1, 2]
         stage.clean_up.set()
         await settle()
@@ -379,7 +379,7 @@ async def test_a_group_that_ends_after_it_was_dropped_gives_its_places_back_then
         assert not run.done()
 
 
-async def test_a_group_is_dropped_before_its_first_turn():
+async def test_admitted_group_can_be_dropped_before_it_starts():
     stage, journal = Stage(), Journal()
     scheduler = scheduler_of(
         stage.run_group, groups_per_step=1, max_staleness=1, tail="drop", max_running_rollouts=3, observer=journal
@@ -402,7 +402,7 @@ async def test_a_group_is_dropped_before_its_first_turn():
         assert scheduler.rollouts_in_flight == 2
 
 
-async def test_a_cancellation_that_nobody_asked_for_is_a_failure():
+async def test_stray_cancellation_in_a_group_is_a_failure():
     closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     closed.cancel()
 
@@ -416,7 +416,7 @@ async def test_a_cancellation_that_nobody_asked_for_is_a_failure():
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
-async def test_a_group_whose_task_somebody_cancels_ends_the_run(has_begun):
+async def test_cancelling_a_group_task_from_outside_ends_the_run(has_begun):
     stage = Stage()
     scheduler = scheduler_of(stage.run_group, groups_per_step=2)
     run = asyncio.ensure_future(scheduler.run())
@@ -449,7 +449,7 @@ async def test_a_group_that_cancels_its_own_task_ends_the_run():
             await scheduler.next_batch()
 
 
-async def test_the_last_batch_is_short_where_the_budget_is_no_multiple_of_the_step():
+async def test_last_batch_is_short_when_the_budget_is_not_a_multiple():
     stage = Stage()
     stage.end(*range(9))
     scheduler = scheduler_of(stage.run_group, budget=5, groups_per_step=2, max_staleness=0)
@@ -463,7 +463,7 @@ async def test_the_last_batch_is_short_where_the_budget_is_no_multiple_of_the_st
 
 
 @pytest.mark.parametrize("tail", ["tail_batch", "drop"])
-async def test_a_short_last_batch_of_interrupted_groups(tail):
+async def test_short_last_batch_of_interrupted_groups(tail):
     stage = Stage()
     scheduler = scheduler_of(
         stage.run_group, budget=3, groups_per_step=2, max_staleness=0, oversample=1.0, window=5, tail=tail
@@ -478,7 +478,7 @@ async def test_a_short_last_batch_of_interrupted_groups(tail):
         await asyncio.wait_for(run, HANG_S)
 
 
-async def test_next_batch_says_why_there_is_none():
+async def test_next_batch_error_gives_the_reason():
     stage = Stage()
     stage.end(*range(9))
     scheduler = scheduler_of(stage.run_group, budget=2, groups_per_step=2)
@@ -497,7 +497,7 @@ async def test_next_batch_says_why_there_is_none():
     assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
 
 
-async def test_a_failing_group_is_told_of_while_others_clean_up():
+async def test_group_failure_is_raised_while_others_clean_up():
     stage = Stubborn("obey")
     failing = asyncio.Event()
 
@@ -520,7 +520,7 @@ async def test_a_failing_group_is_told_of_while_others_clean_up():
         await run
 
 
-async def test_a_cancelled_run_is_told_of_while_its_groups_clean_up():
+async def test_run_cancellation_is_raised_while_groups_clean_up():
     stage = Stubborn("obey")
     scheduler = scheduler_of(stage.run_group, groups_per_step=2)
     run = asyncio.ensure_future(scheduler.run())
@@ -537,7 +537,7 @@ async def test_a_cancelled_run_is_told_of_while_its_groups_clean_up():
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
-async def test_a_run_that_is_cancelled_before_its_first_turn_is_told_of(is_waited_for: bool):
+async def test_run_cancellation_before_its_first_turn_is_raised(is_waited_for: bool):
     stage = Stage()
     scheduler = scheduler_of(stage.run_group, groups_per_step=1)
     waiting = [asyncio.ensure_future(next_of(scheduler))] if is_waited_for else []
@@ -552,7 +552,7 @@ async def test_a_run_that_is_cancelled_before_its_first_turn_is_told_of(is_waite
     assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
 
 
-async def test_a_run_that_a_caller_awaits_itself_ends_as_any_other():
+async def test_run_can_be_awaited_directly_and_only_once():
     stage = Stage()
     stage.end(0)
     scheduler = scheduler_of(stage.run_group, budget=1, groups_per_step=1)
@@ -568,13 +568,13 @@ async def test_a_run_that_a_caller_awaits_itself_ends_as_any_other():
         scheduler.run()
 
 
-async def test_a_batch_of_a_scheduler_that_nobody_runs_is_refused_at_once():
+async def test_next_batch_of_a_scheduler_that_does_not_run_raises():
     with pytest.raises(RuntimeError, match="enter its block, or call run"):
         await next_of(scheduler_of(Stage().run_group))
 
 
 @pytest.mark.parametrize("turns", range(4))
-async def test_a_block_whose_task_is_cancelled_at_any_turn_ends(turns: int):
+async def test_scheduler_block_ends_when_cancelled_at_any_turn(turns: int):
     stage = Stage()
     scheduler = scheduler_of(stage.run_group, groups_per_step=1)
 
@@ -592,7 +592,7 @@ async def test_a_block_whose_task_is_cancelled_at_any_turn_ends(turns: int):
     assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
 
 
-async def test_the_task_of_a_block_that_others_cancel_at_its_first_turn_is_told_of():
+async def test_cancelling_the_scheduler_task_from_outside_is_raised():
     async with scheduler_of(Stage().run_group, groups_per_step=1) as scheduler:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
@@ -600,7 +600,7 @@ async def test_the_task_of_a_block_that_others_cancel_at_its_first_turn_is_told_
             await next_of(scheduler)
 
 
-async def test_the_block_ends_with_what_a_group_raised_whatever_its_body_waits_for():
+async def test_scheduler_block_raises_the_error_of_a_group():
     async def run_group(lease: Lease) -> RolloutGroup:
         raise RuntimeError("broken reward")
 
@@ -610,7 +610,7 @@ async def test_the_block_ends_with_what_a_group_raised_whatever_its_body_waits_f
                 await (wait or scheduler.next_batch)()
 
 
-async def test_the_block_ends_with_what_its_body_raised_and_no_group_outlives_it():
+async def test_error_in_the_scheduler_block_cancels_the_groups():
     stage = Stage()
     scheduler = scheduler_of(stage.run_group, groups_per_step=1, max_staleness=1)
 
@@ -625,7 +625,7 @@ async def test_the_block_ends_with_what_its_body_raised_and_no_group_outlives_it
     assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
 
 
-async def test_leaving_the_block_early_is_fine_and_cancelling_it_cancels_the_groups():
+async def test_leaving_or_cancelling_the_scheduler_block_cancels_the_groups():
     stage = Stage()
     async with scheduler_of(stage.run_group, groups_per_step=1, max_staleness=0) as scheduler:
         stage.end(0)
@@ -645,7 +645,7 @@ async def test_leaving_the_block_early_is_fine_and_cancelling_it_cancels_the_gro
     assert stage.cancelled == [0]
 
 
-async def test_batches_that_cannot_be_handed_out_again_are_refused_at_once():
+async def test_backlog_batches_that_cannot_be_repeated_are_rejected():
     backlog = Backlog(next_index=3, unsettled=[0, 1, 2], finished={2: group_of(2, 0)}, batches=[[0, 2]])
     stage = Stage()
     with pytest.raises(
@@ -657,7 +657,7 @@ async def test_batches_that_cannot_be_handed_out_again_are_refused_at_once():
     scheduler_of(stage.run_group, groups_per_step=1, max_staleness=1, backlog=backlog)
 
 
-async def test_groups_of_batches_that_are_handed_out_again_are_admitted_first():
+async def test_groups_of_repeated_batches_are_admitted_first():
     stage = Stage()
     backlog = Backlog(next_index=3, unsettled=[0, 1, 2], finished={2: group_of(2, 0)}, batches=[[0, 2]])
     scheduler = scheduler_of(stage.run_group, groups_per_step=2, max_staleness=0, backlog=backlog)
@@ -672,7 +672,7 @@ async def test_groups_of_batches_that_are_handed_out_again_are_admitted_first():
         assert stage.started == [0, 1, 3]
 
 
-async def test_a_restored_group_with_tokens_that_are_too_old_is_played_again_in_its_slot():
+async def test_restored_group_with_stale_tokens_is_regenerated_in_its_slot():
     stage, journal = Stage(), Journal()
     discarded: list[int] = []
     journal.discarded = lambda index, group: discarded.append(index)
@@ -695,8 +695,8 @@ async def test_a_restored_group_with_tokens_that_are_too_old_is_played_again_in_
         assert {version for group in trained.groups for version in group.versions} == {3}
 
 
-async def test_a_group_of_an_earlier_run_is_played_again_only_once():
-    """What comes back too old a second time has a version that its generator made up."""
+async def test_restored_group_is_regenerated_only_once():
+    """A regenerated group that is too old again has a wrong version from its generator."""
     stage = Stage()
     stage.end(0)
     backlog = Backlog(next_index=1, unsettled=[0], finished={0: group_of(0, 1)})
@@ -707,7 +707,7 @@ async def test_a_group_of_an_earlier_run_is_played_again_only_once():
     assert stage.started == [0]
 
 
-async def test_an_aborted_group_is_counted_as_such():
+async def test_aborted_group_is_counted_as_aborted():
     async def run_group(lease: Lease) -> RolloutGroup:
         group = group_of(lease.index, 0)
         group.rollouts[0].status = RolloutStatus.ABORTED
@@ -723,7 +723,7 @@ async def test_an_aborted_group_is_counted_as_such():
     assert set(journal.lost) == {"aborted"}
 
 
-async def test_a_backlog_is_taken_up_where_it_was_left():
+async def test_backlog_is_continued_where_it_was_left():
     stage, journal = Stage(), Journal()
     backlog = Backlog(next_index=8, unsettled=[4, 5, 6], finished={6: group_of(6, 0), 5: group_of(5, 0)}, batches=[[6]])
     scheduler = scheduler_of(stage.run_group, groups_per_step=1, max_staleness=3, backlog=backlog, observer=journal)
@@ -734,10 +734,10 @@ async def test_a_backlog_is_taken_up_where_it_was_left():
         trained = [indices(await next_of(scheduler)) for _ in range(4)]
     assert trained == [[6], [4], [5], [8]]
     assert journal.batches == trained
-    assert sorted(journal.done) == [4, 8]  # the others were told of before
+    assert sorted(journal.done) == [4, 8]  # the others were reported before
 
 
-async def test_a_run_that_only_drops_ends_with_the_reasons():
+async def test_dropping_every_group_ends_the_run_with_the_reasons():
     stage = Stage()
     stage.end(*range(100))
     scheduler = scheduler_of(
@@ -749,7 +749,7 @@ async def test_a_run_that_only_drops_ends_with_the_reasons():
 
 
 @pytest.mark.parametrize("groups_per_step", [1, 2, 16])
-async def test_a_reward_that_always_fails_ends_a_run_of_any_groups_a_step_with_its_error(groups_per_step: int):
+async def test_reward_that_always_fails_ends_the_run_with_its_error(groups_per_step: int):
     async def run_group(lease: Lease) -> RolloutGroup:
         group = group_of(lease.index, 0)
         group.failure = Failure("KeyError: 'answer'", "task.py:31 in score", "Traceback")
@@ -762,7 +762,7 @@ async def test_a_reward_that_always_fails_ends_a_run_of_any_groups_a_step_with_i
             await next_of(scheduler)
 
 
-async def test_a_release_that_drops_too_many_groups_is_told_to_who_waits_for_a_batch():
+async def test_too_many_drops_at_a_release_fail_a_waiting_next_batch():
     stage = Stage()
     knobs = {"max_staleness": 1, "oversample": 2.0, "tail": "drop", "max_refills": 1}
     scheduler = scheduler_of(stage.run_group, groups_per_step=1, **knobs)
@@ -776,7 +776,7 @@ async def test_a_release_that_drops_too_many_groups_is_told_to_who_waits_for_a_b
             await waiting
 
 
-async def test_lost_groups_between_which_others_end_are_not_in_a_row():
+async def test_finished_group_resets_the_count_of_failed_groups():
     async def run_group(lease: Lease) -> RolloutGroup:
         group = group_of(lease.index, lease.version)
         if lease.index % 3 != 2:
@@ -796,7 +796,7 @@ def failed(group: RolloutGroup) -> str | None:
     return "reward_failed" if group.failure is not None else None
 
 
-async def test_groups_lost_to_errors_in_a_row_end_the_run_with_the_most_frequent():
+async def test_failed_groups_in_a_row_end_the_run_with_the_most_frequent_error():
     places = {0: "env.py:3 in reset", 1: "env.py:7 in step", 2: "env.py:7 in step"}
 
     async def run_group(lease: Lease) -> RolloutGroup:
@@ -818,7 +818,7 @@ async def test_groups_lost_to_errors_in_a_row_end_the_run_with_the_most_frequent
 
 
 @pytest.mark.looptime
-async def test_groups_that_are_lost_before_anybody_asks_for_a_batch_are_few():
+async def test_failed_groups_before_the_first_next_batch_are_limited():
     played = []
 
     async def run_group(lease: Lease) -> RolloutGroup:
@@ -838,7 +838,7 @@ async def test_groups_that_are_lost_before_anybody_asks_for_a_batch_are_few():
             await next_of(scheduler)
 
 
-async def test_a_failing_group_ends_the_run_with_its_error():
+async def test_failing_group_ends_the_run_with_its_error():
     async def run_group(lease: Lease) -> RolloutGroup:
         raise RuntimeError("broken reward")
 
@@ -848,11 +848,11 @@ async def test_a_failing_group_ends_the_run_with_its_error():
 
 
 class PanicException(BaseException):
-    """As extensions written in Rust raise."""
+    """Exception like the one that a panic in a Rust extension raises."""
 
 
 @pytest.mark.parametrize("error", [PanicException("out of bounds"), GeneratorExit("out of bounds")])
-async def test_what_is_no_exception_ends_the_run_with_its_reason(error: BaseException):
+async def test_base_exception_in_a_group_ends_the_run_with_its_reason(error: BaseException):
     async def run_group(lease: Lease) -> RolloutGroup:
         raise error
 
@@ -867,17 +867,17 @@ async def test_what_is_no_exception_ends_the_run_with_its_reason(error: BaseExce
             await asyncio.sleep(5)
 
 
-async def test_a_token_beyond_the_bound_stops_the_run():
+async def test_token_beyond_the_age_bound_stops_the_run():
     stage = Stage()
     stage.end(*range(9))
     scheduler = scheduler_of(stage.run_group, groups_per_step=1, max_staleness=0)
     async with running(scheduler):
-        (await next_of(scheduler)).release()  # and yet stage.version stays 0
+        (await next_of(scheduler)).release()  # but stage.version stays 0
         with pytest.raises(TrainingError, match="max_staleness = 0"):
             await next_of(scheduler)
 
 
-async def test_releasing_a_batch_twice_is_a_bug():
+async def test_releasing_a_batch_twice_raises():
     stage = Stage()
     stage.end(0)
     async with running(scheduler := scheduler_of(stage.run_group, groups_per_step=1)):
@@ -887,7 +887,7 @@ async def test_releasing_a_batch_twice_is_a_bug():
             batch.release()
 
 
-async def test_batches_are_released_in_the_order_of_their_steps():
+async def test_batches_must_be_released_in_the_order_of_their_steps():
     stage = Stage()
     stage.end(*range(4))
     async with running(scheduler := scheduler_of(stage.run_group, groups_per_step=1, max_staleness=2)):
@@ -902,7 +902,7 @@ async def test_batches_are_released_in_the_order_of_their_steps():
 
 
 @pytest.mark.looptime
-async def test_metrics_add_up_the_time_of_slots_and_show_what_is_accepted():
+async def test_metrics_count_slot_seconds_drops_and_accepted_tokens():
     stage = Stage()
     scheduler = scheduler_of(
         stage.run_group,
@@ -924,7 +924,7 @@ async def test_metrics_add_up_the_time_of_slots_and_show_what_is_accepted():
     assert metrics["accepted_tokens_mean"] == metrics["generated_tokens_mean"] == 2
 
 
-async def test_a_group_of_old_tokens_alone_is_dropped_and_replaced():
+async def test_group_of_only_stale_tokens_is_dropped_and_replaced():
     stage, journal = Stage(), Journal()
     scheduler = scheduler_of(
         stage.run_group, groups_per_step=1, max_staleness=2, window=3, max_token_age=1, observer=journal
@@ -936,11 +936,11 @@ async def test_a_group_of_old_tokens_alone_is_dropped_and_replaced():
             stage.version = version
             batch.release()
         stage.end(3)
-        assert indices(await next_of(scheduler)) == [3]  # 2 has tokens of version 0 alone
+        assert indices(await next_of(scheduler)) == [3]  # 2 has only tokens of version 0
         assert journal.lost == [2]
 
 
-async def test_a_group_of_old_tokens_alone_takes_its_turn_where_tokens_are_masked():
+async def test_group_of_only_stale_tokens_is_kept_when_masking():
     stage, journal = Stage(), Journal()
     knobs = {"groups_per_step": 2, "max_staleness": 2, "max_token_age": 1, "stale_groups": "mask"}
     scheduler = scheduler_of(stage.run_group, observer=journal, **knobs)
@@ -951,11 +951,11 @@ async def test_a_group_of_old_tokens_alone_takes_its_turn_where_tokens_are_maske
             stage.version = version
             batch.release()
         stage.end(5)
-        assert indices(await next_of(scheduler)) == [4, 5]  # 4 has tokens of version 0 alone
+        assert indices(await next_of(scheduler)) == [4, 5]  # 4 has only tokens of version 0
         assert journal.lost == []
 
 
-async def test_a_batch_of_old_tokens_alone_is_dropped_even_where_tokens_are_masked():
+async def test_batch_of_only_stale_tokens_is_dropped_even_when_masking():
     stage, journal = Stage(), Journal()
     knobs = {"groups_per_step": 1, "max_staleness": 1, "max_token_age": 0, "stale_groups": "mask"}
     scheduler = scheduler_of(stage.run_group, observer=journal, **knobs)
@@ -969,12 +969,12 @@ async def test_a_batch_of_old_tokens_alone_is_dropped_even_where_tokens_are_mask
         assert journal.lost == [1]
 
 
-def test_what_becomes_of_stale_groups_needs_an_age_at_which_they_are():
+def test_stale_groups_setting_requires_max_token_age():
     with pytest.raises(ValidationError, match='stale_groups = "mask" has no effect without max_token_age'):
         SchedulingConfig(stale_groups="mask")
 
 
 @pytest.mark.parametrize("unsettled", [[2, 2], [9], [-1]])
-def test_a_backlog_of_groups_that_cannot_be_is_refused(unsettled: list[int]) -> None:
+def test_backlog_with_invalid_unsettled_groups_is_rejected(unsettled: list[int]) -> None:
     with pytest.raises(ValueError, match=r"Backlog\.unsettled"):
         Backlog(next_index=4, unsettled=unsettled)

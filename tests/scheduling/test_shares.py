@@ -1,4 +1,4 @@
-"""Turns by weight, without chance."""
+"""Deterministic turns by weight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def turns(shares: Shares):
 
 
 @given(weights=WEIGHTS)
-def test_nobody_is_ever_a_whole_turn_ahead_of_its_share_or_behind(weights: dict[str, float]):
+def test_every_task_stays_within_one_turn_of_its_share(weights: dict[str, float]):
     total, taken = sum(weights.values()), Counter[str]()
     for turn, name in enumerate(islice(turns(Shares(weights)), 300), start=1):
         taken[name] += 1
@@ -31,11 +31,11 @@ def test_nobody_is_ever_a_whole_turn_ahead_of_its_share_or_behind(weights: dict[
 
 
 @given(weights=WEIGHTS, pause=st.integers(0, 200))
-def test_turns_go_on_where_they_were(weights: dict[str, float], pause: int):
+def test_turns_continue_from_saved_counts(weights: dict[str, float], pause: int):
     undisturbed = list(islice(turns(Shares(weights)), 250))
     taken = Counter(undisturbed[:pause])
     assert list(islice(turns(Shares(weights, taken)), 250 - pause)) == undisturbed[pause:]
 
 
-def test_two_to_one():
+def test_turns_of_two_to_one_weights():
     assert "".join(islice(turns(Shares({"a": 2, "b": 1})), 9)) == "aabaabaab"

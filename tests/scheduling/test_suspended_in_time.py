@@ -1,4 +1,4 @@
-"""No batch waits forever for groups that `tail = "tail_batch"` suspends, whatever else orders the groups."""
+"""No batch waits forever for groups that `tail = "tail_batch"` suspends, under any other settings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Run:
         return group_of(lease.index, versions)
 
     async def train(self, steps: int) -> list[int]:
-        """The ages of the oldest tokens of the groups that were trained on."""
+        """Return the age of the oldest token of each trained group."""
         budget, ages = steps * self.config.groups_per_step, list[int]()
         scheduler = GroupScheduler(self.play, self.config, group_size=1, budget=budget, filters=[lambda group: None])
         async with asyncio.timeout(1e6), scheduler:
@@ -62,7 +62,7 @@ def train(config: SchedulingConfig, *, seed: int, train_s: float, steps: int) ->
 
 
 def with_age(knobs: dict[str, Any]) -> SchedulingConfig:
-    """With a bound of the age, where there is one, that is as low as it may be, or so much higher."""
+    """Replace the window by an age bound, `more_age` above the least possible one, if that is set."""
     more = knobs.pop("more_age")
     if more is not None:
         least = SchedulingConfig.model_validate(knobs | {"window": 1}).age_bound
@@ -85,21 +85,21 @@ def with_age(knobs: dict[str, Any]) -> SchedulingConfig:
     seed=st.integers(0, 99),
     train_s=st.sampled_from([0.0, 3.0, 20.0]),
 )
-def test_every_group_of_the_budget_is_trained_on_in_time(config: SchedulingConfig, seed: int, train_s: float) -> None:
+def test_every_group_is_trained_within_the_age_bound(config: SchedulingConfig, seed: int, train_s: float) -> None:
     ages = train(config, seed=seed, train_s=train_s, steps=40)
     assert len(ages) == 40 * config.groups_per_step
     assert max(ages) <= config.age_bound
 
 
-def test_a_group_is_resumed_that_those_which_are_done_cannot_overtake_any_more() -> None:
-    """The least bound: soon there are groups enough to train on, and each would make the suspended one too old."""
+def test_suspended_group_is_resumed_before_it_gets_too_old() -> None:
+    """With the least bound, enough groups are soon finished, and each would make the suspended one too old."""
     config = SchedulingConfig(groups_per_step=4, max_staleness=0, oversample=2.0, tail="tail_batch", max_group_age=3)
     assert max(train(config, seed=0, train_s=1.0, steps=60)) <= 3
 
 
 @pytest.mark.looptime
-async def test_a_group_that_ended_while_suspended_and_is_generated_again_is_not_suspended() -> None:
-    """Group 0 is of an earlier run. It ends, with tokens that are too old, after the batch of group 1 suspended it."""
+async def test_regenerated_group_is_not_suspended() -> None:
+    """Group 0, of an earlier run, ends with tokens that are too old after the batch of group 1 suspended it."""
     played: list[int] = []
     suspended = asyncio.Event()
 
@@ -131,7 +131,7 @@ async def test_a_group_that_ended_while_suspended_and_is_generated_again_is_not_
 
 
 @pytest.mark.looptime
-async def test_a_group_that_is_generated_again_keeps_its_permits_when_a_late_abort_returns() -> None:
+async def test_regenerated_group_keeps_its_permits_after_a_late_abort() -> None:
     slots, capacity, may_abort = SlotPool(1), RolloutCapacity(1), asyncio.Event()
 
     async def abort(request_ids: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""What is between a group's rollouts and what generates for them."""
+"""Suspension of a group: the guard between its rollouts and the generator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLING = SamplingParams(max_tokens=4)
 
 
 class Engine:
-    """Answers when it is told to; ids are unique, as everywhere."""
+    """Engine whose requests end when they are aborted; request ids are unique."""
 
     def __init__(self) -> None:
         self.running: dict[str, asyncio.Future[FinishReason]] = {}
@@ -41,7 +41,7 @@ class Engine:
 
 
 @pytest.mark.looptime
-async def test_a_duplicate_fails_alone_and_the_first_is_still_aborted_by_a_suspension() -> None:
+async def test_duplicate_request_id_fails_without_affecting_the_first() -> None:
     engine, suspension = Engine(), Suspension()
     generate = suspension.guard(engine.generate, engine.abort)
     first = asyncio.create_task(generate([1], request_id="a", sampling=SAMPLING))
@@ -55,7 +55,7 @@ async def test_a_duplicate_fails_alone_and_the_first_is_still_aborted_by_a_suspe
     assert engine.aborted == ["a"]
 
 
-async def test_while_suspended_a_request_returns_aborted_and_asks_nobody() -> None:
+async def test_request_during_a_suspension_returns_aborted() -> None:
     engine, suspension = Engine(), Suspension()
     suspension.suspend()
     completion = await suspension.guard(engine.generate, engine.abort)([1], request_id="a", sampling=SAMPLING)

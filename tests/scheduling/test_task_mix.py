@@ -1,4 +1,4 @@
-"""Which task and sample the group at each position plays, whatever is dropped and in whatever order groups end."""
+"""Task mix: the task and sample of each group, for any drops and any order in which groups end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOTS = 8
 
 
 class Twice(InOrder):
-    """Gives a sample again at once if it earned nothing: what comes depends on which group ends when."""
+    """Curriculum that repeats a sample that earned nothing, so that the order depends on when groups end."""
 
     def begin(self) -> CurriculumState:
         return {**super().begin(), "again": []}
@@ -76,11 +76,11 @@ class Play:
                 self.done[index] = played
         while (index := self.next_to_train()) in self.done:
             self.train(index)
-        if not self.running and len(self.done) >= SLOTS:  # what a journal that was lost in part may lead to
+        if not self.running and len(self.done) >= SLOTS:  # possible after a partial loss of the journal
             self.train(min(self.done))
 
     def next_to_train(self) -> int:
-        """The oldest group of the task whose turn it is."""
+        """Return the oldest group of the task whose turn it is."""
         turns = self.mix.turns(1)
         return min((i for i, p in {**self.running, **self.done}.items() if [p.task] == turns[:1]), default=-1)
 
@@ -90,7 +90,7 @@ class Play:
 
 
 def off(groups: Sequence[Assigned], weights: dict[str, float], window: int) -> float:
-    """By how many groups a task is most off its share in any window."""
+    """Return the largest deviation of a task from its share in any window, in groups."""
     total, counts, most = sum(weights.values()), Counter[str](), 0.0
     for end, played in enumerate(groups, start=1):
         counts[played.task] += 1
@@ -110,7 +110,7 @@ def off(groups: Sequence[Assigned], weights: dict[str, float], window: int) -> f
         ({"a": 7.0, "b": 2.0, "c": 1.0}, {"c": 0.95, "b": 0.5}),
     ],
 )
-def test_any_thousand_groups_that_are_trained_have_the_weights(weights, drops):
+def test_trained_groups_follow_the_weights_in_any_window(weights, drops):
     play = Play(weights, seed=3, drops=drops)
     while len(play.trained) < 3000:
         play.step()
@@ -125,7 +125,7 @@ def test_any_thousand_groups_that_are_trained_have_the_weights(weights, drops):
     seed=st.integers(0, 99),
 )
 @settings(deadline=None)
-def test_a_dropped_group_is_replaced_by_one_of_its_task(weights: dict[str, float], drops, seed: int):
+def test_dropped_group_is_replaced_by_one_of_its_task(weights: dict[str, float], drops, seed: int):
     play = Play(weights, seed, drops)
     for _ in range(600):
         play.step()
@@ -133,7 +133,7 @@ def test_a_dropped_group_is_replaced_by_one_of_its_task(weights: dict[str, float
     kept = Counter(played.task for played in [*play.trained, *play.done.values(), *play.running.values()])
     dealt = Counter(play.mix.turns(1000)) + Counter(played.task for played in play.trained)
     for name, weight in weights.items():
-        assert 0 <= dealt[name] - kept[name] <= 1, "but for one that was dropped just now"
+        assert 0 <= dealt[name] - kept[name] <= 1, "except for one that was just dropped"
         assert abs(dealt[name] - dealt.total() * weight / total) < 1 + 1e-9
 
 
@@ -149,10 +149,10 @@ def in_json(mix: TaskMix) -> Any:
     kind=st.sampled_from(["intact", "damaged", "gone"]),
 )
 @settings(deadline=None, max_examples=200)
-def test_killed_at_any_moment_each_sample_of_each_task_is_trained_once_and_none_is_left_out(
+def test_kill_at_any_moment_neither_skips_nor_repeats_samples(
     seed: int, saved: int, killed: int, lost: set[int], kind: str
 ):
-    """In the second life the groups that are not settled in the checkpoint run again."""
+    """In the resumed run, groups that are not settled in the checkpoint run again."""
     weights, drops = {"a": 2.0, "b": 1.0, "c": 1.0}, {"a": 0.3, "c": 0.5}
     first = Play(weights, seed, drops)
     for _ in range(saved):
@@ -189,7 +189,7 @@ def test_killed_at_any_moment_each_sample_of_each_task_is_trained_once_and_none_
 
     for name in weights:
         samples = [played.sample for played in again.trained if played.task == name]
-        assert len(samples) == len(set(samples)), "none is trained twice"
+        assert len(samples) == len(set(samples)), "no sample is trained twice"
         open_now = [*again.running.values(), *again.done.values()]
         gone = {event.index for event in again.events if isinstance(event, Dropped)}
         accounted = samples + [
@@ -197,12 +197,12 @@ def test_killed_at_any_moment_each_sample_of_each_task_is_trained_once_and_none_
             for played in [*open_now, *dropped, *(p for p in again.admitted if p.index in gone)]
             if played.task == name
         ]
-        assert set(range(max(accounted) + 1)) == set(accounted), "none is left out"
+        assert set(range(max(accounted) + 1)) == set(accounted), "no sample is left out"
 
 
 @given(seed=st.integers(0, 999), saved=st.integers(0, 150), more=st.integers(0, 150))
 @settings(deadline=None)
-def test_a_curriculum_with_a_memory_comes_back_as_it_was(seed: int, saved: int, more: int):
+def test_curriculum_state_is_restored_exactly(seed: int, saved: int, more: int):
     curricula = {
         "a": Twice(),
         "b": ByDifficulty(samples=7, left_out=2),
@@ -223,7 +223,7 @@ def test_a_curriculum_with_a_memory_comes_back_as_it_was(seed: int, saved: int, 
     assert again.assignment(whole.next_index) == whole.mix.assignment(whole.next_index)
 
 
-def test_weights_that_change_count_from_then_on():
+def test_changed_weights_apply_to_later_groups():
     play = Play({"a": 1.0, "b": 1.0}, seed=0)
     for index in range(100):
         play.mix.assignment(index)
@@ -238,7 +238,7 @@ def test_weights_that_change_count_from_then_on():
     assert samples == {"a": list(range(50, 125)), "b": list(range(50, 75))}
 
 
-def test_a_state_of_other_tasks_is_refused():
+def test_state_of_other_tasks_is_rejected():
     state = TaskMix({"a": WeightedTask(1.0, InOrder())}).state()
     with pytest.raises(CheckpointError, match="saved with the tasks a, and continues with b"):
         TaskMix({"b": WeightedTask(1.0, InOrder())}, state=state)
@@ -256,7 +256,7 @@ def test_a_state_of_other_tasks_is_refused():
         ({"weights": {"a": "heavy"}}, "heavy"),
     ],
 )
-def test_what_is_no_state_of_a_mix_is_told_of_with_what_to_do(changes: dict[str, Any], complaint: str):
+def test_invalid_mix_state_is_rejected_with_advice(changes: dict[str, Any], complaint: str):
     tasks = {"a": WeightedTask(1.0, InOrder())}
     state = {key: value for key, value in (TaskMix(tasks).state() | changes).items() if value is not ...}
     with pytest.raises(CheckpointError, match=f"cannot be read: .*{complaint}.*titan-rl export"):
@@ -264,7 +264,7 @@ def test_what_is_no_state_of_a_mix_is_told_of_with_what_to_do(changes: dict[str,
 
 
 def sequence(curriculum: Curriculum, rewards: Any, count: int) -> list[int]:
-    """The samples given, where each group ends before the next begins."""
+    """Return the samples given when each group ends before the next begins."""
     mix, samples = TaskMix({"task": WeightedTask(1.0, curriculum)}), list[int]()
     for index in range(count):
         samples.append(mix.assignment(index).sample)
@@ -273,19 +273,19 @@ def sequence(curriculum: Curriculum, rewards: Any, count: int) -> list[int]:
     return samples
 
 
-def test_by_difficulty_goes_on_with_those_that_are_neither_always_right_nor_always_wrong():
+def test_by_difficulty_continues_with_samples_of_mixed_rewards():
     means = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 0.0]}
     given = sequence(ByDifficulty(samples=4, left_out=2), means.__getitem__, 12)
     assert given == [0, 1, 2, 3, 1, 3, 1, 3, 0, 1, 2, 3]
 
 
-def test_by_difficulty_tries_all_again_where_none_teaches_anything():
+def test_by_difficulty_tries_all_again_when_none_is_useful():
     assert sequence(ByDifficulty(samples=3, left_out=5), lambda sample: [1.0], 6) == [0, 1, 2, 0, 1, 2]
     assert sequence(ByDifficulty(samples=2), lambda sample: [], 6) == [0, 1, 0, 1, 0, 1]
 
 
-class Plainly:
-    """What `ByDifficulty` gives, found by looking at each sample of each pass."""
+class FullScan:
+    """Reference for `ByDifficulty` that scans every sample of each pass."""
 
     def __init__(self, samples: int, left_out: int) -> None:
         self.samples, self.left_out = samples, left_out
@@ -307,28 +307,28 @@ class Plainly:
 
 @settings(deadline=None)
 @given(st.integers(1, 9), st.integers(0, 5), st.integers(0, 1 << 30), st.sampled_from([0.2, 0.8, 1.0]))
-def test_by_difficulty_gives_what_looking_at_every_sample_would(samples: int, left_out: int, seed: int, ends: float):
-    draw, plain = random.Random(seed), Plainly(samples, left_out)
+def test_by_difficulty_agrees_with_a_full_scan(samples: int, left_out: int, seed: int, ends: float):
+    draw, full_scan = random.Random(seed), FullScan(samples, left_out)
     curriculum = ByDifficulty(samples=samples, left_out=left_out)
     state, running = curriculum.begin(), list[int]()
     for _ in range(200):
         sample = curriculum.next_sample(state)
         curriculum.given(state, sample)
-        assert sample == plain.give()
+        assert sample == full_scan.give()
         state = json.loads(json.dumps(state))
         running.append(sample)
         while running and draw.random() < 0.6:
             ended = running.pop(draw.randrange(len(running)))
             mean = draw.choice([0.0, 1.0]) if draw.random() < ends else 0.5
             curriculum.finished(state, ended, [mean])
-            plain.finished(ended, mean)
+            full_scan.finished(ended, mean)
 
 
-def test_by_difficulty_jumps_over_passes_in_which_nothing_is_due():
+def test_by_difficulty_skips_passes_without_due_samples():
     assert sequence(ByDifficulty(samples=3, left_out=10**12), lambda sample: [1.0], 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_by_difficulty_looks_at_few_of_many_samples_for_a_group():
+def test_by_difficulty_does_not_scan_all_samples():
     curriculum = ByDifficulty(samples=10_000, left_out=100_000)
     state = curriculum.begin()
     for sample in range(curriculum.samples):
@@ -339,10 +339,10 @@ def test_by_difficulty_looks_at_few_of_many_samples_for_a_group():
         assert curriculum.next_sample(state) == 7_000
         curriculum.given(state, 7_000)
         curriculum.finished(state, 7_000, [0.5])
-    assert time.process_time() - began < 2, "of this process; looking at every sample takes 10 s"
+    assert time.process_time() - began < 2, "CPU time of this process; scanning every sample takes 10 s"
 
 
-def test_a_mix_looks_at_a_large_state_for_few_of_its_groups():
+def test_mix_rarely_inspects_a_large_curriculum_state():
     looks = 0
 
     class Large(list[int]):
@@ -361,7 +361,7 @@ def test_a_mix_looks_at_a_large_state_for_few_of_its_groups():
     assert looks <= 2 * 11
 
 
-def test_the_next_stage_begins_once_this_one_is_mastered():
+def test_next_stage_begins_once_the_current_one_is_mastered():
     earned = iter([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
     given = sequence(Stages(sizes=(2, 3), threshold=1.0, window=2), lambda sample: [next(earned)], 8)
     assert given == [0, 1, 0, 2, 3, 4, 2, 3]
@@ -403,6 +403,6 @@ class Huge(InOrder):
         (Huge(), "it gave 1180591620717411303424; it must give the number of a sample"),
     ],
 )
-def test_what_a_curriculum_does_wrong_is_said(curriculum: Curriculum, message: str):
+def test_invalid_curriculum_error_names_the_problem(curriculum: Curriculum, message: str):
     with pytest.raises(DataError, match=message):
         sequence(curriculum, lambda sample: [1.0], 3)

@@ -1,4 +1,4 @@
-"""Several tasks under a real scheduler, in virtual time: the mix of what is trained on, the age bound, the end."""
+"""Several tasks under a real scheduler, in virtual time: the trained mix, the age bound, and the end of a run."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from titan_rl.scheduling.task_mix import MixEvent, TaskMix, WeightedTask
 
 @dataclass
 class Kind:
-    """A task as far as a scheduler sees it."""
+    """Properties of a task that matter to a scheduler."""
 
     weight: float = 1.0
-    seconds: float = 1.0  # of a group, on the mean; a step takes one
+    seconds: float = 1.0  # mean duration of a group; a step takes one second
     dropped: float = 0.0
-    stuck_s: float = 0.0  # so much longer its first group takes
+    stuck_s: float = 0.0  # additional duration of its first group
 
 
 @dataclass
 class Played:
-    tasks: list[str] = field(default_factory=list[str])  # of the groups that were trained on
+    tasks: list[str] = field(default_factory=list[str])  # of the trained groups
     seconds: float = 0.0
 
 
 class Play:
-    """The observer of a scheduler whose groups take time and are dropped by chance."""
+    """Observer of a scheduler whose groups take random times and are dropped at random."""
 
     def __init__(self, kinds: dict[str, Kind], config: SchedulingConfig, steps: int, seed: int) -> None:
         self.kinds, self.config, self.steps, self.random = kinds, config, steps, random.Random(seed)
@@ -104,7 +104,7 @@ def play(kinds: dict[str, Kind], steps: int, seed: int = 0, **knobs: Any) -> Pla
 
 
 def most_off(tasks: Sequence[str], kinds: dict[str, Kind], size: int) -> float:
-    """By how many groups a task is most off its share, after any number of batches."""
+    """Return the largest deviation of a task from its share after any number of batches, in groups."""
     total = sum(kind.weight for kind in kinds.values())
     ends = range(size, len(tasks) + 1, size)
     return max(abs(tasks[:end].count(n) - end * k.weight / total) for end in ends for n, k in kinds.items())
@@ -130,8 +130,8 @@ def most_off(tasks: Sequence[str], kinds: dict[str, Kind], size: int) -> float:
     seed=st.integers(0, 999),
 )
 @settings(deadline=None, max_examples=examples(100))
-def test_every_batch_has_the_tasks_whose_turn_it_is_and_no_token_is_too_old(kinds, knobs, seed):
-    """The age is checked by the scheduler, whose run would end."""
+def test_every_batch_follows_the_turns_within_the_age_bound(kinds, knobs, seed):
+    """The scheduler checks the age, and its run would end."""
     played = play(kinds, 30, seed, **knobs)
     assert most_off(played.tasks, kinds, knobs["groups_per_step"]) < 1 + 1e-9
 
@@ -144,20 +144,20 @@ def test_every_batch_has_the_tasks_whose_turn_it_is_and_no_token_is_too_old(kind
         ({"a": Kind(), "b": Kind(seconds=10)}, {"tail": "drop", "oversample": 1.0}),
     ],
 )
-def test_many_drops_and_slow_tasks_leave_the_mix_as_it_is(kinds, knobs):
+def test_drops_and_slow_tasks_do_not_change_the_mix(kinds, knobs):
     size = knobs.get("groups_per_step", 16)
     assert most_off(play(kinds, 1024 // size, **knobs).tasks, kinds, size) < 1 + 1e-9
 
 
-def test_a_group_is_overtaken_by_fewer_of_a_rare_task():
-    """One turn of it is ten of all: two that overtake would move the stuck one by ten steps, beyond the bound."""
+def test_group_of_a_rare_task_is_overtaken_less_often():
+    """The rare task has one turn in ten: overtaking its stuck group twice would cost ten steps, beyond the bound."""
     kinds = {"often": Kind(9.0, 0.1), "rarely": Kind(1.0, 0.1, stuck_s=30.0)}
     knobs = {"groups_per_step": 2, "max_staleness": 10, "window": 3}
     assert most_off(play(kinds, 50, **knobs).tasks, kinds, 2) < 1 + 1e-9
 
 
-async def test_a_run_that_is_cut_short_ends_with_the_groups_that_there_are():
-    """The turn of a group that was dropped comes first, and no group for it fits into what is left to train."""
+async def test_shortened_run_ends_with_the_groups_it_has():
+    """The first turn is that of a dropped group, and the remaining budget has no room for its replacement."""
     tasks = {"a": WeightedTask(1.0, InOrder()), "b": WeightedTask(2.0, InOrder())}
     earlier = TaskMix(tasks)
     assert [earlier.assignment(index).task for index in range(3)] == ["b", "a", "b"]
@@ -186,8 +186,8 @@ class Events(list[MixEvent]):
         self.append(event)
 
 
-async def test_groups_of_an_earlier_run_are_admitted_in_the_order_of_their_turns():
-    """The first turn of "a" was for group 0, which was dropped, and then for group 2. So did 5 take that of 3."""
+async def test_restored_groups_are_admitted_in_the_order_of_their_turns():
+    """The first turn of "a" passed from group 0, which was dropped, to group 2; that of group 3 passed to group 5."""
     tasks = {"a": WeightedTask(1.0, InOrder()), "b": WeightedTask(1.0, InOrder())}
     events = Events()
     earlier = TaskMix(tasks, events)
@@ -224,10 +224,10 @@ async def test_groups_of_an_earlier_run_are_admitted_in_the_order_of_their_turns
             batch.release()
             await settle()
     assert trained == [2, 1, 5, 4, 6]
-    assert started[4] == 2, "where the run was, and not as soon as a slot was free"
+    assert started[4] == 2, "in its turn, and not as soon as a slot was free"
 
 
-def test_a_task_all_of_whose_groups_are_dropped_ends_the_run_and_is_named():
+def test_task_whose_groups_are_all_dropped_ends_the_run():
     kinds = {"easy": Kind(), "hopeless": Kind(dropped=1.0)}
     with pytest.raises(TrainingError, match=r"65 groups .* of the tasks hopeless \(65\): picked \(65\); raise"):
         play(kinds, 10, max_refills=4)

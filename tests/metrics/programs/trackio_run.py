@@ -1,4 +1,4 @@
-"""Logs a run of two lives to trackio by its sink, and prints what trackio has of it."""
+"""Log a resumed run to trackio through its sink, and print the rows that trackio has stored."""
 
 import json
 import sys
@@ -11,11 +11,11 @@ from titan_rl.metrics.sinks.types import SinkSpec
 
 folder = Path(sys.argv[1])
 settings = LoggingConfig(trackio={"project": "sums"})
-told = ConsoleLines()
+console = ConsoleLines()
 kind = find_sink("trackio")
 kind.check()
 for step, steps in ((0, (1, 2)), (2, (3,))):
-    sink = kind.make(SinkSpec("run", folder, settings, step, told))
+    sink = kind.make(SinkSpec("run", folder, settings, step, console))
     for number in steps:
         sink.log(number, {"rollout/reward_mean": number / 4, "train/loss": 0.5})
     sink.close()
@@ -23,4 +23,4 @@ for step, steps in ((0, (1, 2)), (2, (3,))):
 from trackio.sqlite_storage import SQLiteStorage  # noqa: E402  what its dashboard reads
 
 rows = [(row["step"], row["rollout/reward_mean"]) for row in SQLiteStorage.get_logs("sums", "run")]
-print(json.dumps({"told": told, "rows": rows}))
+print(json.dumps({"console": console, "rows": rows}))

@@ -1,4 +1,4 @@
-"""Which demonstrations each step learns."""
+"""Assignment of demonstrations to training steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan_rl.run.sft.train import batches, hold_out
 
 
 @given(count=st.integers(0, 300), most=st.integers(0, 100), seed=st.integers(0, 3))
-def test_each_is_learned_or_held_out_and_few_are(count: int, most: int, seed: int) -> None:
+def test_hold_out_splits_demonstrations_and_limits_held_out(count: int, most: int, seed: int) -> None:
     learned, held_out = hold_out(count, most, seed)
     assert sorted(learned + held_out) == list(range(count))
     assert learned == sorted(learned)
@@ -23,7 +23,7 @@ SIZES = st.integers(1, 20)
 
 
 @given(count=st.integers(1, 60), batch_size=SIZES, epochs=st.integers(1, 4), shuffle=st.booleans())
-def test_every_epoch_has_each_once(count: int, batch_size: int, epochs: int, shuffle: bool) -> None:
+def test_every_epoch_contains_each_demonstration_once(count: int, batch_size: int, epochs: int, shuffle: bool) -> None:
     steps = batches(range(count), batch_size=batch_size, steps=None, epochs=epochs, shuffle=shuffle, seed=0)
     stream = [item for step in steps for item in step]
     for epoch in range(epochs):
@@ -35,7 +35,7 @@ def test_every_epoch_has_each_once(count: int, batch_size: int, epochs: int, shu
 
 
 @given(count=st.integers(1, 30), batch_size=SIZES, steps=st.integers(1, 20))
-def test_so_many_steps_go_through_the_data_as_often_as_it_takes(count: int, batch_size: int, steps: int) -> None:
+def test_step_count_repeats_the_data_as_needed(count: int, batch_size: int, steps: int) -> None:
     made = batches(range(count), batch_size=batch_size, steps=steps, epochs=1, shuffle=True, seed=3)
     assert [len(step) for step in made] == [batch_size] * steps
     taken = Counter(item for step in made for item in step)
@@ -43,7 +43,7 @@ def test_so_many_steps_go_through_the_data_as_often_as_it_takes(count: int, batc
 
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), most=st.integers(1, 100))
-def test_by_tokens_a_step_is_full_or_of_one_alone(lengths: list[int], most: int) -> None:
+def test_token_batches_are_full_or_hold_one_demonstration(lengths: list[int], most: int) -> None:
     count = len(lengths)
     made = batches(
         range(count), batch_size=1, steps=None, epochs=1, shuffle=False, seed=0, lengths=lengths, batch_tokens=most

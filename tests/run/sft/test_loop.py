@@ -1,4 +1,4 @@
-"""A supervised run from its settings to the model that it makes, with a trainer that only counts."""
+"""Supervised run from its settings to the exported model, with a fake trainer that counts steps."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "sums.toml"
 
 
-class Taught:
-    """A trainer whose loss is that of its number of steps."""
+class CountingTrainer:
+    """Fake trainer whose loss is the reciprocal of its version."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
@@ -113,11 +113,11 @@ class Taught:
         (path / "model.safetensors").write_text(str(self.version))
 
 
-class Mortal(Taught):
-    """One that dies in a step.
+class Mortal(CountingTrainer):
+    """Trainer that dies in a step.
 
     Args:
-        dies_in: the step's number; 0 is none.
+        dies_in: Number of the step; 0 means never.
     """
 
     excused = False
@@ -146,7 +146,7 @@ class Mortal(Taught):
 
 
 class Group:
-    """Of a trainer that dies in a step, and the one in its place."""
+    """Trainer group that replaces a trainer that dies in a step."""
 
     def __init__(self, dies_in: int) -> None:
         self.trainers = [Mortal(dies_in)]
@@ -165,7 +165,7 @@ class Group:
 def make_loop(
     config: RunConfig,
     folder: Path,
-    trainer: Taught | Group,
+    trainer: CountingTrainer | Group,
     start: RunState | None = None,
     shown: io.StringIO | None = None,
 ) -> SupervisedLoop:
@@ -174,13 +174,13 @@ def make_loop(
     ready, tokens = plan.config, plan.tokens
     run_dir = RunDirectory(folder)
     run_dir.write_config(ready)
-    begun = start or RunState(settings=settings_of(ready), run="a run")
+    run_state = start or RunState(settings=settings_of(ready), run="a run")
     if start is None:
-        begun.write(run_dir.path)
+        run_state.write(run_dir.path)
     progress = Progress(len(plan.steps), shown or io.StringIO())
     if isinstance(trainer, Group):
         steps, checkpoints = LearnedSteps(tokens, plan.steps), run_dir.checkpoints
-        taught: Any = RecoveringTrainer(
+        loop_trainer: Any = RecoveringTrainer(
             trainer,
             steps=steps,
             checkpoints=checkpoints,
@@ -189,24 +189,24 @@ def make_loop(
             progress=progress,
         )
     else:
-        taught = trainer
+        loop_trainer = trainer
     return SupervisedLoop(
         ready,
-        taught,
+        loop_trainer,
         tokens,
         plan=plan.steps,
         held_out=plan.held_out,
         run_dir=run_dir,
-        start=begun,
+        start=run_state,
         sinks=JSONLSink(run_dir),
         progress=progress,
     )
 
 
-async def test_it_learns_measures_what_is_held_out_and_puts_the_model_in_its_place(
+async def test_sft_trains_measures_held_out_loss_and_exports_the_model(
     toml: Path,
 ) -> None:
-    trainer, folder = Taught(), toml.parent / "run"
+    trainer, folder = CountingTrainer(), toml.parent / "run"
     shown = io.StringIO()
     loop = make_loop(load_sft_config(toml), folder, trainer, shown=shown)
     summary = await loop.run()
@@ -216,19 +216,19 @@ async def test_it_learns_measures_what_is_held_out_and_puts_the_model_in_its_pla
     records = read_jsonl(folder / "metrics.jsonl")
     measured = {record["step"]: record["validation/loss"] for record in records if "validation/loss" in record}
     assert list(measured) == [0, 4, 8, 9]
-    told = [line for line in shown.getvalue().splitlines() if "held" in line]
-    assert told == [f"held-out loss {loss:.3f} after step {step}" for step, loss in measured.items()]
+    reported = [line for line in shown.getvalue().splitlines() if "held" in line]
+    assert reported == [f"held-out loss {loss:.3f} after step {step}" for step, loss in measured.items()]
     assert (summary.loss_before, summary.loss_after) == (2.0, 0.2)
     assert [record["train/loss"] for record in records if "train/loss" in record] == [1 / step for step in range(1, 10)]
     assert not any("ratio" in name for record in records for name in record)
     assert summary.out == toml.parent / "base"
     assert (summary.out / "model.safetensors").read_text() == "9"
     assert json.loads((summary.out / "sft.json").read_text())["held_out_loss"] == {"before": 2.0, "after": 0.2}
-    load_sft_config(toml)  # which may make another in its place
+    load_sft_config(toml)  # sft may replace its own output
 
 
-async def test_demonstrations_that_cannot_be_learned_are_skipped_until_there_are_too_many(toml: Path) -> None:
-    class Poisoned(Taught):
+async def test_unlearnable_demonstrations_are_skipped_up_to_the_limit(toml: Path) -> None:
+    class Poisoned(CountingTrainer):
         async def step(self, samples: Sequence[Any]) -> StepResult:
             result = await super().step(samples)
             if result.version not in (2, 3):
@@ -250,10 +250,10 @@ async def test_demonstrations_that_cannot_be_learned_are_skipped_until_there_are
     assert json.loads((toml.parent / "limited/checkpoints/step-000003/run_state.json").read_text())["step"] == 3
 
 
-async def test_what_is_stopped_is_saved_and_goes_on_with_the_next_demonstrations(toml: Path) -> None:
-    whole = Taught()
+async def test_stopped_sft_run_resumes_with_the_next_demonstrations(toml: Path) -> None:
+    whole = CountingTrainer()
     await make_loop(load_sft_config(toml), toml.parent / "whole", whole).run()
-    first, folder = Taught(), toml.parent / "run"
+    first, folder = CountingTrainer(), toml.parent / "run"
     first.reached[4] = asyncio.Event()
     config = load_sft_config(toml, [("sft.out", "other")])
     running = asyncio.ensure_future(make_loop(config, folder, first).run())
@@ -267,7 +267,7 @@ async def test_what_is_stopped_is_saved_and_goes_on_with_the_next_demonstrations
     found = find_demonstrations(again)
     start = resume_from_newest(plan_run(again, found, folder).config, RunDirectory(folder))
     assert start.state.step == first.version
-    second = Taught(start.state.step)
+    second = CountingTrainer(start.state.step)
     summary = await make_loop(again, folder, second, start.state).run()
     assert first.learned + second.learned == whole.learned
     trained = [record["step"] for record in read_jsonl(folder / "metrics.jsonl") if "train/loss" in record]
@@ -276,8 +276,8 @@ async def test_what_is_stopped_is_saved_and_goes_on_with_the_next_demonstrations
     assert (toml.parent / "other" / "model.safetensors").read_text() == "9"
 
 
-async def test_of_a_step_that_the_run_is_stopped_in_the_trace_has_what_the_metrics_have(toml: Path) -> None:
-    class Held(Taught):
+async def test_trace_matches_metrics_when_stopped_during_a_step(toml: Path) -> None:
+    class Held(CountingTrainer):
         async def step(self, samples: Sequence[Any]) -> StepResult:
             if self.version == 3:
                 begun.set()
@@ -299,8 +299,8 @@ async def test_of_a_step_that_the_run_is_stopped_in_the_trace_has_what_the_metri
     assert [(one.name, one.args["step"]) for one in steps][-1] == ("checkpoint", 4)
 
 
-async def test_a_trainer_that_dies_learns_again_what_came_after_the_checkpoint(toml: Path) -> None:
-    whole = Taught()
+async def test_respawned_trainer_repeats_steps_since_the_checkpoint(toml: Path) -> None:
+    whole = CountingTrainer()
     config = load_sft_config(toml, [("checkpoint.interval", "3")])
     await make_loop(config, toml.parent / "whole", whole).run()
     group, shown, folder = Group(dies_in=6), io.StringIO(), toml.parent / "run"
@@ -316,9 +316,9 @@ async def test_a_trainer_that_dies_learns_again_what_came_after_the_checkpoint(t
     assert [record["step"] for record in records if record.get("train/respawns") == 1] == [6]
 
 
-def test_a_dry_run_tells_what_would_be_learned(toml: Path) -> None:
-    ready, told = check(load_sft_config(toml), toml.parent / "scratch")
-    assert told.startswith("90 demonstrations to learn in 9 steps, and 10 held out; the first step learns ")
+def test_dry_run_reports_the_demonstrations_to_learn(toml: Path) -> None:
+    ready, report = check(load_sft_config(toml), toml.parent / "scratch")
+    assert report.startswith("90 demonstrations to learn in 9 steps, and 10 held out; the first step learns ")
     assert ready.sft.out == str(toml.parent / "base")
     short = load_sft_config(toml, [("model.max_context", "9"), ("sampling.max_tokens", "1")])
     with pytest.raises(DataError, match=r"more than model\.max_context = 9 tokens, such as demonstration \d+ of Sums"):
@@ -327,7 +327,7 @@ def test_a_dry_run_tells_what_would_be_learned(toml: Path) -> None:
         check(load_sft_config(toml, [("sft.tiny_model.parameters", "1000")]), toml.parent / "scratch")
 
 
-def test_steps_of_so_many_tokens_are_as_long_as_fits(toml: Path) -> None:
+def test_batch_tokens_limits_every_step(toml: Path) -> None:
     config = load_sft_config(toml, [("sft.batch_tokens", "100"), ("sft.batch_size", "32"), ("sft.shuffle", "false")])
     found = find_demonstrations(config)
     plan = plan_run(config, found, toml.parent / "scratch")
@@ -337,7 +337,7 @@ def test_steps_of_so_many_tokens_are_as_long_as_fits(toml: Path) -> None:
     assert numbers == sorted(numbers)
 
 
-def test_what_sft_did_not_make_is_not_replaced(toml: Path) -> None:
+def test_sft_out_refuses_to_replace_a_foreign_model(toml: Path) -> None:
     (toml.parent / "base").mkdir()
     with pytest.raises(ConfigError, match="base exists, and was not created by titan-rl sft, so it is not replaced"):
         load_sft_config(toml)
@@ -347,7 +347,7 @@ def test_what_sft_did_not_make_is_not_replaced(toml: Path) -> None:
     assert load_sft_config(toml, [("sft.start", "start"), ("sft.out", "other")]).sft.start == str(toml.parent / "start")
 
 
-def test_what_is_not_there_is_named(toml: Path) -> None:
+def test_missing_sft_inputs_are_named(toml: Path) -> None:
     with pytest.raises(ConfigError, match=r"command line: sft\.start = 'none' is not a folder here"):
         load_sft_config(toml, [("sft.start", "none")])
     with pytest.raises(ConfigError, match=r"command line: sft\.data = 'none\.jsonl' does not exist here"):
@@ -361,7 +361,7 @@ def test_what_is_not_there_is_named(toml: Path) -> None:
         load_sft_config(toml, [("sft.min_reward", "0.5")])
 
 
-def test_each_kind_of_run_is_gone_on_with_by_its_own_command(toml: Path) -> None:
+def test_resume_requires_the_command_that_created_the_run(toml: Path) -> None:
     config = load_sft_config(toml)
     supervised = open_run_dir(config, None, supervised=True)
     supervised.supervised.touch()
@@ -373,7 +373,7 @@ def test_each_kind_of_run_is_gone_on_with_by_its_own_command(toml: Path) -> None
         open_run_dir(config, other.path, supervised=True)
 
 
-def test_a_run_goes_on_with_the_demonstrations_that_it_began_with(toml: Path) -> None:
+def test_resume_rejects_other_demonstrations(toml: Path) -> None:
     from titan_rl.run.sft.train import (
         _check_data,  # pyright: ignore[reportPrivateUsage]
         digest,

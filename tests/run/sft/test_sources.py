@@ -1,4 +1,4 @@
-"""Where demonstrations come from, and what is said of those that cannot be used."""
+"""Sources of demonstrations, and errors about unusable ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from titan_rl.tasks.message_task import demonstrated
 CHAT = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
 
 
-class Showing:
-    """Demonstrates its name, numbered."""
+class NumberedTask:
+    """Task whose demonstrations are its name and a running number."""
 
     def __init__(self, name: str, most: int = 10_000) -> None:
         self.name = name
@@ -43,31 +43,31 @@ class Showing:
             yield Demonstration([{"role": "user", "content": self.name}, {"role": "assistant", "content": str(number)}])
 
 
-def said(found: list[tuple[str, Demonstration]]) -> list[tuple[str, str]]:
+def questions_and_answers(found: list[tuple[str, Demonstration]]) -> list[tuple[str, str]]:
     return [(one.messages[0]["content"], one.messages[1]["content"]) for _, one in found]
 
 
-def test_tasks_are_mixed_by_weight_at_every_point_each_in_its_own_order() -> None:
-    found = said(task_demonstrations([(Showing("a"), 3.0), (Showing("b"), 1.0)], 400))
+def test_tasks_are_interleaved_by_weight_in_their_own_order() -> None:
+    found = questions_and_answers(task_demonstrations([(NumberedTask("a"), 3.0), (NumberedTask("b"), 1.0)], 400))
     for at in range(4, 401, 4):
         assert Counter(name for name, _ in found[:at]) == {"a": at * 3 // 4, "b": at // 4}
     assert [number for name, number in found if name == "a"] == [str(number) for number in range(300)]
 
 
-def test_a_task_that_has_shown_all_leaves_the_others_to_go_on() -> None:
-    found = said(task_demonstrations([(Showing("a", most=2), 1.0), (Showing("b"), 1.0)], 10))
+def test_exhausted_task_leaves_the_rest_to_the_others() -> None:
+    found = questions_and_answers(task_demonstrations([(NumberedTask("a", most=2), 1.0), (NumberedTask("b"), 1.0)], 10))
     assert Counter(name for name, _ in found) == {"a": 2, "b": 5}
 
 
-def test_a_task_that_shows_nothing_is_told_of() -> None:
-    class Loud(Showing):
+def test_task_without_demonstrations_is_rejected() -> None:
+    class Loud(NumberedTask):
         def demonstrations(self, count: int) -> Iterable[Any]:
             yield "5"
 
     with pytest.raises(ConfigError, match=r"int has no demonstrations: give it a method demonstrations\(count\)"):
         task_demonstrations([(3, 1.0)], 5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(DataError, match="Showing gave no demonstration"):
-        task_demonstrations([(Showing("a", most=0), 1.0)], 5)
+    with pytest.raises(DataError, match="NumberedTask gave no demonstration"):
+        task_demonstrations([(NumberedTask("a", most=0), 1.0)], 5)
     with pytest.raises(
         DataError,
         match=r"demonstrations\(5\) of the task failed: .*number 0 is '5'; it must be a .*test_sources.py:\d+ in dem",
@@ -75,10 +75,10 @@ def test_a_task_that_shows_nothing_is_told_of() -> None:
         task_demonstrations([(Loud("a"), 1.0)], 5)
 
 
-def test_a_task_that_shows_nothing_more_for_too_long_is_told_of_with_its_line() -> None:
+def test_slow_demonstration_times_out_and_names_its_line() -> None:
     gate = threading.Event()
 
-    class Slow(Showing):
+    class Slow(NumberedTask):
         def demonstrations(self, count: int) -> Iterable[Any]:
             yield from super().demonstrations(2)
             gate.wait()
@@ -94,13 +94,13 @@ def test_a_task_that_shows_nothing_more_for_too_long_is_told_of_with_its_line() 
 
 
 class StopError(BaseException):
-    """What a handler of a signal raises."""
+    """Raised by the signal handler."""
 
 
-def test_a_signal_ends_the_wait_for_demonstrations_as_itself() -> None:
+def test_signal_interrupts_the_wait_for_demonstrations() -> None:
     gate = threading.Event()
 
-    class Slow(Showing):
+    class Slow(NumberedTask):
         def demonstrations(self, count: int) -> Iterable[Any]:
             os.kill(os.getpid(), signal.SIGUSR1)
             gate.wait()
@@ -118,7 +118,7 @@ def test_a_signal_ends_the_wait_for_demonstrations_as_itself() -> None:
         gate.set()
 
 
-def test_an_environment_that_awaits_for_ever_is_told_of_within_the_limit_of_its_calls() -> None:
+def test_hanging_environment_of_a_demonstration_times_out() -> None:
     class Env:
         async def reset(self) -> Any:
             await asyncio.Event().wait()
@@ -127,7 +127,7 @@ def test_an_environment_that_awaits_for_ever_is_told_of_within_the_limit_of_its_
 
         async def close(self) -> None: ...
 
-    class Waits(Showing):
+    class Waits(NumberedTask):
         def demonstrations(self, count: int) -> Iterable[Any]:
             yield from demonstrated([(Env(), lambda messages: "5")])
 
@@ -142,7 +142,7 @@ def chats(folder: Path, *rows: Any) -> Path:
     return file
 
 
-def test_chats_are_read_with_their_tools_and_their_lines(tmp_path: Path) -> None:
+def test_read_chats_returns_tools_and_line_numbers(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     file = chats(tmp_path, {"messages": CHAT}, "", {"messages": [CHAT[0], call], "tools": tools})
@@ -167,7 +167,7 @@ def test_chats_are_read_with_their_tools_and_their_lines(tmp_path: Path) -> None
         ({"messages": CHAT, "tools": {"a": 1}}, ':2: tools must be a list of objects, not {"a": 1}'),
     ],
 )
-def test_a_wrong_row_is_named_by_file_line_and_field(tmp_path: Path, row: Any, complaint: str) -> None:
+def test_invalid_chat_row_error_names_file_line_and_field(tmp_path: Path, row: Any, complaint: str) -> None:
     file = chats(tmp_path, {"messages": CHAT}, row)
     with pytest.raises(DataError) as caught:
         read_chats(file, 10)
@@ -180,7 +180,7 @@ def rollout(group: str, reward: float | None, answer: str, **more: Any) -> dict[
     return {"step": 1, "phase": "train", "status": "completed", **record, **more}
 
 
-def test_the_best_rollouts_of_each_group_are_taken(tmp_path: Path) -> None:
+def test_best_rollouts_of_each_group_are_selected(tmp_path: Path) -> None:
     rows = [rollout("g0", 0.1, "a"), rollout("g1", 0.2, "b"), rollout("g0", 0.9, "c"), rollout("g0", 0.5, "d")]
     rows += [
         rollout("g2", 1.0, "e", status="error_env"),
@@ -191,7 +191,7 @@ def test_the_best_rollouts_of_each_group_are_taken(tmp_path: Path) -> None:
 
     def answers(**how: Any) -> list[str]:
         how = {"top_k": 1, "min_reward": None, **how}
-        return [answer for _, answer in said(best_rollouts(tmp_path, 10, **how))]
+        return [answer for _, answer in questions_and_answers(best_rollouts(tmp_path, 10, **how))]
 
     assert answers() == ["c", "b"]
     assert answers(top_k=2) == ["c", "d", "b"]
@@ -200,7 +200,7 @@ def test_the_best_rollouts_of_each_group_are_taken(tmp_path: Path) -> None:
         answers(min_reward=2.0)
 
 
-def test_rollouts_that_call_tools_are_not_taken_without_their_tools(tmp_path: Path) -> None:
+def test_rollouts_with_tool_calls_are_rejected_without_their_tools(tmp_path: Path) -> None:
     row = rollout("g0", 0.1, "a")
     row["messages"][1]["tool_calls"] = [{"function": {"name": "add"}}]
     chats(tmp_path, row).rename(tmp_path / "rollouts.jsonl")

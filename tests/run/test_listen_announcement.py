@@ -1,4 +1,4 @@
-"""Who can reach a run on several hosts is told, once of each address. Nothing listens."""
+"""Announcement of the addresses on which a run listens, on a fake: no socket is opened."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from titan_rl.core.console import ConsoleLines
 from titan_rl.run.provider_workers import use_monarch
 
 
-def test_an_address_on_which_a_process_listens_for_several_policies_is_told_once(monkeypatch: pytest.MonkeyPatch):
+def test_each_listen_address_is_announced_once(monkeypatch: pytest.MonkeyPatch):
     used: list[str] = []
     listening = SimpleNamespace(listen_below=None, listen_on=lambda address, folder: used.append(address))
     monkeypatch.setitem(sys.modules, "titan_rl.cluster.processes.sockets", listening)
     monkeypatch.setattr("titan_rl.run.provider_workers.own_address", lambda hosts: hosts.listen)
     monkeypatch.setattr("titan_rl.run.provider_workers._announced", set[str]())
-    told = ConsoleLines()
+    console = ConsoleLines()
     for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2", "127.0.0.1"):
-        use_monarch(HostsConfig(addresses=("10.0.0.9",), listen=address), told)
+        use_monarch(HostsConfig(addresses=("10.0.0.9",), listen=address), console)
     assert used == ["10.0.0.1", "10.0.0.1", "10.0.0.2", "127.0.0.1"]
-    assert [line.partition(": ")[0] for line in told] == [
+    assert [line.partition(": ")[0] for line in console] == [
         "this run listens on 10.0.0.1",
         "this run listens on 10.0.0.2",
     ]
