@@ -214,5 +214,5 @@ def test_a_dry_run_of_a_resume_says_what_is_damaged_and_lost_and_leaves_it(
     assert code == 0
     assert f"{damaged / 'run_state.json'} is damaged" in said
     assert f"the run continues from {step_directory(stopped.checkpoints, 2)}, which is older" in said
-    assert f"{stopped.metrics} has nothing of steps 1: those lines are lost" in said
+    assert f"{stopped.metrics} has no lines of steps 1: they are lost" in said
     assert damaged.is_dir(), "a dry run sets nothing aside"

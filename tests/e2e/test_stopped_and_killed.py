@@ -162,7 +162,7 @@ def test_run_stopped_mid_step_or_killed_resumes_without_retraining(tmp_path: Pat
         run.process.send_signal(signal.SIGKILL)
         run.wait()
         wait_until_nothing_is_left(run)
-        assert "12 bytes are no record and are passed over" in run.output
+        assert "12 bytes are not a record and are skipped" in run.output
 
         last = int(run.metrics()[-1]["step"]) + 1
         run.resume("--training.steps", str(last))

@@ -196,7 +196,7 @@ def test_user_function_can_be_a_sink(tmp_path: Path):
         sinks.log(5, {"train/loss": 0.5})
     assert KEPT == [4, (5, {"train/loss": 0.5}), "closed"]
     assert len(console) == 1
-    assert "which is no MetricSink: it has log and close" in console[0]
+    assert "which is not a MetricSink: it needs log and close" in console[0]
 
 
 def test_documented_sink_writes_csv_rows(tmp_path: Path):

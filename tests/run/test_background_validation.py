@@ -361,7 +361,7 @@ async def test_validation_blocks_training_without_a_spare_generator_or_held_vers
     alone = Rig(tmp_path / "alone", "held", generators=1)
     await alone.run()
     assert alone.validated() == EACH
-    assert "training waits for the validation at step 2: too few generators serve to hold one" in alone.messages
+    assert "training waits for the validation at step 2: too few generators serve to dedicate one" in alone.messages
 
     plain = Rig(tmp_path / "plain", "held", trainer_of=SavingTrainer)
     for generator in plain.generators:

@@ -150,7 +150,7 @@ async def test_full_disk_skips_a_checkpoint_and_training_continues(disk: Disk):
     assert str(disk.root) in skipped
     assert "16.8 MB" in skipped, skipped
     assert "0.0 MB are free" in skipped
-    assert "the last is that of step 2" in skipped
+    assert "the newest is of step 2" in skipped
     disk.free, disk.failure = 1 << 40, NoSpaceError("[Errno 28]")  # another process fills it
     await train(disk, saver, 2, step_s=1.0, first=6)
     assert f"no checkpoint of step 6: no space left in {disk.root}: a checkpoint takes" in disk.messages[-1]

@@ -267,7 +267,7 @@ def test_teacher_server_tokenizer_is_checked_if_it_runs(dry_run):
         ("HintRaises", "rollout 'hint_raises-0/0' of task 'hint_raises' failed: ValueError: no hint (say_task"),
         ("HintIsText", "it returned 'a hint'; it must return a list of at least one message with a role (say_task"),
         ("HintIsEmpty", "it returned []; it must return a list of at least one message with a role"),
-        ("HintIsLong", "model.max_context = 512 leaves no room for the policy's own, so that none has a score"),
+        ("HintIsLong", "model.max_context = 512 leaves no room for the policy's tokens, so none would be scored"),
     ],
 )
 def test_self_distillation_checks_the_teacher_messages(dry_run, task: str, expected: str):

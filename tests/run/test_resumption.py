@@ -150,9 +150,9 @@ def test_lost_lines_of_metrics_and_transcripts_are_reported_once_each(run_dir):
     losses = [loss for loss in resume(run_dir).losses if "jsonl" in loss]
     assert losses == [
         f"{run_dir.metrics}: 2 lines that cannot be read are left out",
-        f"{run_dir.metrics} has nothing of steps 2: those lines are lost",
+        f"{run_dir.metrics} has no lines of steps 2: they are lost",
         f"{run_dir.rollouts}: 1 line that cannot be read is left out",
-        f"{run_dir.rollouts} has nothing of steps 2-3: those lines are lost",
+        f"{run_dir.rollouts} has no lines of steps 2-3: they are lost",
     ]
     assert [record["step"] for record in read_jsonl(run_dir.metrics)] == [0, 1, 3]
 
@@ -235,10 +235,10 @@ def test_end_messages_after_a_failed_save_name_both_steps(run_dir):
     messages = EndMessages(load_config(run_dir.config), run_dir, step=1)
     messages.note_step(4)
     newest = step_directory(run_dir.checkpoints, 3)
-    stands = "step 4, which is not saved"
-    assert messages.stopped() == f"stopped at {stands}; to continue from step 3, {newest}: {command}"
+    unsaved = "step 4, which is not saved"
+    assert messages.stopped() == f"stopped at {unsaved}; to continue from step 3, {newest}: {command}"
     assert messages.failed().startswith(
-        f"the run stands at {stands}; fix the error, then continue from step 3, {newest} with"
+        f"the run ended at {unsaved}; fix the error, then continue from step 3, {newest} with"
     )
     for step in (1, 3):
         shutil.rmtree(step_directory(run_dir.checkpoints, step))

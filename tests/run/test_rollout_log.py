@@ -53,8 +53,8 @@ def test_error_is_shown_once_and_counted_at_the_end(tmp_path: Path):
     ]
     log.close()
     assert console[2:] == [
-        "3 rollouts ended in error_env: ValueError: row 0 (env.py:1 in reset), and others of 1 kinds; "
-        "logs/controller.log has each in full"
+        "3 rollouts ended in error_env: ValueError: row 0 (env.py:1 in reset), and others with 1 other kinds of error; "
+        "logs/controller.log has every error in full"
     ]
 
 

@@ -125,7 +125,7 @@ def test_failed_adapter_message_names_its_step_and_the_saved_step(run: Path) -> 
     assert messages.stopped().startswith("stopped; grpo: step 3 is not saved: the newest checkpoint is of step 2; to")
     (run / "adapters" / "grpo" / "checkpoints" / "step-000003").mkdir()
     assert experiment.failed() == "failed at step 3, and the others continue: the disk is gone"
-    assert messages.stopped().startswith("stopped; what each adapter has trained is saved; to continue")
+    assert messages.stopped().startswith("stopped; the trained steps of all adapters are saved; to continue")
 
 
 async def test_adapters_failed_error_has_the_summaries_of_the_others(run: Path) -> None:

@@ -110,7 +110,7 @@ def test_run_whose_lock_is_not_visible_is_running(tmp_path: Path, monkeypatch: p
     assert read_status(tmp_path).state == "finished"
 
 
-def test_running_run_refreshes_its_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_run_sends_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_rl.run.status.BEAT_S", 0.001)
     lock = tmp_path / "lock"
     lock.touch()
@@ -121,7 +121,7 @@ def test_running_run_refreshes_its_sign_of_life(tmp_path: Path, monkeypatch: pyt
             pass
         assert lock.stat().st_mtime > 0
     os.utime(lock, (0, 0))
-    assert not [thread for thread in threading.enumerate() if thread.name == "sign of life"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
 @pytest.mark.parametrize("reason", ["the loss is nan", "x" * 100_000])

@@ -214,7 +214,7 @@ def test_stop_during_setup_does_not_mention_a_training_step(project: Path) -> No
     )
     assert ended.returncode == 130, ended.stderr
     assert "SIGINT: stopping: the run is still being set up" in ended.stderr
-    assert "being trained is finished" not in ended.stderr
+    assert "being trained" not in ended.stderr
     assert "stopped before a step was trained; to continue: titan-rl train --resume" in ended.stderr
 
 

@@ -374,8 +374,8 @@ async def test_step_that_always_kills_the_trainer_ends_the_run(tmp_path: Path) -
         await rig.run()
     assert caught.group_contains(
         ActorDiedError,
-        match=r"out of memory; it was at step 4 for the 3\. time .*: train-9, train-10, train-11, and is not replaced: "
-        r"hosts.max_respawns = 2, and 2 were replaced before",
+        match=r"out of memory; it was at step 4 at 3 of its deaths, .*: train-9, train-10, train-11, and is not "
+        r"replaced: hosts.max_respawns = 2, and 2 were replaced before",
     )
     assert times_trained(fate) == [1, 1, 3], "from the checkpoint of step 2 on"
     assert list(checkpoints(tmp_path)) == ["step-000002"]

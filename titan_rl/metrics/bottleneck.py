@@ -17,7 +17,7 @@ ADVICE = {
     "generation": "more generators, shorter completions (sampling.max_tokens), or a larger scheduling.max_staleness",
     "environments": "a faster environment, rollout.num_workers, or more rollouts in flight "
     "(scheduling.max_staleness, generation.max_running)",
-    "rewards": "a faster reward, judge or teacher, or a reward in threads of its own (in_thread=True)",
+    "rewards": "a faster reward, judge or teacher, or a reward in its own threads (in_thread=True)",
     "training": "fewer or shorter rollouts a step, longer rows (training.row_tokens), or more ranks "
     "(training.data_parallel)",
     "weight sync": "another statedict.transport, or fewer probes (statedict.num_probes)",

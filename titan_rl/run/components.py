@@ -87,8 +87,8 @@ class Components:
         """
         if config.adapters and (given := self._given()):
             raise ConfigError(
-                f"{', '.join(given)} with [[adapters]]: parts can be given to a run with a single policy; leave the "
-                "adapters out, or name functions in the settings"
+                f"{', '.join(given)} with [[adapters]]: parts can be given to a run with a single policy; leave "
+                "the adapters out, or name functions in the settings"
             )
         if self.trainer is not None:
             _check_members("trainer", self.trainer, Trainer, unless=RARELY_CALLED)
@@ -189,7 +189,7 @@ async def _in_this_process(
     async def watch() -> None: ...
 
     try:
-        yield Planes(router, None, watch, lambda: f"rollouts wait as long as hosts.wait_s = {config.hosts.wait_s:g}")
+        yield Planes(router, None, watch, lambda: f"rollouts wait for up to hosts.wait_s = {config.hosts.wait_s:g}")
     finally:
         await router.close()
 

@@ -4,7 +4,7 @@ A step goes through these stages, each begun by a method of `Controller`, in thi
 
     BATCH     consumes finished groups; waits until the scheduler has enough for a step; produces a batch, which holds
               its slots
-    TRAIN     consumes the batch; waits for the trainer alone; produces the next version of the weights
+    TRAIN     consumes the batch; waits only for the trainer; produces the next version of the weights
     PUBLISH   waits until all generators have the previous version, so that at most two are in memory; copies the new
               one, and begins SYNC
     SYNC      in the background: waits until every generator has pulled and verified the version; then releases the
@@ -15,8 +15,8 @@ A step goes through these stages, each begun by a method of `Controller`, in thi
               weights and data position while no step is trained, and begins WRITE
     WRITE     in the background: writes the checkpoint to the disk
 
-So the next BATCH and TRAIN overlap SYNC and WRITE, and the scheduler decides how many groups are generated ahead of
-them. A step can wait for groups (SYNC frees their slots), for the slowest pull of the previous version, or for the
+The next BATCH and TRAIN therefore overlap SYNC and WRITE, and the scheduler decides how many groups are generated ahead
+of them. A step can wait for groups (SYNC frees their slots), for the slowest pull of the previous version, or for the
 disk.
 
 A background task that fails ends the loop. Whatever ends the loop, it first waits for a running call of the trainer,
@@ -93,7 +93,7 @@ class Controller(TrainingLoop[RunSummary]):
         sinks: MetricSink,
         progress: Progress,
         journal: RunJournal,
-        start: RunState = RunState(),  # noqa: B008  it is frozen
+        start: RunState = RunState(),  # noqa: B008  frozen
         token_texts: TokenTexts | None = None,
         filters: Sequence[GroupFilter] | None = None,
         hosts: HostHistory | None = None,
@@ -208,7 +208,7 @@ class Controller(TrainingLoop[RunSummary]):
                 if paused:
                     await self._pulled(step)
             await self._freeze_if_due(step)
-            if step < self._config.training.steps:  # the end has a validation and a checkpoint of its own
+            if step < self._config.training.steps:  # the end has its own validation and checkpoint
                 await self._validate_if_due(step, background)
                 if self._saver.is_due(step):
                     await self._save(background)
@@ -221,14 +221,14 @@ class Controller(TrainingLoop[RunSummary]):
 
     async def _next_batch(self, background: asyncio.TaskGroup) -> GroupBatch:
         """Run BATCH. Meanwhile, the trainer is idle and a requested checkpoint is written."""
-        coming = asyncio.ensure_future(self._scheduler.next_batch())
+        next_batch = asyncio.ensure_future(self._scheduler.next_batch())
         try:
-            while await self._saver.requested_before(coming):
+            while await self._saver.requested_before(next_batch):
                 await self._save(background)
                 self._stages.enter(Stage.BATCH, self.version + 1)
-            return await coming
+            return await next_batch
         finally:
-            coming.cancel()
+            next_batch.cancel()
 
     async def _train_on(self, batch: GroupBatch) -> int:
         """Run TRAIN and return the new version. The batch counts as trained only once the trainer reports it."""

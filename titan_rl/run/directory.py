@@ -29,7 +29,7 @@ ADAPTERS = "adapters"
 """Folder in the folder of a run with several adapters; it has a folder for each adapter."""
 
 LONGEST = 80
-SAYS_NOTHING = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath", "hosts.")
+NOT_IN_NAMES = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath", "hosts.")
 """Names of settings, or prefixes of names, that do not distinguish two runs."""
 
 
@@ -44,7 +44,7 @@ def run_name(config: RunConfig, tomls: Sequence[Path] = (), overrides: Sequence[
     """
     if config.name:
         return config.name
-    settings = {key: value for key, value in overrides if not key.startswith(SAYS_NOTHING)}
+    settings = {key: value for key, value in overrides if not key.startswith(NOT_IN_NAMES)}
     parts = [
         "-".join(source.name.replace("_", "-") for source in config.tasks),
         *(toml.stem for toml in tomls[1:]),
@@ -97,8 +97,7 @@ def check_run_dir(config: RunConfig) -> None:
     except OSError as error:
         raise ConfigError(
             f"run_dir = {config.run_dir!r}: no run can be created there: {error.strerror}; name a folder that you "
-            "may "
-            "write to, on a disk with room"
+            "may write to, on a disk with room"
         ) from None
 
 
@@ -167,14 +166,13 @@ class RunDirectory:
         except OSError as error:
             raise ConfigError(
                 f"run_dir = {config.run_dir!r}: no run can be created there, {error.filename}: {error.strerror}; "
-                "name a "
-                "folder that you may write to, on a disk with room"
+                "name a folder that you may write to, on a disk with room"
             ) from None
         _link(parent / "latest", path.name)
         return run_dir
 
     def become_latest(self) -> None:
-        """Point the link `latest` beside the folder to this run, if the link exists."""
+        """Point the link `latest` next to the folder to this run, if the link exists."""
         link = self.path.with_name("latest")
         if link.is_symlink():
             _link(link, self.path.name)
@@ -227,7 +225,7 @@ class RunDirectory:
                 complaints.append(f"{path}: {lines} left out")
             missing = [number for number in range(1, step + 1) if number not in steps]
             if missing and (transcripts or path == self.metrics):
-                complaints.append(f"{path} has nothing of steps {ranges(missing)}: those lines are lost")
+                complaints.append(f"{path} has no lines of steps {ranges(missing)}: they are lost")
         return complaints
 
     def cut_records(self, step: int, journal: JournalState) -> None:
@@ -235,7 +233,7 @@ class RunDirectory:
         of a dropped training group stay if the group is settled, whatever the step in which it was dropped.
 
         Args:
-            journal: State that tells which groups are settled.
+            journal: State with the settled groups.
         """
 
         def stays(rollout: _Rollout) -> bool:
@@ -324,7 +322,7 @@ def check_files(folder: Path | os.DirEntry[str], *, below: bool = False) -> None
     try:
         entries = list(os.scandir(folder))
     except OSError as error:
-        raise ConfigError(f"{os.fspath(folder)} cannot be read: {error.strerror}; a run needs to") from None
+        raise ConfigError(f"{os.fspath(folder)} cannot be read: {error.strerror}; make it readable") from None
     for entry in entries:
         if entry.is_symlink():
             raise ConfigError(

@@ -69,13 +69,13 @@ class MockPolicy:
         answer = answer[: sampling.max_tokens]
         return Completion(request_id, answer, [0.0] * len(answer), ends, [VersionSpan(0, len(answer))])
 
-    def _answer(self, way: int, turn: int, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    def _answer(self, kind: int, turn: int, prompt: Sequence[int], max_tokens: int) -> list[int]:
         plain = [token for token in prompt if token != self._stop][-ECHOED:]
-        if way == 0 and self._shown:
+        if kind == 0 and self._shown:
             return list(self._shown[min(turn, len(self._shown) - 1)])
-        if way == 2:
+        if kind == 2:
             return [self._stop]
-        return plain[-1:] * (max_tokens + 1) if way == 3 else [*plain, self._stop]
+        return plain[-1:] * (max_tokens + 1) if kind == 3 else [*plain, self._stop]
 
 
 AnyEnv = TokenEnv | AgentEnv | SeatedEnv
@@ -175,12 +175,12 @@ async def _play_parts(config: RunConfig, folder: Path, console: Console) -> list
 async def _play_tasks(config: RunConfig, folder: Path, console: Console) -> list[DryRunResult]:
     renderer = make_renderer(config.model, single_turn=is_single_turn(config))
     env_timeout_s = min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S)
-    brief = {"max_retries": 0, "rollout_timeout_s": ROLLOUT_LIMIT_S, "env_timeout_s": env_timeout_s}
-    limits = config.rollout.model_copy(update=brief)
-    briefly = config.model_copy(update={"rollout": limits})
+    update = {"max_retries": 0, "rollout_timeout_s": ROLLOUT_LIMIT_S, "env_timeout_s": env_timeout_s}
+    limits = config.rollout.model_copy(update=update)
+    limited = config.model_copy(update={"rollout": limits})
     limit = asyncio.timeout(LIMIT_S)
     try:
-        opened = open_rollouters(briefly, folder, LOG, renderer, dry=True)
+        opened = open_rollouters(limited, folder, LOG, renderer, dry=True)
         async with limit, opened as rollouters:
             for rollouter in rollouters.values():
                 rollouter.rubric.limit_calls(ROLLOUT_LIMIT_S)
@@ -188,8 +188,8 @@ async def _play_tasks(config: RunConfig, folder: Path, console: Console) -> list
                 _check_held_out(config)
                 with contextlib.closing(RunJournal(folder / "journal")) as journal:
                     played = [
-                        await _play(briefly, number, rollouters[source.name], renderer, journal)
-                        for number, source in enumerate(briefly.tasks)
+                        await _play(limited, number, rollouters[source.name], renderer, journal)
+                        for number, source in enumerate(limited.tasks)
                     ]
                 return [result for result in played if result is not None]
     except TimeoutError:
@@ -317,7 +317,7 @@ def _problems(group: RolloutGroup, shown: Sequence[Sequence[int]], max_tokens: i
     if (longest := max(map(len, shown))) > max_tokens:
         yield f"a demonstration's answer has {longest} tokens, and sampling.max_tokens = {max_tokens} cuts it off"
     if group.rollouts[0].status is RolloutStatus.ERROR_PARSE:
-        yield "what a demonstration says cannot be read back (error_parse): model.renderer does not fit the task"
+        yield "the answer of a demonstration cannot be parsed (error_parse): model.renderer does not fit the task"
 
 
 def _unread(messages: Sequence[Message], renderer: Renderer) -> Iterator[str]:
@@ -339,8 +339,8 @@ def _unread(messages: Sequence[Message], renderer: Renderer) -> Iterator[str]:
             continue
         if not is_shown:
             yield (
-                f"message {index} of the first prompt is not shown to the model: the renderer leaves out what has the "
-                f"role {message.get('role')!r}"
+                f"message {index} of the first prompt is not shown to the model: the renderer leaves out messages "
+                f"with role {message.get('role')!r}"
             )
 
 
@@ -359,7 +359,7 @@ def _untaught(config: RunConfig, source: TaskSource, group: RolloutGroup, render
         if (length := len(PrivilegedPrompt(source, renderer)(rollout))) >= limit - 1:
             yield (
                 f"teacher_messages have {length} tokens, and model.max_context = {limit} leaves no room for the "
-                "policy's own, so that none has a score; return shorter ones, or raise model.max_context"
+                "policy's tokens, so none would be scored; return shorter messages, or raise model.max_context"
             )
 
 

@@ -75,7 +75,7 @@ def _read(line: bytes, decoder: msgspec.json.Decoder[T]) -> T | None:
         return decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass
-    try:  # msgspec takes neither a NaN nor half of a surrogate pair
+    try:  # msgspec accepts neither NaN nor a lone surrogate
         return msgspec.convert(json.loads(line), decoder.type)
     except (ValueError, msgspec.ValidationError, RecursionError):
         return None

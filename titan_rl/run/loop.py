@@ -250,7 +250,7 @@ class CheckpointSaver:
 
     def _skip(self, version: int, error: NoSpaceError) -> None:
         self._ended_at = asyncio.get_running_loop().time()
-        kept = f"the last is that of step {self._saved}" if self._saved else "there is none yet"
+        kept = f"the newest is of step {self._saved}" if self._saved else "there is no checkpoint yet"
         self._progress.warning(f"no checkpoint of step {version}: {error}; {kept}, and training continues")
         self._note_tried(version)
 

@@ -54,7 +54,7 @@ async def start_workers(
 
     Args:
         logs: Folder for the output of workers.
-        signals: Signals by which to stop the run once all workers are told to end, if the provider's workers end with
+        signals: Signals by which to stop the run once all workers are asked to end, if the provider's workers end with
             their job.
 
     Raises:
@@ -208,7 +208,7 @@ async def open_workers(
         console: Console for a warning if Monarch's address is open to other machines. Defaults to standard error.
     """
     async with start_workers(config, logs, verbosity, signals) as workers:
-        with status("loading what runs models", verbosity):
+        with status("importing what runs models", verbosity):
             importlib.import_module(module)
         await asyncio.sleep(0)  # a signal that came during the imports stops the command here
         use_monarch(workers.config.hosts, console or StderrConsole())

@@ -52,11 +52,12 @@ TRACE_BYTES = 32 << 20
 """Maximum size of a process's trace in bytes."""
 
 STOPPING = (
-    "stopping: a step that is being trained is finished, and what is trained is saved; once more ends the run at once, "
+    "stopping: the run finishes the step that is being trained and saves it; a second signal ends the run at once, "
     "without saving"
 )
 STOPPING_EARLY = (
-    "stopping: the run is still being set up, and has trained nothing that is not saved; once more ends it at once"
+    "stopping: the run is still being set up, and has trained nothing that is not saved; a second signal ends it at "
+    "once"
 )
 
 
@@ -254,8 +255,8 @@ class RunSession(Generic[S]):
     async def training(
         self, planes: Planes[Any], loop: TrainingLoop[S] | None = None, **watchers: Coroutine[Any, Any, object]
     ) -> AsyncGenerator[None]:
-        """Run the watchers of a run's processes, and further ones, named by their keywords, beside the block, which
-        trains.
+        """Run the watchers of a run's processes, and further ones, named by their keywords, alongside the block,
+        which trains.
 
         An error of the block is raised even if closing the run also fails. From now on, a signal stops the run with a
         checkpoint.
@@ -333,7 +334,7 @@ class EndMessages:
             return finished
         if (unsaved := self._unsaved()) is not None:
             return (
-                f"the run stands at {unsaved}; fix the error, then continue from {self._start()} with: {self._command}"
+                f"the run ended at {unsaved}; fix the error, then continue from {self._start()} with: {self._command}"
             )
         if self._started_by is not None and not self._step and self._has_no_journal():
             return f"nothing was trained or saved; fix the error, then run: {self._started_by}"
@@ -370,5 +371,7 @@ class EndMessages:
         """Text about the point from which the run would resume."""
         checkpoint = latest(self._run_dir.checkpoints)
         return (
-            "step 0, for there is no checkpoint" if checkpoint is None else f"step {step_of(checkpoint)}, {checkpoint}"
+            "step 0, because there is no checkpoint"
+            if checkpoint is None
+            else f"step {step_of(checkpoint)}, {checkpoint}"
         )

@@ -1,9 +1,9 @@
-"""Several experiments in one run, each of which trains an adapter of its own: `[[adapters]]`.
+"""Several experiments in one run, each of which trains its own adapter: `[[adapters]]`.
 
 Each experiment is a training run like any other: a `Controller` with its own scheduler, rollouts, journal, checkpoints,
 metrics and exported policy, in the folder `adapters/NAME` of the run. They share:
 
-    the generators   each experiment has a router of its own over the same engines, whose batches mix adapters
+    the generators   each experiment has its own router over the same engines, whose batches mix adapters
     the trainer      one process with the frozen weights and a trainer for each adapter; each gets a fair share of time
                      (`scheduling/fair_turns.py`)
 
@@ -125,7 +125,7 @@ class Experiment:
     """One experiment of a run.
 
     Attributes:
-        summary: Result of the experiment, also of one that was finished before; None until it is finished.
+        summary: Result of the experiment, even if it was finished before this process; None until it is finished.
         error: Error that ended the experiment, if it failed.
         controller: Training loop; None until the experiment trains.
 
@@ -192,8 +192,8 @@ class Experiment:
 
 
 class ExperimentStalls:
-    """Progress of one experiment, for the warning of stalls. It is no stall to wait behind others that make progress,
-    either for a turn at the trainer or for an engine that is busy with the requests of others."""
+    """Progress of one experiment, for stall warnings. Waiting behind others that make progress, for a turn at the
+    trainer or for an engine that is busy with other requests, is not a stall."""
 
     def __init__(self, run: Progressing, router: GeneratorRouter, turns: FairTurns, name: str) -> None:
         self._run = run
@@ -345,7 +345,7 @@ class ExperimentMessages(EndMessages):
 
     def _saved(self) -> str:
         unsaved = [f"{each.name}: {text}" for each in self.experiments if (text := each.unsaved) is not None]
-        return "; ".join(unsaved) or "what each adapter has trained is saved"
+        return "; ".join(unsaved) or "the trained steps of all adapters are saved"
 
 
 async def train_adapters(session: RunSession[RunSummary], resources: contextlib.AsyncExitStack) -> RunSummary:

@@ -36,9 +36,7 @@ def report_written(folder: Path, out: Path) -> Generator[None]:
             write_report([folder], out, patience_s=REPORT_S)
         except Exception as error:
             logger.warning("writing report.html failed", exc_info=error)
-            write_stderr_unbuffered(
-                f"writing report.html failed, and the run is as it was without it: {summary(error)}"
-            )
+            write_stderr_unbuffered(f"writing report.html failed, which does not affect the run: {summary(error)}")
         except BaseException:
             write_stderr_unbuffered(
                 f"the run has ended; its report was not written: titan-rl view {folder} --report {out}"
@@ -63,7 +61,7 @@ def status_kept(folder: Path, *, begins: bool) -> Generator[RunStatus]:
         status = RunStatus("running", before.began, [*before.resumed, time.time()], seen_from=seen_from())
     _write(status, folder)
     try:
-        with _giving_signs_of_life(folder / LOCK):
+        with _heartbeat(folder / LOCK):
             yield status
     except BaseException as error:
         status.state = "failed" if isinstance(error, Exception) else "stopped"
@@ -77,7 +75,7 @@ def status_kept(folder: Path, *, begins: bool) -> Generator[RunStatus]:
 
 
 @contextlib.contextmanager
-def _giving_signs_of_life(lock: Path) -> Generator[None]:
+def _heartbeat(lock: Path) -> Generator[None]:
     """Touch the lock file from a thread, as a heartbeat: a run whose event loop is blocked is also alive."""
     over = threading.Event()
 
@@ -88,7 +86,7 @@ def _giving_signs_of_life(lock: Path) -> Generator[None]:
             if over.wait(BEAT_S):
                 return
 
-    beating = threading.Thread(target=beat, name="sign of life", daemon=True)
+    beating = threading.Thread(target=beat, name="heartbeat", daemon=True)
     beating.start()
     try:
         yield

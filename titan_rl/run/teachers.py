@@ -1,4 +1,4 @@
-"""Teachers of a run's tasks: the policy itself, servers, and folders that are served beside the run."""
+"""Teachers of a run's tasks: the policy itself, servers, and folders that are served alongside the run."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class TokenCheck:
         raise ConfigError(
             f"the teacher {name} has another tokenizer than the policy: of the same text, token {at} is "
             f"{tokens[at : at + 1] or 'missing'} there and {own[at : at + 1] or 'missing'} here. A teacher scores the "
-            "policy's own tokens, so both must make the same of a text; use a teacher of the same model family"
+            "policy's own tokens, so both must tokenize a text in the same way; use a teacher of the same model family"
         )
 
 

@@ -61,7 +61,7 @@ def run_training(
 
     Args:
         resume: Folder of an earlier run with this config, which is continued from its newest checkpoint.
-        components: Objects that replace what the settings name.
+        components: Objects that replace those that the settings name.
         name: Last part of the name of a new run's folder; by default, the result of `run_name`.
         started_by: Command to name if the run fails before it has saved anything.
 
@@ -105,7 +105,7 @@ async def _train(
     renderer = making.result()
     resources.enter_context(LoopWatchdog(progress))  # after the imports, which block the event loop
     group_runners: Mapping[str, GroupRunner]
-    if planes.workers is not None:  # which open the tasks themselves
+    if planes.workers is not None:  # the workers open the tasks themselves
         group_runners = {source.name: planes.workers.of(source.name) for source in config.sources}
     else:
         with progress.working("opening the tasks"):

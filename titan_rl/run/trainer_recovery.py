@@ -115,7 +115,7 @@ class Deaths:
             self._within[step] += 1
             why += f"; it was at step {step}"
             if (times := self._within[step]) > 1:
-                why += f" for the {times}. time when it died, so what kills it may be in what that step is trained on: "
+                why += f" at {times} of its deaths, so the cause may be in the samples of that step: "
                 why += named_groups(samples)
         replaced, count = self._respawns.take(Role.TRAINER)
         if not replaced:
@@ -281,7 +281,7 @@ class RecoveringTrainer:
         if self._is_up:
             return ""
         lacks = self._group.waits_for
-        return f"the trainer waits for {lacks}" if lacks else "the trainer is started again"
+        return f"the trainer waits for {lacks}" if lacks else "the trainer is being restarted"
 
     def _give_up_calls(self) -> None:
         self._lost = self._lost or "trainer died, and the run ends"
@@ -328,7 +328,7 @@ class RecoveringTrainer:
                     await self._next_change()
                 self._warn(self._deaths.note(why, excused=excused))
                 try:
-                    with self._progress.working("starting the trainer again"):
+                    with self._progress.working("restarting the trainer"):
                         trainer = await self._group.restart()
                     description = await self._bring_back(trainer)
                 except ActorDiedError as error:

@@ -92,13 +92,13 @@ def run_worker(listen: str, console: Console, drain_s: float) -> None:
         console.warning(f"warning: {address} is open to other machines: {OPEN}")
     terminated = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    with contextlib.ExitStack() as given_back:
-        given_back.callback(signal.signal, signal.SIGTERM, before)
-        given_back.callback(clean_up_after_dead_runs, scratch_root())
+    with contextlib.ExitStack() as resources:
+        resources.callback(signal.signal, signal.SIGTERM, before)
+        resources.callback(clean_up_after_dead_runs, scratch_root())
         folder = make_worker_folder()
-        given_back.callback(folder.remove)
+        resources.callback(folder.remove)
         os.environ[FOLDER] = str(folder.path)
-        given_back.callback(os.environ.pop, FOLDER, None)
+        resources.callback(os.environ.pop, FOLDER, None)
         point = WorkerServer(listen_on(host, port), console)
         reaper = ProcessReaper()
 

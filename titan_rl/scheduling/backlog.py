@@ -31,7 +31,7 @@ class Backlog:
 
     def __post_init__(self) -> None:
         if len(set(self.unsettled)) < len(self.unsettled):
-            raise ValueError(f"Backlog.unsettled is {list(self.unsettled)}; each group may be there once")
+            raise ValueError(f"Backlog.unsettled is {list(self.unsettled)}; each group may occur only once")
         if beyond := [index for index in self.unsettled if not 0 <= index < self.next_index]:
             raise ValueError(
                 f"Backlog.unsettled has {beyond}; it must be of groups before next_index = {self.next_index}"

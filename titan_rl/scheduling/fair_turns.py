@@ -56,7 +56,7 @@ class FairTurns:
     def __init__(self, names: Iterable[str]) -> None:
         self._accounts = {name: _Account() for name in names}
         self._waiting: list[_Request] = []  # in the order of their arrival
-        self._running: str | None = None  # experiment of the present turn
+        self._running: str | None = None  # experiment of the current turn
         self._num_ended = 0
         self._floor_s = 0.0  # virtual time at which the last turn began
         self._longest_s = 0.0
@@ -141,14 +141,14 @@ class FairTurns:
         is_behind = account.virtual_s < min(others, default=0.0)
         if others and (publishes or (is_behind and account.gap_s <= limit_s)):
             self._held_for = name
-            self._hold = asyncio.get_running_loop().call_later(limit_s, self._give_up)
+            self._hold = asyncio.get_running_loop().call_later(limit_s, self._hold_expired)
 
     def _stop_holding(self) -> None:
         if self._hold is not None:
             self._hold.cancel()
         self._held_for = self._hold = None
 
-    def _give_up(self) -> None:
+    def _hold_expired(self) -> None:
         self._stop_holding()
         self._grant()
 

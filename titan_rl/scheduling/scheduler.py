@@ -27,10 +27,10 @@ class GroupScheduler:
     """Admits groups in data order and hands out batches of finished groups.
 
     With P groups per step and staleness S there are (S+1)P slots, and more for oversampling. A group holds a slot from
-    its admission until the generators have pulled the version trained on it, or until it is dropped. So every token is
-    trained on at most `settings.age_bound` versions after the version that sampled it: admission ensures the bound, and
-    no finished group is discarded for its age. In data order and without oversampling the bound is S, and S=0 is
-    strictly on-policy.
+    its admission until the generators have pulled the version trained on it, or until it is dropped. Every token is
+    therefore trained on at most `settings.age_bound` versions after the version that sampled it: admission ensures the
+    bound, and no finished group is discarded for its age. In data order and without oversampling the bound is S, and
+    S=0 is strictly on-policy.
 
     Example: P=2, S=1 gives four slots. Groups 0-3 start at version 0. The step on 0 and 1 makes version 1; once the
     generators have it, groups 4 and 5 start, while the trainer may already take 2 and 3.

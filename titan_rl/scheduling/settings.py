@@ -60,8 +60,8 @@ class SchedulingConfig(Section):
     abort, and a trainer on the same GPUs can use the engines' memory until the pull."""
     tail: Annotated[Literal["carry_over", "tail_batch", "drop"] | PositiveInt, TAIL] = "carry_over"
     """Treatment of unfinished groups that a batch has overtaken. carry_over: they keep running. tail_batch: they are
-    suspended until groups_per_step of them wait. A number: they are dropped once so many versions were pulled since
-    their admission; drop is the same as 1."""
+    suspended until groups_per_step of them wait. A number: they are dropped once this many versions have been pulled
+    since their admission; drop is the same as 1."""
     max_token_age: NonNegativeInt | None = None
     """Tokens older than this many versions are used as context only. By default all tokens are trained on."""
     stale_groups: Literal["drop", "mask"] = "drop"
@@ -75,9 +75,9 @@ class SchedulingConfig(Section):
     )
     """Filters of finished groups, in addition to the built-in one for groups with fewer than two siblings left."""
     max_refills: PositiveInt = 4
-    """The run ends if so many times groups_per_step groups in a row are dropped."""
+    """The run ends if this many times groups_per_step groups in a row are dropped."""
     max_failed_groups: PositiveInt = 8
-    """The run ends, with the most frequent error, if so many groups in a row are lost to errors."""
+    """The run ends, with the most frequent error, if this many groups in a row are lost to errors."""
 
     @model_validator(mode="wrap")
     @classmethod

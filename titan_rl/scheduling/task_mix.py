@@ -237,7 +237,7 @@ class MixState:
         if set(state["weights"]) != set(tasks):
             raise CheckpointError(
                 f"the run was saved with the tasks {', '.join(state['weights'])}, and continues with "
-                f"{', '.join(tasks)}; name the tasks as they were"
+                f"{', '.join(tasks)}; restore the names of the tasks"
             )
         try:
             restored = cls(
@@ -317,9 +317,9 @@ class TaskMix:
 
     Each task has its share of the groups that are trained on, regardless of drops. A batch takes the first turns, and
     for each of them a group of the turn's task. A turn is dealt when a group is admitted, deterministically by weight
-    (`Shares`), and stays when that group is dropped: the next group to be admitted fills the first free turn. So there
-    are never more turns than slots, and with data order within each task a group is trained on no later than the turn
-    for which it was admitted. The samples of a task are chosen by its curriculum.
+    (`Shares`), and stays when that group is dropped: the next group to be admitted fills the first free turn. There are
+    therefore never more turns than slots, and with data order within each task a group is trained on no later than the
+    turn for which it was admitted. The samples of a task are chosen by its curriculum.
 
     The mix depends on the order in which groups end, so it reports each event. A mix that is made from a result of
     `state` and the events after it continues like the original.
@@ -505,7 +505,9 @@ class TaskMix:
             before = repr(state) if is_checked else ""
             sample: Any = self._tasks[task].curriculum.next_sample(state)
             if is_checked and repr(state) != before:
-                raise TypeError("it changed the state, and may be asked again; `given` is what changes it")
+                raise TypeError(
+                    "it changed the state, and may be called again; only `given` and `finished` may change it"
+                )
             if not isinstance(sample, int) or not 0 <= sample < 2**63:  # the journal stores it in 64 bits
                 raise TypeError(f"it gave {sample!r}; it must give the number of a sample, from 0 to 2**63 - 1")
         return sample

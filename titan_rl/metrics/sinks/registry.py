@@ -141,12 +141,12 @@ class PrometheusSink:
         spec.tell(f"Prometheus: {self.url}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._newest = max(step, self._newest)  # a validation beside training may follow later steps
+        self._newest = max(step, self._newest)  # a validation alongside training may follow later steps
         own = {
             "step": Sample("titan_rl_step", "Newest step that has a record.", {}, self._newest),
-            "time": Sample("titan_rl_record_timestamp_seconds", "When its newest record came.", {}, time.time()),
+            "time": Sample("titan_rl_record_timestamp_seconds", "Time of the newest record.", {}, time.time()),
         }
-        # A scrape runs in a thread of its own, so the dictionary that it reads is replaced, not changed.
+        # A scrape runs in its own thread, so the dictionary that it reads is replaced, not changed.
         self._latest = {**self._latest, **{name: sample(name, value) for name, value in metrics.items()}, **own}
 
     def close(self) -> None:
@@ -227,7 +227,9 @@ def _checked(name: str, function: Callable[[SinkSpec], Any]) -> Callable[[SinkSp
     def make(spec: SinkSpec) -> MetricSink:
         sink = function(spec)
         if not isinstance(sink, MetricSink):
-            raise ConfigError(f"logging.sinks = {name!r} gave {sink!r}, which is no MetricSink: it has log and close")
+            raise ConfigError(
+                f"logging.sinks = {name!r} gave {sink!r}, which is not a MetricSink: it needs log and close"
+            )
         return sink
 
     return make

@@ -18,7 +18,7 @@ def _options(names: Sequence[str]) -> AfterValidator:
 
     def check(options: Mapping[str, Any]) -> Mapping[str, Any]:
         if unknown := next((name for name in options if name not in names), None):
-            raise refusal(f"has {unknown}, which is no option; there are {', '.join(names)}")
+            raise refusal(f"has {unknown}, which is not an option; the options are {', '.join(names)}")
         return options
 
     return AfterValidator(check)
@@ -35,8 +35,8 @@ class LoggingConfig(Section):
     """Metric sinks besides metrics.jsonl of the run's folder, which is always written; transcripts and traces."""
 
     sinks: tuple[Annotated[str, FunctionName(NAMES, ("spec",))], ...] = Field(default=(), strict=False)
-    """Metric sinks, such as ["wandb", "trackio"]. Each has a table of its own options, for instance `[logging.wandb]`.
-    A function of yours takes a `titan_rl.metrics.sinks.types.SinkSpec` and returns a `MetricSink`."""
+    """Metric sinks, such as ["wandb", "trackio"]. Each has its own table of options, for instance `[logging.wandb]`.
+    Your own function takes a `titan_rl.metrics.sinks.types.SinkSpec` and returns a `MetricSink`."""
     transcripts_per_step: NonNegativeInt = 4
     """Groups per step whose rollouts are written to rollouts.jsonl."""
     transcript_tokens: bool = True
@@ -49,7 +49,7 @@ class LoggingConfig(Section):
         TakesEffect("logging.sinks", one_of=("wandb",)),
     ] = Field(default={}, strict=False)
     """Arguments of `wandb.init`: { project = "sums", tags = ["small"] }. By default the project is titan_rl, and
-    the rest is what W&B's environment variables say. mode = "offline" needs no login; `wandb sync` sends the run
+    the rest comes from W&B's environment variables. mode = "offline" needs no login; `wandb sync` sends the run
     later."""
     trackio: Annotated[
         Mapping[str, str], _options(("project", "space")), TakesEffect("logging.sinks", one_of=("trackio",))
@@ -60,4 +60,4 @@ class LoggingConfig(Section):
         "127.0.0.1:9464"
     )
     """HOST:PORT of the endpoint /metrics that Prometheus scrapes; port 0 takes a free one and prints it. The endpoint
-    requires no key: whoever reaches it reads the metrics."""
+    requires no key: anyone who can reach it can read the metrics."""

@@ -105,7 +105,7 @@ class RunJournal:
             self._segment, self._num_bytes = segments[-1], segments[-1].stat().st_size
             self._writer = LogWriter(self._segment)
         else:
-            self._segment, self._num_bytes = self._behind(segments, position.version), 0
+            self._segment, self._num_bytes = self._next_segment(segments, position.version), 0
             self._writer = LogWriter(self._segment)
             self._append(StartRecord(position.version, position.next_index, list(position.unsettled), position.run))
             for event in self.events:
@@ -285,10 +285,10 @@ class RunJournal:
     def _turn_over(self, version: int) -> None:
         """Continue the segment in another file."""
         segments = [*list_segments(self._folder), self._segment]  # the current one may not be on the disk yet
-        self._segment, self._num_bytes = self._behind(segments, version), 0
+        self._segment, self._num_bytes = self._next_segment(segments, version), 0
         self._writer.switch(self._segment)
 
-    def _behind(self, segments: Sequence[Path], version: int) -> Path:
+    def _next_segment(self, segments: Sequence[Path], version: int) -> Path:
         last = max((part_of(path) for path in segments if version_of(path) == version), default=-1)
         return self._folder / segment_name(version, last + 1)
 

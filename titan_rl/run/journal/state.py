@@ -170,7 +170,7 @@ def unneeded_segments(segments: list[Path], version: int) -> list[Path]:
 
 def _numbers(segment: Path) -> tuple[int, int]:
     found = _NAME.fullmatch(segment.name)
-    assert found is not None, f"{segment} is no segment"
+    assert found is not None, f"{segment} is not a segment"
     return int(found[1]), int(found[2] or 0)
 
 
@@ -320,9 +320,9 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
             state.apply(record)
             events.extend(mix_events(record))
         if damages:
-            losses.append(f"{path}: {sum(damage.size for damage in damages)} bytes are no record and are passed over")
+            losses.append(f"{path}: {sum(damage.size for damage in damages)} bytes are not a record and are skipped")
     for start in [start for start in state.batches if start < position.version]:
-        del state.batches[start]  # already trained, or of a course of events that was abandoned
+        del state.batches[start]  # already trained, or recorded before the run was resumed from an earlier checkpoint
     agrees = any(
         (start.next_index, tuple(start.unsettled)) == (position.next_index, position.unsettled) for start in starts
     )
@@ -337,7 +337,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
     if not agrees and (segments or replace(position, run="") != DataPosition()):
         losses.append(_without_beginning(position.version))
     if losses and (again := sorted(state.unsettled - state.finished.keys())):
-        losses.append(f"generated again, as far as answers are not recorded: groups {ranges(again)}")
+        losses.append(f"generated again, except for recorded answers: groups {ranges(again)}")
     return JournalContents(state, agrees, losses, events)
 
 

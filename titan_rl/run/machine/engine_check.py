@@ -26,8 +26,8 @@ from titan_rl.types import SamplingParams
 PROMPT = (5, 6, 7, 8)
 SWAPS = 3
 LEAST_CHANGE = 100
-"""Least change of logprobs by a swap, as a multiple of the tolerance. After a smaller change, old weights might pass
-for new ones."""
+"""Least change of logprobs by a swap, as a multiple of the tolerance. After a smaller change, old weights might
+pass for new ones."""
 
 
 def check_engine(folder: Path) -> Iterator[NumericalCheck]:
@@ -110,7 +110,7 @@ def _steps(engine: Engine, count: int) -> list[TokenDelta]:
     for _ in range(count):
         deltas = engine.step()
         if not deltas:
-            raise GenerationError("the engine does not go on with its requests")
+            raise GenerationError("the engine has stopped working on its requests")
         for delta in deltas:
             if delta.failure is not None or delta.finish_reason is not None:
                 raise GenerationError(f"a request ends early: {delta.failure or delta.finish_reason}")

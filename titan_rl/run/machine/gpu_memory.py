@@ -41,8 +41,8 @@ class GPUMemory:
         gpus: Numbers of the GPUs.
         trainer: Bytes of the trainer's rank, by component.
         engines: Bytes of the generators' ranks, by component.
-        lends: Whether the engines use the GPU only while the trainer does not train, beside what the trainer holds
-            between two steps.
+        lends: Whether the engines use the GPU only while the trainer does not train, in addition to what the
+            trainer holds between two steps.
         at_rest: Bytes of the trainer between two steps.
     """
 
@@ -131,7 +131,8 @@ def savings(config: RunConfig, before: Fit) -> list[Saving]:
 
 def smallest_change(config: RunConfig, before: Fit) -> tuple[list[Saving], Fit]:
     """Find changes of settings that together make a run fit. Changes that cost the least speed are tried first, and
-    those that turn out not to be needed are left out. If no changes suffice, the result has all that save memory.
+    those that turn out not to be needed are left out. If no changes suffice, the result has all that
+    save memory.
 
     Returns:
         The changes, and the memory with them.
@@ -162,8 +163,8 @@ def smallest_change(config: RunConfig, before: Fit) -> tuple[list[Saving], Fit]:
 def _excess(fit: Fit) -> int:
     """Bytes beyond the limit: on the fullest GPU with a rank of the trainer, plus on the fullest other GPU.
 
-    So a setting of the trainer counts as a help even if engines on GPUs of their own exceed the limit by more, and vice
-    versa.
+    A setting of the trainer therefore counts as a help even if engines on their own GPUs exceed the limit by more, and
+    vice versa.
     """
     fullest = (max((each.total for each in fit.gpus if bool(each.trainer) is has), default=0) for has in (True, False))
     return sum(max(0, each - fit.limit) for each in fullest)
@@ -276,7 +277,7 @@ def _fit_on(config: RunConfig, rank: RankMemory, num_gpus: int, limit: int) -> F
     transport = config.statedict.transport
     if transport == "auto":
         transport, _ = choose_transport(config, trainer, generators, lambda: limit, parameters=rank.parameters)
-    num_versions = NUM_KEPT + config.validates_beside_training  # a validation beside training holds one more version
+    num_versions = NUM_KEPT + config.validates_beside_training  # a validation alongside training holds one more version
     published = num_versions * _published(config, rank) // config.training.num_ranks
     of_trainer = {**rank.device, "CUDA": CONTEXT_BYTES}
     host = {name: size * config.training.num_ranks for name, size in rank.host.items()}

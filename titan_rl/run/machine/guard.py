@@ -1,10 +1,10 @@
 """Guard process of a run, which acts when the run's own process cannot.
 
 The guard is notified of every signal that the run's process receives, and of the end of that process. If the process
-does not react to a second SIGINT or SIGTERM, because native code holds Python's lock, the guard kills it. If the
+does not react to a second SIGINT or SIGTERM, because native code holds the GIL, the guard kills it. If the
 process has ended without cleaning up, for this reason or because of a SIGKILL, the guard cleans up instead.
 
-This file runs as a program of its own, and imports the rest of titan_rl only when it needs it.
+This file runs as a separate program, and imports the rest of titan_rl only when it needs it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def keep_clean(root: Path, name: str) -> subprocess.Popen[bytes] | None:
 def _start(signals: int, root: Path, run_id: str, advice: str) -> subprocess.Popen[bytes]:
     process = os.pidfd_open(os.getpid())
     try:
-        # A session of its own keeps Ctrl-C in the terminal from reaching the guard. -P keeps Python from searching for
+        # A separate session keeps Ctrl-C in the terminal from reaching the guard. -P keeps Python from searching for
         # modules in this file's folder.
         return subprocess.Popen(
             [sys.executable, "-P", __file__, str(process), str(root), run_id, advice],

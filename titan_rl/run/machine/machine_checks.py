@@ -112,7 +112,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding("open files", "ok" if enough else "warning", f"at most {files}", fix)
     scratch = scratch_root()
     writable = os.access(scratch, os.W_OK)
-    fix = None if writable else f"set TMPDIR to a folder of your own whose path has at most {LONGEST_TMPDIR} characters"
+    fix = None if writable else f"set TMPDIR to a writable folder whose path has at most {LONGEST_TMPDIR} characters"
     yield Finding(
         "scratch", "ok" if writable else "missing", f"{scratch}{'' if writable else ' cannot be written'}", fix
     )
@@ -142,7 +142,9 @@ def _memory() -> int:
 def _at_least(subject: str, found: int, least: int, fix: str, where: str = "") -> Finding:
     if found >= least:
         return Finding(subject, "ok", f"{found / 2**30:.1f} GiB{where}")
-    return Finding(subject, "warning", f"{found / 2**30:.1f} GiB{where}; {least / 2**30:g} are advised", fix)
+    return Finding(
+        subject, "warning", f"{found / 2**30:.1f} GiB{where}; at least {least / 2**30:g} GiB are recommended", fix
+    )
 
 
 def _extra() -> Literal["cpu", "gpu"]:
@@ -205,7 +207,7 @@ import torch
 from importlib.util import find_spec
 from pathlib import Path
 found = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-vllm = find_spec("vllm")  # importing all of it takes three times as long as loading what may not fit torch
+vllm = find_spec("vllm")  # importing it takes three times as long as loading its kernels, which may not fit torch
 if vllm is not None and vllm.origin is not None:
     kernels = next(iter(sorted(Path(vllm.origin).parent.glob("_C*.so"))), None)
     assert kernels is not None, "vllm is installed without its kernels, _C*.so"

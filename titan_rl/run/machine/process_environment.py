@@ -26,8 +26,8 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Generator[None]:
-    """Write all log messages to a file during the block, and none to the terminal. Handlers of a program with logging
-    of its own are restored afterwards."""
+    """Write all log messages to a file during the block, and none to the terminal. Handlers of a program that
+    has its own logging are restored afterwards."""
     root = logging.getLogger()
     handlers, level, raises = root.handlers[:], root.level, logging.raiseExceptions
     root.handlers.clear()  # `basicConfig(force=True)` would close them
@@ -75,9 +75,9 @@ def run_environment(pythonpath: Sequence[str] = ()) -> Generator[None]:
             tempfile.tempdir = None
 
 
-PRIVATE = "Monarch's sockets are for this user alone"
+PRIVATE = "Monarch's sockets are private to this user"
 EXPOSED = "every user of this machine can run code as you during a run, through Monarch's abstract socket"
-OWN_NAMESPACE = "run it in a network namespace or container of its own: docs/concepts/security.md"
+OWN_NAMESPACE = "run it in its own network namespace or container: docs/concepts/security.md"
 
 
 def is_exposed() -> bool:

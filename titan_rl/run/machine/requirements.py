@@ -64,7 +64,7 @@ def check_room(config: RunConfig, folder: Path, held: int = 0) -> None:
             f"run_dir = {config.run_dir!r}: {folder} has {gigabytes(free)} free, and this run needs "
             f"{gigabytes(needed - held)}{more}: checkpoint.keep = {config.checkpoint.keep} checkpoints of "
             f"{gigabytes(each)} each, the one that is being written, {gigabytes(export)} of the exported policy, and "
-            f"{_RESERVE}; free some, lower checkpoint.keep, or set run_dir to a folder on another disk"
+            f"{_RESERVE}; free some space, lower checkpoint.keep, or set run_dir to a folder on another disk"
         )
 
 
@@ -181,7 +181,9 @@ def describe_implementation(config: RunConfig) -> str:
         has_adapter=config.training.adapter.is_on,
     )
     untried = chosen.name == "transformers" and hf.get("model_type") not in PROVED
-    advice = f"; no test has this family, try it with titan-rl doctor --model {config.model.path}" if untried else ""
+    advice = (
+        f"; no test covers this family, check it with titan-rl doctor --model {config.model.path}" if untried else ""
+    )
     divided = ""
     if (ranks := config.training.expert_parallel) > 1:
         count = next(hf[name] for name in EXPERT_COUNTS if hf.get(name))

@@ -30,7 +30,7 @@ class StopSignals:
     """Handlers of SIGINT and SIGTERM during a block, in the main thread.
 
     Python runs the handlers between two instructions of the main thread, even while user code blocks the event loop. If
-    native code holds Python's lock, the handlers have to wait, and the guard process acts instead.
+    native code holds the GIL, the handlers have to wait, and the guard process acts instead.
 
     A SIGINT that is ignored when the program starts, as shells arrange for background commands, stays ignored.
 
@@ -133,8 +133,8 @@ class StopSignals:
     def _wait_for_reaction(self) -> None:
         if not self._reacted.wait(self._reaction_s):
             self.console.end_with(
-                f"nothing has been stopped for {self._reaction_s:g} s: the event loop is held up, by imports at the "
-                "start or by code of an environment or a reward; once more ends the run at once"
+                f"nothing has been stopped for {self._reaction_s:g} s: the event loop is blocked, by imports at the "
+                "start or by code of an environment or a reward; a second signal ends the run at once"
             )
 
 

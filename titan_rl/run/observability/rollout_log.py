@@ -74,7 +74,7 @@ class GroupRecords:
 
 
 def rewards_of(group: RolloutGroup) -> list[float]:
-    """Finite rewards of the rollouts that did not end in a fault that is not the policy's."""
+    """Finite rewards of a group, without rollouts that ended in a fault that is not the policy's."""
     judged = [rollout.reward for rollout in group.rollouts if not rollout.status.is_fault]
     return [float(reward) for reward in judged if reward is not None and math.isfinite(reward)]
 
@@ -96,7 +96,7 @@ class RolloutLog:
     Args:
         run_dir: Folder of the run, with the file. Failures to write it are reported, and do not end the run.
         groups_per_step: Number of groups of a step and phase that are written in full.
-        tokens: Builder of what is written about tokens; None writes no tokens.
+        tokens: Builder of the records of tokens; None writes no tokens.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class RolloutLog:
         self._lost_texts.setdefault(failure.kind, str(failure))
         if self._lost[failure.kind] == 1:
             logger.error("group %s is dropped: %s\n%s", group.group_id, failure, failure.traceback)
-            self._console.warning(f"group {group.group_id} is dropped, and so will others be: {failure}")
+            self._console.warning(f"group {group.group_id} is dropped, as will be later ones like it: {failure}")
 
     def finished(
         self,
@@ -185,14 +185,18 @@ class RolloutLog:
         if self._errors.num_errors:
             text, count = self._errors.most_common()[0]
             others = len(self._errors.most_common()) - 1
-            more = f", and others of {others} kinds" if others else ""
-            self._console.warning(f"{count} rollouts ended in {text}{more}; logs/controller.log has each in full")
+            more = f", and others with {others} other kinds of error" if others else ""
+            self._console.warning(
+                f"{count} rollouts ended in {text}{more}; logs/controller.log has every error in full"
+            )
         for kind, count in self._lost.most_common():
             logger.warning("%d groups were dropped with %s", count, self._lost_texts[kind])
         if self._lost:
             kind = self._lost.most_common(1)[0][0]
             text = self._lost_texts[kind]
-            self._console.warning(f"{self._lost.total()} groups were dropped for rewards that failed, most with {text}")
+            self._console.warning(
+                f"{self._lost.total()} groups were dropped for rewards that failed, most of them with {text}"
+            )
         self._writing.close()
 
     def _record_first(

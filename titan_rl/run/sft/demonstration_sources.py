@@ -89,7 +89,7 @@ def _demonstrations(task: Task, count: float, limits: RolloutConfig) -> list[Fou
             limits.rollout_timeout_s,
             "one demonstration",
             progress=lambda: len(found),
-            advice="raise rollout.rollout_timeout_s if it is at work",
+            advice="raise rollout.rollout_timeout_s if it needs longer",
         )
     except OutOfTimeError as error:
         raise DataError(f"{call} of the task failed: {describe(error)}") from error

@@ -177,13 +177,13 @@ class SupervisedLoop(TrainingLoop[SupervisedSummary]):
         )
 
     async def _learn(self, held_out: Sequence[TrainingSample], background: asyncio.TaskGroup) -> None:
-        coming: asyncio.Task[list[TrainingSample]] | None = None
+        next_samples: asyncio.Task[list[TrainingSample]] | None = None
         for step in range(self.version + 1, len(self._plan) + 1):
             began = time.monotonic()
             self._stages.enter(Stage.BATCH, step)
-            samples = await (coming or self._samples(step, background))
+            samples = await (next_samples or self._samples(step, background))
             waited = time.monotonic() - began
-            coming = self._samples(step + 1, background) if step < len(self._plan) else None
+            next_samples = self._samples(step + 1, background) if step < len(self._plan) else None
             self._stages.enter(Stage.TRAIN, step)
             with self._progress.working(f"training step {step}"):
                 await self._calls.finish(self._train_on(samples, waited_s=waited))

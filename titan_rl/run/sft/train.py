@@ -95,7 +95,7 @@ def _stream(items: Sequence[int], epochs: int | None, shuffle: bool, seed: int) 
 
 
 def _cut(stream: Iterator[int], size_of: Callable[[int], int], most: int) -> Iterator[list[int]]:
-    """Cut a stream into batches whose items have at most a total size. A larger item has a batch of its own."""
+    """Cut a stream into batches whose items have at most a total size. A larger item has its own batch."""
     batch: list[int] = []
     size = 0
     for item in stream:
@@ -349,7 +349,9 @@ def _check_data(file: Path, now: str) -> None:
     try:
         before = cast("dict[str, Any]", parse_json(file.read_text(encoding="utf-8")))["demonstrations"]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{file} does not identify the demonstrations of the run: {error}; put it back") from None
+        raise CheckpointError(
+            f"{file} does not identify the demonstrations of the run: {error}; restore the file"
+        ) from None
     if before != now:
         raise CheckpointError(
             f"{file.parent} was trained on other demonstrations, or in another order; restore them, or start a new run"

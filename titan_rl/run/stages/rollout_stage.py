@@ -161,7 +161,7 @@ class RolloutStage:
         the weights.
 
         Args:
-            named_version: Version that the requests name, if generators go on to later ones meanwhile.
+            named_version: Version that the requests name, if generators load later ones meanwhile.
         """
         with self.held_out.one(suite.samples_per_prompt) as playing:
             return await self._run_group(

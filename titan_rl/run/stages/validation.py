@@ -1,15 +1,15 @@
 """Validation: rewards of the policy on held-out samples. It does not influence training: it uses neither training
-samples nor the random numbers of training, and informs no curriculum. It runs while no step is trained, or beside
+samples nor the random numbers of training, and informs no curriculum. It runs while no step is trained, or alongside
 training. In the latter case the metrics arrive after those of later steps, and the version stays available in one of
 two ways:
 
     pinned       engines that can pin versions keep it besides the newest ones, and requests name it
-    dedicated    one generator stays at this version and answers only validation requests, while the others go on
+    dedicated    one generator stays at this version and answers only validation requests, while the others continue
 
 The trainer keeps the published version until the validation has ended, so that a generator that replaces a dead one can
 load it: the death of a generator loses nothing. A checkpoint of a later version is written only after the validation
-has ended. So a resumed run finds either the validation's metrics, or a checkpoint from which it reaches the version
-again and validates it.
+has ended. A resumed run therefore finds either the validation's metrics, or a checkpoint from which it reaches the
+version again and validates it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ MEAN = "validation/reward_mean"
 
 
 class Validation:
-    """Runner of a validation: a group for each held-out sample, all at the same time, beside the training groups in
-    flight.
+    """Runner of a validation: a group for each held-out sample, all at the same time, alongside the training groups
+    in flight.
 
     Args:
         transcripts: Log of the groups.
@@ -96,7 +96,7 @@ class Validation:
 
         Args:
             version: Version that the generators serve.
-            beside_training: Whether generators go on to later versions meanwhile, so that requests name this version.
+            beside_training: Whether generators load later versions meanwhile, so that requests name this version.
 
         Returns:
             The mean over the suites of the mean reward of their scored rollouts; None if there are no suites.
@@ -209,7 +209,7 @@ def _check_versions(version: int, groups: Iterable[RolloutGroup]) -> None:
 
 
 class BackgroundValidation:
-    """Runner of validations beside training, one at a time.
+    """Runner of validations alongside training, one at a time.
 
     Args:
         published: Manifests of published versions, for the router's replicas.
@@ -242,8 +242,8 @@ class BackgroundValidation:
             background: Task group that an error of the validation fails. If it is cancelled, the validation continues.
 
         Returns:
-            False, and nothing is begun, if the version cannot be kept, or the run does not validate beside training.
-            Then training has to wait for a validation.
+            False, and nothing is begun, if the version cannot be kept, or the run does not validate alongside
+            training. Then training has to wait for a validation.
         """
         if not self._is_on:
             return False
@@ -301,7 +301,7 @@ class BackgroundValidation:
             self._router.pin(version)
         elif not await self._router.dedicate_replica(version):
             await self._trainer.hold_published(None)
-            return "too few generators serve to hold one"
+            return "too few generators serve to dedicate one"
         else:
             self._alone = asyncio.create_task(self._router.wait_dedicated(), name=f"dedicate-{version}")
         self._published.hold(version, pinned=self._pins)

@@ -1,1 +1,1 @@
-"""Terminal output of commands. It knows nothing of runs."""
+"""Terminal output of commands. It does not depend on runs."""

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class ForgivingConsole(Console):
-    """Console that stops writing if the reader is gone or the disk is full, so that this ends no run. Control
+    """Console that stops writing if the reader is gone or the disk is full, so that the run continues. Control
     characters in printed text are escaped; only the console's own reach the terminal."""
 
     def __init__(self, file: TextIO) -> None:

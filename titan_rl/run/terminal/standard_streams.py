@@ -79,7 +79,7 @@ def replace_closed_streams() -> None:
     sets them to None then."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  it lasts as long as the program
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open until the program ends
 
 
 def silence(stream: TextIO) -> None:
