@@ -213,7 +213,7 @@ EACH = {step: float(step) for step in range(0, STEPS + 1, INTERVAL)}
 async def test_background_validation_matches_blocking_validation(tmp_path, mode):
     waits = Rig(tmp_path / "waits", "waits")
     await waits.run()
-    rig = Rig(tmp_path / "beside", mode)
+    rig = Rig(tmp_path / "background", mode)
     gate = rig.gates[2] = asyncio.Event()
     run = asyncio.ensure_future(rig.run())
     await rig.begun[2].wait()

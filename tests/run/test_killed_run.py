@@ -144,7 +144,7 @@ class CountingReplica(FakeReplica):
         return await super().generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
 
 
-class NotingRouter(GeneratorRouter):
+class RecordingRouter(GeneratorRouter):
     """Router that records answered requests; answers in flight are lost with the process."""
 
     def __init__(self, replica: CountingReplica) -> None:
@@ -213,7 +213,7 @@ class Rig:
             await pull(version)
 
         self.replica.pull = pull_in_its_time
-        self.router = NotingRouter(self.replica)
+        self.router = RecordingRouter(self.replica)
         with (folder / "progress.txt").open("w") as file:
             progress = Progress(steps, file)
         progress.message = progress.step = lambda *_: None  # pyright: ignore

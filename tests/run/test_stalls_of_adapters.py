@@ -40,7 +40,7 @@ class Queue(FakeReplica):
             await asyncio.sleep(1)
             on_chunk(TokenChunk(request.request_id, [], [], ()))
         await asyncio.sleep(1e9)
-        raise AssertionError("nobody waits as long")
+        raise AssertionError("no caller waits this long")
 
 
 async def test_adapter_waiting_for_the_trainer_is_stalled_only_if_the_others_are() -> None:

@@ -88,7 +88,7 @@ async def test_trace_contains_every_part_of_a_step(rig: Rig):
         "training",
     }
     assert {span.name for lane, found in lanes.items() if lane.startswith("reward") for span in found} == {"turns"}
-    at_once = 2 * 3 + 2 * 2  # rollouts of a step, and of a validation beside it
+    at_once = 2 * 3 + 2 * 2  # rollouts of a step, and of a concurrent validation
     assert sum(lane.startswith("rollout") for lane in lanes) <= at_once
 
 

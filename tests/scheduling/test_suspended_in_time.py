@@ -92,7 +92,7 @@ def test_every_group_is_trained_within_the_age_bound(config: SchedulingConfig, s
 
 
 def test_suspended_group_is_resumed_before_it_gets_too_old() -> None:
-    """With the least bound, enough groups are soon finished, and each would make the suspended one too old."""
+    """The bound is the least possible: enough groups finish soon, and each would make the suspended one too old."""
     config = SchedulingConfig(groups_per_step=4, max_staleness=0, oversample=2.0, tail="tail_batch", max_group_age=3)
     assert max(train(config, seed=0, train_s=1.0, steps=60)) <= 3
 

@@ -19,7 +19,7 @@ The next BATCH and TRAIN therefore overlap SYNC and WRITE, and the scheduler dec
 of them. A step can wait for groups (SYNC frees their slots), for the slowest pull of the previous version, or for the
 disk.
 
-A background task that fails ends the loop. Whatever ends the loop, it first waits for a running call of the trainer,
+A background task that fails ends the loop. However the loop ends, it first waits for a running call of the trainer,
 because only then is the trainer's version known, and saves the trained version.
 """
 

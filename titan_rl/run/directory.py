@@ -230,7 +230,7 @@ class RunDirectory:
 
     def cut_records(self, step: int, journal: JournalState) -> None:
         """Remove the metrics, transcripts and trace events of steps after `step`, which are run again. The transcripts
-        of a dropped training group stay if the group is settled, whatever the step in which it was dropped.
+        of a dropped training group stay if the group is settled, regardless of the step in which it was dropped.
 
         Args:
             journal: State with the settled groups.

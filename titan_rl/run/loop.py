@@ -344,7 +344,7 @@ class TrainingLoop(ABC, Generic[S]):
 
     @contextlib.asynccontextmanager
     async def _saved_at_the_end(self) -> AsyncGenerator[None]:
-        """Save a checkpoint when the block ends, in whatever way, if it leaves a trained model."""
+        """Save a checkpoint when the block ends, with or without an error, if it leaves a trained model."""
         try:
             yield
             self._stages.enter(Stage.CHECKPOINT, self.version)

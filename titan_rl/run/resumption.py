@@ -140,7 +140,7 @@ def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) ->
     """Check that the model's folder has not changed since the run began.
 
     Returns:
-        Messages for the user. Changed weights are no error if the weights of the checkpoint are sufficient.
+        Messages for the user. Changed weights are not an error if the weights of the checkpoint are sufficient.
 
     Raises:
         CheckpointError: A part of the model that the run needs has changed.

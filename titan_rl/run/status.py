@@ -27,8 +27,8 @@ BEAT_S = 10.0
 
 @contextlib.contextmanager
 def report_written(folder: Path, out: Path) -> Generator[None]:
-    """Write the report when the block ends, in whatever way. A failure to write it is reported, and does not fail the
-    run. A signal ends only the writing, because the run has already ended."""
+    """Write the report when the block ends, with or without an error. A failure to write it is reported, and does not
+    fail the run. A signal ends only the writing, because the run has already ended."""
     try:
         yield
     finally:

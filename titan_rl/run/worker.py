@@ -32,7 +32,7 @@ REAP_AFTER_S = 2.0
 
 
 class ProcessReaper:
-    """Reaper of this process's children and grandchildren, whatever ends them: a signal, the kernel, or the end of a
+    """Reaper of this process's children and grandchildren, however they end: by a signal, by the kernel, or with a
     run's controller, which then cannot clean up itself.
 
     For some time after the end of a process, it also removes resources that belong to no run.

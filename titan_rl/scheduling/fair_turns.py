@@ -7,7 +7,7 @@ however long their steps are. A turn is never interrupted.
 An experiment that ends a step is not waiting at that moment, although its version is about to be published and its next
 batch may be ready. If the experiment came back quickly the last time, the trainer is kept free for it for a fraction of
 a step (anticipation, as in I/O schedulers; Iyer and Druschel, 2001): for its publication, and for its next step if it
-is behind the others. Otherwise short and long steps would alternate, whatever their lengths.
+is behind the others. Otherwise short and long steps would alternate, regardless of their lengths.
 """
 
 from __future__ import annotations

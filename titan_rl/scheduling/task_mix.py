@@ -407,7 +407,7 @@ class TaskMix:
         return self._state.turns.num_old > 0
 
     def window(self, task: str, window: int) -> int:
-        """Window of a task in places of its own groups, such that no group of another task is delayed by `window`
+        """Window of a task, counted in its own groups, such that no group of another task is delayed by `window`
         turns.
 
         With share w, k + 1 turns of a task span at most (k + 1) / w turns, rounded up.

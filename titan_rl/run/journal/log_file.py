@@ -1,9 +1,9 @@
 """Log files whose records survive the death of their writer: the file format, its reader, and a writer with a thread.
 
 A record consists of `MAGIC`, its length, and a CRC-32 of length and bytes, four bytes each, little-endian; then its
-bytes, and `END`. So zeros are not a record, and appended bytes do not complete a torn one. A file is never truncated:
-if some bytes are not a record, because the writer was killed, power was lost, or the disk changed them, a reader
-continues at the next whole record.
+bytes, and `END`. Zeros are therefore not a record, and appended bytes do not complete a torn one. A file is never
+truncated: if some bytes are not a record, because the writer was killed, power was lost, or the disk changed them, a
+reader continues at the next whole record.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def shares_network() -> bool:
 
 def process_scratch() -> Path:
     """Temporary folder of this process. Monarch keeps listening in it even if the run that started Monarch has ended.
-    It is removed when the process ends, in whatever way."""
+    It is removed however the process ends."""
     return _scratch_of(os.getpid())
 
 

@@ -1,5 +1,5 @@
-"""Metric sinks of a run: `metrics.jsonl` and the sinks that the settings name. None of them can end or delay the
-run."""
+"""Metric sinks of a run: `metrics.jsonl` and the sinks that the settings name. A failing or slow sink cannot end or
+delay the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class BestEffort:
-    """Attempts of one kind that may fail without ending a run. Of several failures in a row, the first one is reported
+    """Attempts of one kind that may fail without ending a run. The first of several failures in a row is reported
     with its reason, and so is the next success. At the end, the number of failures is reported.
 
     Attributes:

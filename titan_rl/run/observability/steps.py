@@ -34,7 +34,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     Returns:
         rollout/num_groups, rollout/num_rollouts: numbers of groups and rollouts.
         rollout/reward_mean, reward_std (population), reward_min, reward_max: rewards of all scored rollouts. Rollouts
-        with a fault that is not the policy's (`RolloutStatus.is_fault`) do not count, whatever their reward.
+        with a fault that is not the policy's (`RolloutStatus.is_fault`) do not count, regardless of their reward.
         rollout/reward/<name>: mean of one reward of the breakdown over the rollouts that have it.
         rollout/zero_variance_groups: share of the scored groups whose rewards, or those of each seat, are all equal, so
         that nothing is learned from them. Absent in groups of one rollout.

@@ -31,7 +31,7 @@ Found = tuple[str, Demonstration]
 def task_demonstrations(
     tasks: Sequence[tuple[Task, float]], count: int, limits: RolloutConfig | None = None
 ) -> list[Found]:
-    """Collect demonstrations of tasks, mixed by weight as evenly as possible. Those of each task stay in order.
+    """Collect demonstrations of tasks, mixed by weight as evenly as possible. Each task's demonstrations stay in order.
 
     Args:
         tasks: Tasks with their weights.
