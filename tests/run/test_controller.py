@@ -215,7 +215,7 @@ class Rig:
         return [step for step, metrics in self.records if name in metrics]
 
 
-async def test_a_run_validates_trains_in_data_order_and_saves(tmp_path):
+async def test_run_validates_trains_in_data_order_and_saves(tmp_path):
     rig = Rig(tmp_path)
     summary = await rig.run()
     groups = [sorted({sample.group_id for sample in samples}) for samples in rig.trainer.trained]
@@ -535,7 +535,7 @@ async def test_only_the_last_checkpoint_must_fit_on_the_disk(tmp_path):
     assert rig.trainer.version == 4
 
 
-async def test_a_failed_checkpoint_ends_the_run_with_its_reason(tmp_path):
+async def test_failed_checkpoint_ends_the_run_with_its_reason(tmp_path):
     rig = Rig(tmp_path)
     rig.trainer.fail_to_save = True
     with pytest.raises(ExceptionGroup) as caught:
@@ -543,7 +543,7 @@ async def test_a_failed_checkpoint_ends_the_run_with_its_reason(tmp_path):
     assert caught.group_contains(CheckpointError, match="no space left")
 
 
-async def test_a_sample_older_than_the_bound_stops_the_run(tmp_path):
+async def test_sample_older_than_the_bound_ends_the_run(tmp_path):
     rig = Rig(tmp_path)
 
     async def lag(version: int) -> None:  # a replica that claims to have pulled and serves old weights

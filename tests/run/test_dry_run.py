@@ -397,7 +397,7 @@ def test_method_that_blocks_the_event_loop_is_named(dry_run, monkeypatch: pytest
     code, output = dry_run(task)
     assert code == 1
     assert "a group of each task took longer than 2 s without a model" in output
-    assert f"{line_of(line)}" in output
+    assert line_of(line) in output
     assert "blocks, and does not return" in output
 
 

@@ -84,7 +84,7 @@ def test_frame_inside_a_record_is_not_a_record(tmp_path):
     assert read(path) == ([b"a" + frame(b"inner") + b"b", b"outer"], [])
 
 
-def test_a_missing_log_is_empty(tmp_path):
+def test_missing_log_is_empty(tmp_path):
     assert read(tmp_path / "none") == ([], [])
 
 

@@ -58,7 +58,7 @@ def test_error_is_shown_once_and_counted_at_the_end(tmp_path: Path):
     ]
 
 
-def test_long_error_is_shortened_on_the_console_but_not_in_the_log(caplog: pytest.LogCaptureFixture, tmp_path: Path):
+def test_long_error_is_shortened_only_on_the_console(caplog: pytest.LogCaptureFixture, tmp_path: Path):
     console = ConsoleLines()
     log = RolloutLog(RunDirectory(tmp_path), 0, console)
     frames = [f"  File agent.py, line {number}, ^^^^" for number in range(200)]

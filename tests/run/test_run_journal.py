@@ -47,7 +47,7 @@ def backlog(journal: RunJournal):
     return journal.backlog(SimpleNamespace(train_sample=lambda task, number: number))
 
 
-def test_a_new_journal_has_no_backlog(tmp_path):
+def test_new_journal_has_no_backlog(tmp_path):
     journal = RunJournal(tmp_path)
     assert backlog(journal).next_index == 0
     journal.close()
@@ -309,7 +309,7 @@ async def test_recorded_turn_with_other_sampling_is_not_replayed(tmp_path):
         assert len(engine.prompts) == num_asked
 
 
-async def test_a_checkpoint_keeps_the_tokens_of_requests_in_flight(tmp_path):
+async def test_checkpoint_keeps_the_tokens_of_requests_in_flight(tmp_path):
     journal = RunJournal(tmp_path)
     positions: list[DataPosition] = []
 

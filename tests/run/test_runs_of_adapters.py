@@ -84,7 +84,7 @@ def test_serve_requires_one_adapter_of_a_run(run: Path, capsys: pytest.CaptureFi
     assert f"server.adapters.mine = {str(run)!r}: {run} is a run of several adapters" in capsys.readouterr().err
 
 
-def test_a_run_of_one_adapter_is_the_policy_of_that_adapter(tmp_path: Path) -> None:
+def test_run_of_one_adapter_is_the_policy_of_that_adapter(tmp_path: Path) -> None:
     config = load_config(SEVERAL, [("model.path", str(BASE))])
     config = config.model_copy(update={"adapters": config.adapters[:1]})
     run, only = tmp_path / "run", tmp_path / "run" / "adapters" / "grpo"

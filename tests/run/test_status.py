@@ -55,7 +55,7 @@ def test_report_of_a_failed_run_has_the_reason(tmp_path: Path) -> None:
     assert "no generator is left" in out.read_text()
 
 
-def test_report_of_a_run_that_failed_before_its_first_step_has_the_reason(tmp_path: Path) -> None:
+def test_report_of_a_run_without_steps_has_the_failure_reason(tmp_path: Path) -> None:
     """The run's folder is locked while the report is written, and contains nothing else."""
     out = tmp_path / "report.html"
     with (tmp_path / "lock").open("w") as lock:

@@ -152,7 +152,7 @@ def test_first_signal_is_reported_at_once_and_stops_in_order(start: Callable[...
 
 
 @pytest.mark.parametrize(("what", "number"), [("idle", signal.SIGTERM), ("sleep", signal.SIGINT)])
-def test_a_second_signal_ends_the_program_at_once(start: Callable[..., Program], what: str, number: signal.Signals):
+def test_second_signal_ends_the_program_at_once(start: Callable[..., Program], what: str, number: signal.Signals):
     program = start(what)
     program.process.send_signal(signal.SIGINT)
     assert program.stderr_line() == "titan-rl: SIGINT: stopping in order"

@@ -47,7 +47,7 @@ def drawn(view: View, width: int = 100, height: int = 30, *, ascii_only: bool = 
     return [line.plain for line in layout(view, width, height, ascii_only=ascii_only)]
 
 
-def test_a_wide_terminal_shows_everything():
+def test_wide_terminal_shows_everything():
     assert drawn(VIEW) == [
         "step 25/100 ━━━━━━━━━─────────────────────────── 1 min 15 s left, 30.0 s so far",
         "reward 0.400 ▁▃█ (trained on 0.3)   tokens/s 21034   staleness 0.8",

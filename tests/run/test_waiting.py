@@ -34,13 +34,13 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return Terminal()
 
 
-def test_an_idle_terminal_shows_the_line_and_is_empty_afterwards(terminal: Terminal):
+def test_idle_terminal_shows_the_waiting_line_until_the_end(terminal: Terminal):
     with WaitingLine(terminal, after_s=0.0).shown("checking the settings"):
         assert terminal.written.wait(60)
     assert terminal.getvalue() == f"{ERASE}titan-rl: checking the settings ...{ERASE}"
 
 
-def test_the_line_makes_room_for_other_output_and_returns(terminal: Terminal):
+def test_waiting_line_makes_room_for_other_output_and_returns(terminal: Terminal):
     line = WaitingLine(terminal, after_s=3600.0)
     with line.shown("checking the settings"):
         line.draw()
@@ -51,13 +51,13 @@ def test_the_line_makes_room_for_other_output_and_returns(terminal: Terminal):
     assert terminal.getvalue() == f"{drawn}a warning\n{drawn}"
 
 
-def test_a_short_wait_shows_nothing(terminal: Terminal):
+def test_short_wait_shows_no_waiting_line(terminal: Terminal):
     with WaitingLine(terminal, after_s=3600.0).shown("checking the settings"):
         pass
     assert terminal.getvalue() == ""
 
 
-def test_the_line_of_an_inner_block_replaces_that_of_the_outer_one(terminal: Terminal):
+def test_inner_block_replaces_the_waiting_line(terminal: Terminal):
     line = WaitingLine(terminal, after_s=3600.0)
     with line.shown("outer"), line.shown("inner"):
         line.draw()
@@ -65,7 +65,7 @@ def test_the_line_of_an_inner_block_replaces_that_of_the_outer_one(terminal: Ter
 
 
 @pytest.mark.parametrize("term", ["dumb", ""])
-def test_a_terminal_that_cannot_erase_shows_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, term: str):
+def test_dumb_terminal_shows_no_waiting_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, term: str):
     monkeypatch.setenv("TERM", term)
     line = WaitingLine(terminal, after_s=0.0)
     with line.shown("checking the settings"):

@@ -54,7 +54,7 @@ def test_ready_experiments_get_equal_shares_within_a_tenth(steps: list[float], g
 
 @settings(max_examples=20, deadline=None)
 @given(steps=st.lists(st.tuples(DURATIONS, st.floats(min_value=0.0, max_value=20.0)), min_size=1, max_size=6))
-def test_trainer_idles_at_most_a_tenth_of_a_step_while_a_batch_is_ready(
+def test_trainer_hardly_idles_while_a_batch_is_ready(
     steps: list[tuple[float, float]],
 ) -> None:
     longest = max(step_s for step_s, _ in steps)

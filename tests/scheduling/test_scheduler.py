@@ -259,7 +259,7 @@ async def test_capacity_goes_to_the_next_group_as_soon_as_siblings_finish():
         assert scheduler.rollouts_in_flight == 10
 
 
-async def test_a_game_counts_once_for_all_its_seats():
+async def test_game_counts_once_for_all_its_seats():
     stage = Stage()
     scheduler = scheduler_of(stage.run_group, group_size=2, groups_per_step=1, max_staleness=5, max_running_rollouts=4)
     async with running(scheduler):
@@ -436,7 +436,7 @@ async def test_cancelling_a_group_task_from_outside_ends_the_run(has_begun):
     assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
 
 
-async def test_a_group_that_cancels_its_own_task_ends_the_run():
+async def test_group_that_cancels_its_own_task_ends_the_run():
     async def run_group(lease: Lease) -> RolloutGroup:
         task = asyncio.current_task()
         assert task is not None
@@ -796,7 +796,7 @@ def failed(group: RolloutGroup) -> str | None:
     return "reward_failed" if group.failure is not None else None
 
 
-async def test_failed_groups_in_a_row_end_the_run_with_the_most_frequent_error():
+async def test_consecutive_failed_groups_end_the_run_with_the_main_error():
     places = {0: "env.py:3 in reset", 1: "env.py:7 in step", 2: "env.py:7 in step"}
 
     async def run_group(lease: Lease) -> RolloutGroup:
