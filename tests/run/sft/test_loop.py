@@ -216,7 +216,7 @@ async def test_sft_trains_measures_held_out_loss_and_exports_the_model(
     records = read_jsonl(folder / "metrics.jsonl")
     measured = {record["step"]: record["validation/loss"] for record in records if "validation/loss" in record}
     assert list(measured) == [0, 4, 8, 9]
-    reported = [line for line in shown.getvalue().splitlines() if "held" in line]
+    reported = [line for line in shown.getvalue().splitlines() if line.startswith("held-out")]
     assert reported == [f"held-out loss {loss:.3f} after step {step}" for step, loss in measured.items()]
     assert (summary.loss_before, summary.loss_after) == (2.0, 0.2)
     assert [record["train/loss"] for record in records if "train/loss" in record] == [1 / step for step in range(1, 10)]
