@@ -76,13 +76,13 @@ async def playing(task: AgentTask, folder: Path) -> AsyncIterator[Callable[[], a
         )
 
 
-async def test_its_agent_is_rewarded_for_what_it_asks(task: AgentTask, tmp_path: Path) -> None:
+async def test_documented_agent_earns_its_reward(task: AgentTask, tmp_path: Path) -> None:
     async with playing(task, tmp_path) as play:
         group = await play()
     assert [(one.status, one.error, one.reward) for one in group.rollouts] == [(RolloutStatus.COMPLETED, None, 1.0)] * 2
 
 
-async def test_its_harness_plays_until_the_run_is_over(task: AgentTask, tmp_path: Path, monkeypatch) -> None:
+async def test_documented_harness_plays_until_the_run_ends(task: AgentTask, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TITAN_RL_HARNESS_KEY", "a-long-secret")
     task = task.model_copy(update={"command": ()})
     async with playing(task, tmp_path) as play:
@@ -98,7 +98,7 @@ async def test_its_harness_plays_until_the_run_is_over(task: AgentTask, tmp_path
     assert [(one.status, one.reward) for one in group.rollouts] == [(RolloutStatus.COMPLETED, 1.0)] * 2
 
 
-def test_its_table_has_all_settings_with_their_defaults() -> None:
+def test_documented_settings_match_the_defaults() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", PAGE.partition("## Settings")[2].partition("\n## ")[0], re.M)
     defaults = AgentSettings().model_dump(mode="json")
     assert {name: json.loads(default) for name, default in rows} == defaults

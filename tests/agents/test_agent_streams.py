@@ -37,7 +37,7 @@ async def episode(folder: Path, engines: Engines, over: list[Rollout]) -> AsyncI
     assert over[0].status is RolloutStatus.COMPLETED
 
 
-async def test_streams_bring_tokens_as_they_are_sampled(tmp_path: Path) -> None:
+async def test_stream_delivers_tokens_as_they_are_sampled(tmp_path: Path) -> None:
     engines, over, heard = Engines(1, vocab_size=400, block_at_step=6), list[Rollout](), list[int]()
     async with (
         episode(tmp_path, engines, over) as agent,
@@ -52,7 +52,7 @@ async def test_streams_bring_tokens_as_they_are_sampled(tmp_path: Path) -> None:
     assert trained(over[0]) == [heard]
 
 
-async def test_what_an_agent_stops_is_generated_no_further(tmp_path: Path) -> None:
+async def test_stop_string_ends_generation_early(tmp_path: Path) -> None:
     engines, over = Engines(1, vocab_size=400, block_at_step=16 + 10), list[Rollout]()
     async with episode(tmp_path, engines, over) as agent:
         logprobs = {**ASKED, "logprobs": True}

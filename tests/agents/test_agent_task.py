@@ -97,7 +97,7 @@ def addresses(folder: Path) -> list[Path]:
     return list(folder.glob("agents-*.json"))
 
 
-async def test_trained_tokens_are_those_that_agents_were_answered_with(tmp_path: Path) -> None:
+async def test_trained_tokens_equal_the_agents_completions(tmp_path: Path) -> None:
     async with stage(tmp_path) as it:
         group = await it.group()
         assert it.told[0].startswith("agents ask the policy at http://127.0.0.1:")
@@ -109,7 +109,7 @@ async def test_trained_tokens_are_those_that_agents_were_answered_with(tmp_path:
         ]  # fmt: skip
 
 
-async def test_updates_pauses_and_deaths_pass_unseen_and_seeds_make_it_the_same_again(tmp_path: Path) -> None:
+async def test_seeded_rollouts_are_unaffected_by_updates_pauses_and_deaths(tmp_path: Path) -> None:
     async with stage(tmp_path) as it:
         undisturbed = await it.group()
         troubling = asyncio.create_task(trouble(it.router))
@@ -144,7 +144,7 @@ async def trouble(router: GeneratorRouter) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_an_agent_that_crashes_is_one_rollout_with_a_status(tmp_path: Path) -> None:
+async def test_crashed_agent_fails_only_its_rollout(tmp_path: Path) -> None:
     async with stage(tmp_path, keep="failed") as it:
         group = await it.group({**SAMPLE, "crash": True})
         fine = await it.group()
@@ -157,7 +157,7 @@ async def test_an_agent_that_crashes_is_one_rollout_with_a_status(tmp_path: Path
     assert sorted(path.name for path in (tmp_path / "agents").iterdir()) == ["train-1.0", "train-1.1"]
 
 
-async def test_an_agent_that_reports_no_reward_leaves_its_siblings_alone(tmp_path: Path) -> None:
+async def test_agent_without_a_reward_fails_only_its_rollout(tmp_path: Path) -> None:
     async with stage(tmp_path, keep="failed") as it:
         group = await it.group({**SAMPLE, "silent": ["train-1.0"]})
     silent, told = group.rollouts
@@ -175,7 +175,7 @@ class JudgedAgent(AgentTask):
         return Rubric([Reward(lambda rollout: float(len(rollout.turns)), name="talk")])
 
 
-async def test_where_transcripts_are_judged_an_agent_need_not_report(tmp_path: Path) -> None:
+async def test_judged_agents_need_not_report_a_reward(tmp_path: Path) -> None:
     async with stage(tmp_path, kind=JudgedAgent) as it:
         (rollout,) = (await it.group({**SAMPLE, "silent": ["train-1.0"]}, size=1)).rollouts
     assert (rollout.status, rollout.error, rollout.reward) == (RolloutStatus.COMPLETED, None, 3.0)
@@ -195,7 +195,7 @@ async def test_where_transcripts_are_judged_an_agent_need_not_report(tmp_path: P
         (("echo", "{answer}"), {}, RolloutStatus.ERROR_ENV, "names 'answer'; the sample has question"),
     ],
 )
-async def test_how_an_agent_can_end(
+async def test_agent_end_sets_the_rollout_status(
     tmp_path: Path, command: tuple[str, ...], limits: dict[str, Any], status: RolloutStatus, error: str
 ) -> None:
     async with stage(tmp_path, limits, command=command) as it:
@@ -204,14 +204,14 @@ async def test_how_an_agent_can_end(
     assert error in (rollout.error or "")
 
 
-async def test_an_agent_that_fails_where_its_context_is_full_is_truncated(tmp_path: Path) -> None:
+async def test_agent_with_a_full_context_is_truncated(tmp_path: Path) -> None:
     async with stage(tmp_path) as it:
         (rollout,) = (await it.group({"question": "b " * CONTEXT}, size=1)).rollouts
     assert rollout.status is RolloutStatus.TRUNCATED_PROMPT
     assert "400" in (rollout.error or "")
 
 
-async def test_generation_that_fails_is_no_fault_of_the_agent(tmp_path: Path) -> None:
+async def test_generation_error_is_not_blamed_on_the_agent(tmp_path: Path) -> None:
     async def fails(*args: Any, **kwargs: Any) -> Any:
         raise OSError("no engine")
 
@@ -220,7 +220,7 @@ async def test_generation_that_fails_is_no_fault_of_the_agent(tmp_path: Path) ->
     assert (rollout.status, rollout.error) == (RolloutStatus.ERROR_GENERATE, "OSError: no engine")
 
 
-async def test_a_harness_elsewhere_takes_the_samples_that_wait(tmp_path: Path) -> None:
+async def test_remote_harness_takes_waiting_samples(tmp_path: Path) -> None:
     async with stage(tmp_path, command=()) as it:
         address = addresses(tmp_path)[0]
         assert address.stat().st_mode & 0o777 == 0o600
@@ -244,7 +244,7 @@ async def test_a_harness_elsewhere_takes_the_samples_that_wait(tmp_path: Path) -
     assert not addresses(tmp_path)
 
 
-async def test_a_harness_that_waits_when_the_run_ends_is_told_so(tmp_path: Path, monkeypatch) -> None:
+async def test_waiting_harness_gets_503_when_the_run_ends(tmp_path: Path, monkeypatch) -> None:
     asked, take = asyncio.Event(), WaitingSamples.take
 
     async def noted(waiting: WaitingSamples, wait_s: float) -> Any:
@@ -263,14 +263,14 @@ async def test_a_harness_that_waits_when_the_run_ends_is_told_so(tmp_path: Path,
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the run is over")
 
 
-async def test_harnesses_elsewhere_are_told_the_machines_name(tmp_path: Path) -> None:
+async def test_address_file_has_the_hostname_when_listening_on_all_interfaces(tmp_path: Path) -> None:
     async with stage(tmp_path, command=(), host="0.0.0.0") as it:
         server = json.loads(addresses(tmp_path)[0].read_text())
         assert server["url"].startswith(f"http://{socket.gethostname()}:")
         assert it.told[0].startswith(f"harnesses open episodes at {server['url']}/episodes")
 
 
-async def test_a_sample_that_no_harness_takes_is_given_up(tmp_path: Path) -> None:
+async def test_sample_that_no_harness_takes_times_out(tmp_path: Path) -> None:
     async with stage(tmp_path, command=(), harness_wait_s=0.05) as it:
         (rollout,) = (await it.group(size=1)).rollouts
     assert (rollout.status, rollout.error) == (
@@ -278,7 +278,7 @@ async def test_a_sample_that_no_harness_takes_is_given_up(tmp_path: Path) -> Non
     )  # fmt: skip
 
 
-def test_samples_come_in_an_order_of_each_epochs_own(tmp_path: Path) -> None:
+def test_train_samples_are_shuffled_per_epoch(tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"
     file.write_text("".join(f'{{"number": {number}}}\n' for number in range(10)))
     task = AgentTask(command=("true",), train_file=str(file), validation_file=str(file))
@@ -293,7 +293,7 @@ def test_samples_come_in_an_order_of_each_epochs_own(tmp_path: Path) -> None:
         AgentTask(train_file="nowhere.jsonl")
 
 
-async def test_a_port_that_another_worker_has_is_told_of(tmp_path: Path) -> None:
+async def test_port_in_use_error_gives_the_fix(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"task.port = {port}: .*leave task.port at 0"):
@@ -350,7 +350,7 @@ async def harness(
         await running
 
 
-async def test_equal_requests_of_an_unseeded_rollout_are_answered_each_for_itself(tmp_path: Path) -> None:
+async def test_equal_requests_of_an_unseeded_rollout_get_separate_answers(tmp_path: Path) -> None:
     """At once, as several completions of one request, and one after the other, as a retry or the best of several."""
     policy, journal = Numbered(), RunJournal(tmp_path / "journal")
     async with stage(tmp_path, command=(), seed=None) as it, harness(it, tmp_path, journal.record(policy, 1)) as ask:
@@ -366,7 +366,7 @@ async def test_equal_requests_of_an_unseeded_rollout_are_answered_each_for_itsel
     journal.close()
 
 
-async def test_an_unseeded_rollout_that_is_run_again_finds_its_recorded_answers(tmp_path: Path) -> None:
+async def test_rerun_of_an_unseeded_rollout_finds_its_recorded_answers(tmp_path: Path) -> None:
     """In whichever order it asks, and what was not answered is generated."""
     policy, journal = Numbered(), RunJournal(tmp_path / "journal")
     policy.may_answer.set()

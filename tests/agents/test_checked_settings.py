@@ -35,7 +35,7 @@ def config(project: Path) -> str:
 
 
 @pytest.mark.parametrize("command", [[], ["sh", "{{}}"], ["{cwd}/agent.sh"], ["{python}"]])
-def test_what_can_be_started_is_taken(config: str, command: list[str]) -> None:
+def test_accepts_startable_commands(config: str, command: list[str]) -> None:
     assert load_config(config)
     assert load_config(config, [("task.command", json.dumps(command))])
 
@@ -67,13 +67,13 @@ def test_what_can_be_started_is_taken(config: str, command: list[str]) -> None:
         ("validation_file", "bad.jsonl", "bad.jsonl:2 is not valid JSON: "),
     ],
 )
-def test_what_could_not_go_well_is_refused(config: str, setting: str, value: str, message: str) -> None:
+def test_rejects_settings_that_cannot_work(config: str, setting: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(config, [(f"task.{setting}", value)])
     assert message in str(caught.value)
 
 
-def test_a_task_that_fails_at_its_check_is_named_with_the_line(config: str) -> None:
+def test_error_of_a_failing_task_names_its_line(config: str) -> None:
     Path("unlucky.py").write_text(
         "from titan_rl.tasks.agents import AgentTask\n"
         "class Own(AgentTask):\n"
@@ -83,7 +83,7 @@ def test_a_task_that_fails_at_its_check_is_named_with_the_line(config: str) -> N
         load_config(config, [("task.type", "unlucky:Own")])
 
 
-def test_a_model_without_a_chat_template_needs_another_renderer(config: str) -> None:
+def test_rejects_a_model_without_a_chat_template(config: str) -> None:
     Path("policy/chat_template.jinja").unlink()
     with pytest.raises(ModelError, match=r"no chat template.*add a chat_template\.jinja"):
         load_config(config)

@@ -36,7 +36,7 @@ def agents_of(folder: Path) -> list[int]:
     return found
 
 
-def test_a_killed_run_plays_its_agents_again_and_samples_nothing_twice(tmp_path: Path) -> None:
+def test_resumed_run_replays_agents_without_resampling(tmp_path: Path) -> None:
     undisturbed, all_asked = asyncio.run(play(tmp_path / "undisturbed"))
     folder = tmp_path / "killed"
     program = [sys.executable, str(Path(__file__).with_name("killed.py")), str(folder), "3"]

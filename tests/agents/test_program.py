@@ -69,7 +69,7 @@ async def started(folder: Path) -> list[int]:
     return [int(line) for line in file.read_text().split()]
 
 
-async def test_a_program_has_a_folder_and_the_way_to_its_episode(tmp_path: Path) -> None:
+async def test_program_gets_a_folder_and_its_episode_address(tmp_path: Path) -> None:
     episode = episode_of()
     script = "pwd; echo $OPENAI_BASE_URL $ANTHROPIC_BASE_URL; "
     script += '[ $OPENAI_API_KEY = $ANTHROPIC_API_KEY ] && [ -z "$ANTHROPIC_AUTH_TOKEN" ] && echo same'
@@ -87,7 +87,7 @@ async def test_a_program_has_a_folder_and_the_way_to_its_episode(tmp_path: Path)
         ("echo gone; rm -rf $PWD; exit 3", "exit code 3; its output ends: gone ({output})"),
     ],
 )
-async def test_a_crash_is_a_rollout_with_a_status(tmp_path: Path, script: str, error: str) -> None:
+async def test_crash_sets_the_episode_status(tmp_path: Path, script: str, error: str) -> None:
     episode = episode_of()
     folder = make_folder(tmp_path, "own")
     await play(episode, folder, script)
@@ -95,7 +95,7 @@ async def test_a_crash_is_a_rollout_with_a_status(tmp_path: Path, script: str, e
     assert (episode.status, episode.error) == (RolloutStatus.ERROR_ENV, error)
 
 
-async def test_a_program_that_is_not_there_is_too(tmp_path: Path) -> None:
+async def test_missing_program_sets_the_episode_status(tmp_path: Path) -> None:
     episode = episode_of()
     async with agent_processes() as processes:
         await AgentProgram(processes).run(episode, [str(tmp_path / "none")], {}, tmp_path)
@@ -103,7 +103,7 @@ async def test_a_program_that_is_not_there_is_too(tmp_path: Path) -> None:
     assert "could not be started: FileNotFoundError" in (episode.error or "")
 
 
-async def test_the_end_of_its_episode_ends_a_program_and_all_that_it_started(tmp_path: Path) -> None:
+async def test_episode_end_kills_the_program_and_its_descendants(tmp_path: Path) -> None:
     episode = episode_of()
     running = asyncio.create_task(play(episode, tmp_path, STUBBORN))
     pids = await started(tmp_path)
@@ -115,7 +115,7 @@ async def test_the_end_of_its_episode_ends_a_program_and_all_that_it_started(tmp
     assert episode.status is RolloutStatus.TRUNCATED_TIME
 
 
-async def test_so_does_a_cancellation(tmp_path: Path) -> None:
+async def test_cancellation_kills_the_program_and_its_descendants(tmp_path: Path) -> None:
     episode = episode_of()
     running = asyncio.create_task(play(episode, tmp_path, STUBBORN))
     pids = await started(tmp_path)
@@ -125,7 +125,7 @@ async def test_so_does_a_cancellation(tmp_path: Path) -> None:
     assert not any(map(lives, pids))
 
 
-async def test_what_outlives_a_program_is_killed(tmp_path: Path) -> None:
+async def test_descendants_left_by_a_program_are_killed(tmp_path: Path) -> None:
     episode = episode_of()
     script = "(setsid sh -c 'echo $$ > pid; mv pid left; sleep 60' &) ; while ! [ -e left ]; do sleep 0.02; done"
     await play(episode, tmp_path, script)
@@ -133,7 +133,7 @@ async def test_what_outlives_a_program_is_killed(tmp_path: Path) -> None:
     assert not lives(int((tmp_path / "left").read_text()))
 
 
-async def test_no_agent_outlives_the_process_that_runs_it(tmp_path: Path) -> None:
+async def test_agents_end_when_their_owner_is_killed(tmp_path: Path) -> None:
     """Also one that is killed, so that it can end nothing itself."""
     owner = await asyncio.create_subprocess_exec(
         sys.executable, "-c", OWNER, str(tmp_path), STUBBORN, stdout=asyncio.subprocess.DEVNULL
@@ -146,7 +146,7 @@ async def test_no_agent_outlives_the_process_that_runs_it(tmp_path: Path) -> Non
             await asyncio.sleep(0.02)
 
 
-async def test_output_is_kept_within_bounds_and_told_by_its_end(tmp_path: Path) -> None:
+async def test_output_is_bounded_and_errors_quote_its_end(tmp_path: Path) -> None:
     episode = episode_of()
     await play(episode, tmp_path, "echo first; seq 100000; echo last; exit 1", output_bytes=1000)
     kept = (tmp_path / "output.txt").read_text()
@@ -157,19 +157,19 @@ async def test_output_is_kept_within_bounds_and_told_by_its_end(tmp_path: Path) 
     assert (episode.error or "").endswith(f"100000\nlast ({tmp_path / 'output.txt'})")
 
 
-async def test_output_that_fits_is_kept_as_it_is(tmp_path: Path) -> None:
+async def test_output_that_fits_is_kept_unchanged(tmp_path: Path) -> None:
     for number, size in enumerate((999, 1000, 1001, 3000)):
         folder = make_folder(tmp_path, str(number))
         await play(episode_of(), folder, f"head -c {size} /dev/zero | tr '\\0' x", output_bytes=1000)
         assert (folder / "output.txt").read_text() == "x" * size
 
 
-def test_folders_have_one_owner_each(tmp_path: Path) -> None:
+def test_make_folder_returns_unique_folders(tmp_path: Path) -> None:
     names = [make_folder(tmp_path / "agents", "a.b").name for _ in range(3)]
     assert names == ["a.b", "a.b-2", "a.b-3"]
 
 
-async def test_where_processes_cannot_be_looked_at_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_process_scan_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(owner: str, marks: object = None) -> None:
         raise OSError("too many open files")
 

@@ -33,7 +33,7 @@ os.write(given, f"{program.wait()} {fork.exitcode}".encode())
 """
 
 
-def test_it_outlives_sigterm_and_what_it_starts_does_not(tmp_path: Path) -> None:
+def test_actor_process_ignores_sigterm_but_its_children_do_not(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "log")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

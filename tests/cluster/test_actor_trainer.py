@@ -62,7 +62,7 @@ def trainer_of(rank: Rank) -> ActorTrainer:
 
 
 @pytest.mark.parametrize("old_writes", ["before the other", "while the other does", "after the other"])
-async def test_a_trainer_that_is_cut_off_and_goes_on_writing_puts_nothing_in_place(tmp_path: Path, old_writes: str):
+async def test_late_writes_of_a_cut_off_trainer_never_replace_a_checkpoint(tmp_path: Path, old_writes: str):
     old, other = Rank("old"), Rank("other")
     cut_off, in_its_place = trainer_of(old), trainer_of(other)
     await cut_off.begin_save(tmp_path, {"step": 4})
@@ -85,7 +85,7 @@ async def test_a_trainer_that_is_cut_off_and_goes_on_writing_puts_nothing_in_pla
     assert sorted(os.listdir(tmp_path)) == ["step-000004", "step-000005"], "nothing is left of it"
 
 
-async def test_ranks_that_share_rows_are_sent_the_same() -> None:
+async def test_context_parallel_ranks_receive_the_same_rows() -> None:
     sent: list[Any] = []
 
     class Told(Rank):
@@ -107,7 +107,7 @@ async def test_ranks_that_share_rows_are_sent_the_same() -> None:
     assert sent[0] == sent[1] != sent[2] == sent[3]
 
 
-async def test_what_is_being_written_is_seen_and_appears_whole(tmp_path: Path):
+async def test_unfinished_checkpoint_is_listed_as_being_written(tmp_path: Path):
     rank = Rank("only")
     trainer = trainer_of(rank)
     await trainer.begin_save(tmp_path, {"step": 1})
@@ -119,7 +119,7 @@ async def test_what_is_being_written_is_seen_and_appears_whole(tmp_path: Path):
     assert os.listdir(tmp_path) == ["step-000001"]
 
 
-async def test_an_export_replaces_the_one_before_and_other_files_stay(tmp_path: Path):
+async def test_export_replaces_the_previous_one_and_keeps_other_files(tmp_path: Path):
     (tmp_path / ".step-000001.other").mkdir()
     for name in ("first", "second"):
         await trainer_of(Rank(name)).export(tmp_path / "export")
@@ -128,7 +128,7 @@ async def test_an_export_replaces_the_one_before_and_other_files_stay(tmp_path: 
 
 
 @pytest.mark.parametrize("host_is_lost", [True, False])
-async def test_the_loss_of_its_host_is_no_death_that_counts(host_is_lost: bool):
+async def test_trainer_death_is_excused_only_if_its_host_is_lost(host_is_lost: bool):
     trainer = trainer_of(Rank("only"))
     trainer.remote.end("nothing is heard of it", excused=host_is_lost)
     assert await trainer.ended() == "trainer died: nothing is heard of it"

@@ -97,7 +97,7 @@ async def ask(routers: AdapterRouters, adapter: str) -> int:
     return (await router.generate([1], request_id="train-0/0", sampling=SAMPLING)).token_ids[0]
 
 
-async def test_a_generator_in_the_place_of_a_dead_one_serves_each_adapter_with_its_version() -> None:
+async def test_replacement_generator_serves_each_adapter_at_its_version() -> None:
     routers, _ = await open_routers(sort=3, sum=5)
     routers.remove_replica("generator-0")
     waiting = [asyncio.ensure_future(ask(routers, name)) for name in ("sort", "sum")]
@@ -110,7 +110,7 @@ async def test_a_generator_in_the_place_of_a_dead_one_serves_each_adapter_with_i
     await routers.close()
 
 
-async def test_a_generator_joins_the_other_adapters_when_one_ends_meanwhile() -> None:
+async def test_generator_joins_remaining_adapters_when_one_closes() -> None:
     routers, _ = await open_routers(sort=3, sum=5)
     routers.remove_replica("generator-0")
     again = Generator()
@@ -122,7 +122,7 @@ async def test_a_generator_joins_the_other_adapters_when_one_ends_meanwhile() ->
     await routers.close()
 
 
-async def test_a_generator_that_cannot_load_one_adapter_serves_the_others() -> None:
+async def test_generator_that_cannot_load_one_adapter_serves_the_others() -> None:
     routers, processes = await open_routers(sort=3, sum=5)
     (generator,) = processes.replicas
     generator.failing.add("sort")
@@ -136,7 +136,7 @@ async def test_a_generator_that_cannot_load_one_adapter_serves_the_others() -> N
 
 
 @pytest.mark.looptime
-async def test_a_request_that_waits_while_other_adapters_are_loaded_is_no_sign_of_a_hanging_engine() -> None:
+async def test_loading_other_adapters_does_not_count_as_engine_silence() -> None:
     routers, processes = await open_routers(sort=3, sum=5)
     (generator,) = processes.replicas
     generator.pull_s = 110
@@ -154,7 +154,7 @@ async def test_a_request_that_waits_while_other_adapters_are_loaded_is_no_sign_o
 
 
 @pytest.mark.looptime
-async def test_the_time_limit_of_a_pull_begins_again_when_a_pull_ends_that_it_waits_for() -> None:
+async def test_pull_time_limit_restarts_when_an_earlier_pull_ends() -> None:
     routers, processes = await open_routers(sort=3, sum=5, tags=7)
     (generator,) = processes.replicas
     generator.pull_s = 100  # of at most 120
@@ -178,7 +178,7 @@ async def stopping(routers: AdapterRouters, *adapters: str) -> dict[str, asyncio
     return tasks
 
 
-async def test_the_adapter_that_was_at_work_at_each_death_is_stopped_alone() -> None:
+async def test_only_the_adapter_active_at_every_death_is_stopped() -> None:
     routers, _ = await open_routers(sort=3, sum=5)
     stops = await stopping(routers, "sort", "sum")
     for at_work in ({"sort", "sum"}, {"sort"}, {"sort", "sum"}):
@@ -196,7 +196,7 @@ async def test_the_adapter_that_was_at_work_at_each_death_is_stopped_alone() -> 
 
 
 @pytest.mark.parametrize("deaths", [[{"sort", "sum"}, {"sort", "sum"}], [{"sort"}, {"sum"}], [{"sort"}, set()], []])
-async def test_deaths_that_no_adapter_alone_may_have_caused_stop_none(deaths: list[set[str]]) -> None:
+async def test_ambiguous_deaths_stop_no_adapter(deaths: list[set[str]]) -> None:
     routers, _ = await open_routers(sort=3, sum=5)
     stops = await stopping(routers, "sort", "sum")
     for at_work in deaths:
@@ -208,7 +208,7 @@ async def test_deaths_that_no_adapter_alone_may_have_caused_stop_none(deaths: li
 
 
 @pytest.mark.looptime
-async def test_a_generator_works_for_one_suspect_at_a_time_so_the_cause_is_found_while_all_are_busy() -> None:
+async def test_new_generator_serves_suspect_adapters_one_at_a_time() -> None:
     told = ConsoleLines()
     routers, _ = await open_routers(told, sort=3, sum=5, tags=7)
     stops = await stopping(routers, "sort", "sum", "tags")
@@ -235,7 +235,7 @@ async def test_a_generator_works_for_one_suspect_at_a_time_so_the_cause_is_found
 
 
 @pytest.mark.looptime
-async def test_suspects_that_kill_nothing_alone_are_served_together_again() -> None:
+async def test_cleared_suspects_are_served_together_again() -> None:
     routers, _ = await open_routers(sort=3, sum=5)
     stops = await stopping(routers, "sort", "sum")
     for _ in range(2):

@@ -123,7 +123,7 @@ async def attaching(run_dir: Path, *far: FarHost) -> AsyncGenerator[tuple[Hosts,
         yield hosts, [await opened.enter_async_context(host.listening()) for host in far]
 
 
-async def test_hosts_of_one_name_that_come_at_once_are_two(tmp_path: Path) -> None:
+async def test_hosts_joining_with_the_same_name_get_distinct_names(tmp_path: Path) -> None:
     far = [FarHost(tmp_path, "node"), FarHost(tmp_path, "node")]
     async with attaching(tmp_path / "run", *far) as (hosts, addresses):
         joining = [asyncio.ensure_future(hosts.attach([address])) for address in addresses]
@@ -137,13 +137,13 @@ async def test_hosts_of_one_name_that_come_at_once_are_two(tmp_path: Path) -> No
         assert sorted(host.name for (host,) in taken) == sorted(hosts.names) == ["node", "node-2"]
 
 
-async def test_a_host_comes_back_alone_to_a_run_that_began_with_several(tmp_path: Path) -> None:
+async def test_single_host_rejoins_a_run_that_began_with_several(tmp_path: Path) -> None:
     async with attaching(tmp_path / "run", FarHost(tmp_path, "node")) as (hosts, addresses):
         hosts.config = HostsConfig(train=2, generate=3, play=3)
         assert [host.name for host in await hosts.attach(addresses)] == ["node"]
 
 
-async def test_a_host_sees_the_run_though_another_has_looked_meanwhile(tmp_path: Path) -> None:
+async def test_concurrent_joins_both_see_the_shared_run_folder(tmp_path: Path) -> None:
     slow, quick = FarHost(tmp_path, "slow"), FarHost(tmp_path, "quick")
     slow.may_look.clear()
     async with attaching(tmp_path / "run", slow, quick) as (hosts, addresses):
@@ -156,7 +156,7 @@ async def test_a_host_sees_the_run_though_another_has_looked_meanwhile(tmp_path:
     assert not (tmp_path / "run" / ".hosts").exists()
 
 
-async def test_what_goes_wrong_on_a_host_names_it(tmp_path: Path) -> None:
+async def test_error_on_a_host_names_its_address(tmp_path: Path) -> None:
     far = FarHost(tmp_path, "full")
     far.problem = OSError(errno.ENOSPC, "No space left on device", "/tmp/titan_rl-run-1")
     async with attaching(tmp_path / "run", far) as (hosts, (address,)):
@@ -165,7 +165,7 @@ async def test_what_goes_wrong_on_a_host_names_it(tmp_path: Path) -> None:
         assert hosts.names == []
 
 
-async def test_what_a_host_said_last_arrives_also_where_it_is_let_go(tmp_path: Path) -> None:
+async def test_last_output_arrives_when_a_host_is_detached(tmp_path: Path) -> None:
     (logs := tmp_path / "there" / "logs").mkdir(parents=True)
     far = FarHost(tmp_path / "there", "there")
     async with attaching(tmp_path / "run", far) as (hosts, addresses):

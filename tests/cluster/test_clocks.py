@@ -39,7 +39,7 @@ class Link:
 
 
 @given(st.integers(-(10**13), 10**13), st.integers(-(10**15), 10**15), trips)
-async def test_they_are_as_far_apart_as_is_said_give_or_take_half_a_round_trip(
+async def test_clock_difference_is_within_half_a_round_trip(
     wall_ns: int, steady_ns: int, trips: list[tuple[int, int]]
 ) -> None:
     link = Link(wall_ns, steady_ns, trips)
@@ -49,7 +49,7 @@ async def test_they_are_as_far_apart_as_is_said_give_or_take_half_a_round_trip(
     assert found.within_s == pytest.approx(min(sum(trip) for trip in trips) / 2e9, abs=1e-8)
 
 
-async def test_over_a_link_that_is_alike_in_both_directions_it_is_exact() -> None:
+async def test_clock_difference_is_exact_over_a_symmetric_link() -> None:
     link = Link(-2 * S, 7 * S, [(S // 4, S // 4)] * NUM_ROUND_TRIPS)
     assert await compare_clocks(link.ask, link.now) == ClockDifference(-2.0, 7 * S, 0.25)
 
@@ -58,11 +58,13 @@ async def test_over_a_link_that_is_alike_in_both_directions_it_is_exact() -> Non
     ("wall_s", "within_s", "matters"),
     [(0.4, 0.0, False), (0.6, 0.0, True), (-0.6, 0.0, True), (0.6, 0.2, False), (-100.0, 2.0, True)],
 )
-def test_it_matters_where_it_is_more_than_the_limit_for_certain(wall_s: float, within_s: float, matters: bool) -> None:
+def test_clock_difference_matters_only_if_certainly_above_the_limit(
+    wall_s: float, within_s: float, matters: bool
+) -> None:
     assert LIMIT_S == 0.5
     assert ClockDifference(wall_s, 0, within_s).matters is matters
 
 
-def test_it_is_told_in_words() -> None:
+def test_clock_difference_as_text() -> None:
     assert str(ClockDifference(-2.25, 0, 0.001)) == "2.25 s behind this machine's, give or take 0.001 s"
     assert str(ClockDifference(100.0, 0, 0.0015)) == "100 s ahead of this machine's, give or take 0.0015 s"

@@ -10,7 +10,7 @@ from titan_rl.cluster.hosts.cores import describe_trainer_threads, trainer_threa
 @pytest.mark.parametrize(
     ("cores", "given", "threads"), [(1, None, 1), (2, None, 2), (2, "1", 2), (2, "2", 1), (64, "1", 4)]
 )
-def test_the_trainer_has_a_thread_for_each_core_that_torch_leaves(
+def test_trainer_threads_use_the_cores_that_torch_leaves(
     cores: int, given: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -19,7 +19,7 @@ def test_the_trainer_has_a_thread_for_each_core_that_torch_leaves(
     assert trainer_threads(cores) == threads
 
 
-def test_the_choice_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch):
+def test_trainer_threads_description_gives_the_reason(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert describe_trainer_threads(1, 2) == (
         "the trainer computes 2 micro-batches at the same time: it has 2 cores and no GPU"

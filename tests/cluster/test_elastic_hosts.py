@@ -78,7 +78,7 @@ class Processes:
     async def leave(self, host: str, why: str) -> None: ...
 
 
-async def test_what_becomes_of_hosts_is_in_the_log(caplog: pytest.LogCaptureFixture):
+async def test_drain_is_logged(caplog: pytest.LogCaptureFixture):
     hosts = LeavingHosts()
     told = hosts.told
     hosts.may_end.set()
@@ -88,7 +88,7 @@ async def test_what_becomes_of_hosts_is_in_the_log(caplog: pytest.LogCaptureFixt
     assert caplog.messages == told == ["host there is drained: it was asked to"]
 
 
-async def test_a_host_that_is_lost_while_it_drains_is_told_of_once():
+async def test_host_lost_while_draining_is_reported_once():
     hosts = LeavingHosts()
     told = hosts.told
 
@@ -105,7 +105,7 @@ async def test_a_host_that_is_lost_while_it_drains_is_told_of_once():
 @pytest.mark.parametrize(
     ("state", "said"), [("left", "has left already: it was told to"), ("gone", "is lost already: it fell silent")]
 )
-async def test_who_has_a_host_drained_that_is_there_no_more_is_told_what_became_of_it(state: str, said: str):
+async def test_draining_an_absent_host_is_rejected_with_the_reason(state: str, said: str):
     hosts = LeavingHosts()
     hosts.may_end.set()
     elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
@@ -119,7 +119,7 @@ async def test_who_has_a_host_drained_that_is_there_no_more_is_told_what_became_
         await elastic.drain("nobody", "why not")
 
 
-async def test_a_host_joins_until_its_processes_are_up(caplog: pytest.LogCaptureFixture):
+async def test_host_is_joining_until_its_processes_are_up(caplog: pytest.LogCaptureFixture):
     class Joining(LeavingHosts):
         config = HostsConfig(addresses=("10.0.0.2:22222", "10.0.0.3:22222"))
 
@@ -150,7 +150,7 @@ async def test_a_host_joins_until_its_processes_are_up(caplog: pytest.LogCapture
     assert told[1:] == ["host new at 10.0.0.3:22222 has joined with generator-7"]
 
 
-async def test_a_host_is_known_all_the_while_that_it_leaves():
+async def test_leaving_host_stays_listed():
     hosts = LeavingHosts()
     elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
     leaving = asyncio.ensure_future(elastic.drain("there", "asked to"))
@@ -165,7 +165,7 @@ async def test_a_host_is_known_all_the_while_that_it_leaves():
     await leaving
 
 
-def test_a_host_that_was_lost_while_the_run_started_is_among_them():
+def test_host_lost_at_start_is_listed():
     hosts = LeavingHosts()
     hosts.lifecycles.add(SimpleNamespace(name="other", worker="10.0.0.3:22222", worker_id="c81f"))
     hosts.lose("other", "it fell silent")
@@ -174,7 +174,7 @@ def test_a_host_that_was_lost_while_the_run_started_is_among_them():
     assert states[1:] == [("other", "10.0.0.3:22222", "gone", "it fell silent")]
 
 
-def test_a_host_that_was_lost_before_it_had_a_name_is_among_them_by_its_address():
+def test_host_lost_before_it_was_named_is_listed_by_address():
     hosts = LeavingHosts()
     hosts.lifecycles.join_failed(hosts.lifecycles.join("10.0.0.4:22222"), "its worker has ended")
     elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
@@ -182,7 +182,7 @@ def test_a_host_that_was_lost_before_it_had_a_name_is_among_them_by_its_address(
     assert states[1:] == [("", "10.0.0.4:22222", "gone", "its worker has ended")]
 
 
-async def test_a_host_that_ends_as_it_is_taken_in_is_known_to_be_lost(tmp_path: Path):
+async def test_worker_that_ends_during_attach_is_listed_as_gone(tmp_path: Path):
     async def ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert (await receive(reader))["run"]
         send(writer, {"monarch": ""})
@@ -201,7 +201,7 @@ async def test_a_host_that_ends_as_it_is_taken_in_is_known_to_be_lost(tmp_path: 
         assert [status.reason for status in hosts.lifecycles.statuses() if status.state == "gone"] == reasons
 
 
-async def test_each_worker_that_is_not_there_as_a_run_begins_is_named(tmp_path: Path):
+async def test_attach_error_names_every_missing_worker(tmp_path: Path):
     hosts = Hosts(Supervisor(), HostsConfig(), HostNeeds(tmp_path, tmp_path))
     with pytest.raises(ActorDiedError, match=r"no worker at 127.0.0.1:1: .*; no worker at 127.0.0.1:2: "):
         await hosts.attach(["127.0.0.1:1", "127.0.0.1:2"], begins=True)
@@ -213,7 +213,7 @@ async def until_drained(told: list[str], name: str) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_host_that_is_about_to_go_is_drained_also_where_it_said_so_before_anybody_heard():
+async def test_leaving_host_is_drained_even_if_announced_early():
     hosts = LeavingHosts("a", "b", "c")
     told = hosts.told
     hosts.may_end.set()
@@ -227,7 +227,7 @@ async def test_a_host_that_is_about_to_go_is_drained_also_where_it_said_so_befor
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ActorDiedError("it is gone")], ids=repr)
-async def test_a_host_that_is_about_to_go_and_cannot_be_drained_is_told_of_whatever_is_wrong(error: Exception):
+async def test_failed_drain_of_a_leaving_host_is_reported(error: Exception):
     class Failing(Processes):
         async def leave(self, host: str, why: str) -> None:
             raise error
@@ -244,7 +244,7 @@ async def test_a_host_that_is_about_to_go_and_cannot_be_drained_is_told_of_whate
 
 
 @pytest.mark.looptime
-async def test_where_each_host_is_about_to_go_it_is_said_once_and_nothing_is_moved_any_more():
+async def test_run_ends_once_when_all_hosts_are_leaving():
     hosts, ends = LeavingHosts("a", "b", "c"), list[str]()
     told = hosts.told
     elastic = ElasticHosts(Processes(hosts), lambda: ends.append("now"))  # pyright: ignore[reportArgumentType]
@@ -261,7 +261,7 @@ async def test_where_each_host_is_about_to_go_it_is_said_once_and_nothing_is_mov
     assert {host.name: host.state for host in elastic.statuses()} == {"b": "in the run", "c": "in the run", "a": "left"}
 
 
-async def test_where_others_may_come_hosts_that_are_all_about_to_go_are_drained():
+async def test_all_leaving_hosts_are_drained_if_others_may_join():
     hosts = LeavingHosts("a", "b")
     told = hosts.told
     hosts.may_end.set()
@@ -312,7 +312,7 @@ async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     writer.close()
 
 
-async def test_nothing_is_left_on_a_host_that_cannot_be_taken_in(tmp_path: Path):
+async def test_failed_attach_leaves_nothing_on_the_host(tmp_path: Path):
     supervisor = Supervisor()
     hosts = Hosts(supervisor, HostsConfig(), HostNeeds(tmp_path, tmp_path))
     async with await asyncio.start_server(answers, "127.0.0.1", 0) as worker:
@@ -333,7 +333,7 @@ class Owner:
     def host_leaving(self, name: str, reason: str) -> None: ...
 
 
-async def test_what_a_lost_host_had_is_excused() -> None:
+async def test_processes_of_a_lost_host_end_excused() -> None:
     remote = RemoteProcess("trainer")
     with HostMonitor("127.0.0.1", silence_s=3, lease_s=15) as monitor:
         watcher = monitor.expect("h1", Owner(remote))

@@ -79,7 +79,7 @@ def wait_for_end(pid: int) -> None:
     os.close(descriptor)
 
 
-def test_a_forked_process_has_the_environment_folder_and_streams_of_its_launcher_which_ends_as_it_ends(server: Server):
+def test_forked_process_uses_its_launchers_environment_folder_and_streams(server: Server):
     launcher = server.launch(COLOR="\udce9 blue")
     pid, folder, environment = json.loads(first_line(launcher))
     assert pid not in (launcher.pid, server.process.pid)
@@ -91,13 +91,13 @@ def test_a_forked_process_has_the_environment_folder_and_streams_of_its_launcher
     assert server.launch().communicate("0\n", timeout=HANG_S), "the server goes on"
 
 
-def test_a_launcher_ends_by_the_signal_that_killed_its_process(server: Server):
+def test_launcher_ends_by_the_signal_that_killed_its_process(server: Server):
     launcher = server.launch()
     os.kill(pid_of(launcher), signal.SIGKILL)
     assert launcher.wait(HANG_S) == -signal.SIGKILL
 
 
-def test_a_launcher_outlives_sigterm_and_its_process_ends_when_it_is_killed(server: Server):
+def test_launcher_ignores_sigterm_and_its_death_ends_its_process(server: Server):
     launcher = server.launch()
     pid = pid_of(launcher)
     launcher.terminate()  # schedulers send it to all processes of a job
@@ -106,7 +106,7 @@ def test_a_launcher_outlives_sigterm_and_its_process_ends_when_it_is_killed(serv
     wait_for_end(pid)
 
 
-def test_with_the_server_its_processes_and_launchers_end_and_later_processes_start_without_it(server: Server):
+def test_server_death_ends_its_processes_and_later_ones_start_without_it(server: Server):
     launcher = server.launch()
     pid = pid_of(launcher)
     server.process.kill()
@@ -116,7 +116,7 @@ def test_with_the_server_its_processes_and_launchers_end_and_later_processes_sta
     assert not asyncio.run(fork_server.wait_until_ready(server.folder / "elsewhere", "generator"))
 
 
-def test_a_client_that_is_no_launcher_and_one_that_has_gone_leave_the_server_at_work(server: Server):
+def test_malformed_and_vanished_clients_do_not_stop_the_server(server: Server):
     for content in (b"", b"\0\0\0\0\0\0\0\5{'a':"):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(server.path))
@@ -126,7 +126,7 @@ def test_a_client_that_is_no_launcher_and_one_that_has_gone_leave_the_server_at_
     assert launcher.returncode == 3
 
 
-def test_a_server_with_a_thread_forks_nothing_because_the_thread_may_hold_a_lock(tmp_path: Path):
+def test_server_with_a_thread_does_not_fork(tmp_path: Path):
     server = Server(tmp_path, "thread")
     try:
         assert not server.is_ready
@@ -147,7 +147,7 @@ def test_a_server_with_a_thread_forks_nothing_because_the_thread_may_hold_a_lock
         ({"hosts.provider": "ssh", "hosts.names": ["gpu-1"]}, True, True, []),
     ],
 )
-def test_processes_of_this_machine_whose_modules_take_seconds_to_import_are_forked(
+def test_forked_kinds_are_local_cpu_processes_with_slow_imports(
     settings, trains, generates, kinds, monkeypatch: pytest.MonkeyPatch
 ):
     config = load_config("examples/alphabet_sort/cpu.toml", given=settings)

@@ -82,7 +82,7 @@ class Listener:
         raise AssertionError
 
 
-async def test_a_stream_is_opened_again_with_a_handle_of_its_own_and_replaces_those_before() -> None:
+async def test_reopened_stream_uses_a_new_handle_and_replaces_earlier_callers() -> None:
     generator, listener, numbers = Generator(), Listener(), count()
     generator.problems = [ConnectionError("refused"), ConnectionError("refused")]
     streams = GeneratorStreams("generator-0", generator, lambda: f"worker.0#{next(numbers)}")

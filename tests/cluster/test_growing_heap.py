@@ -13,13 +13,13 @@ import pytest
 from titan_rl.cluster.processes.garbage_collection import LEAST_APART_S, growing_heap, return_free_memory, settled_heap
 
 
-def test_collections_rest_for_the_length_of_the_block():
+def test_growing_heap_disables_collection_inside_the_block():
     with growing_heap():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
-def test_collections_go_on_after_a_failure():
+def test_growing_heap_reenables_collection_after_an_error():
     with pytest.raises(OSError, match="no such model"), growing_heap():
         raise OSError("no such model")
     assert gc.isenabled()
@@ -30,7 +30,7 @@ class Cycle:
         self.itself = self
 
 
-def test_cycles_in_a_settled_heap_are_freed_by_a_timer_alone_and_later_as_before():
+def test_settled_heap_collects_by_timer_and_restores_thresholds():
     thresholds = gc.get_threshold()
 
     async def live() -> None:
@@ -49,7 +49,7 @@ def test_cycles_in_a_settled_heap_are_freed_by_a_timer_alone_and_later_as_before
 
 
 @pytest.mark.parametrize("is_settled", [False, True])
-def test_what_a_program_has_its_collections_skip_they_skip_after_a_run_too(is_settled: bool):
+def test_settled_heap_preserves_objects_frozen_before(is_settled: bool):
     async def live() -> None:
         with settled_heap():
             assert gc.get_freeze_count()
@@ -69,7 +69,7 @@ def resident_kb() -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators return free memory by themselves")
-def test_free_memory_between_what_is_in_use_is_returned() -> None:
+def test_return_free_memory_between_live_blocks() -> None:
     blocks: list[bytes | None] = [bytes(20_000) for _ in range(5_000)]  # 100 MB
     pages_of_all = resident_kb()
     blocks = [block if index % 100 == 0 else None for index, block in enumerate(blocks)]

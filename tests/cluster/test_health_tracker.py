@@ -23,7 +23,7 @@ def looked(*looks: tuple[bool, bool, bool], at_work: bool = True) -> ProcessHeal
     return last
 
 
-def test_a_silent_process_hangs_after_the_limit_and_not_before():
+def test_silent_process_hangs_at_the_limit_not_before():
     alive = (True, True, False)
     silent = (False, False, False)
     assert hang_reason([looked(alive, *[silent] * 9)], LIMIT_S) is None
@@ -32,21 +32,21 @@ def test_a_silent_process_hangs_after_the_limit_and_not_before():
     )
 
 
-def test_a_native_call_that_holds_pythons_lock_and_computes_is_no_hang():
+def test_computing_native_call_that_holds_the_gil_is_no_hang():
     assert hang_reason([looked((True, True, True), *[(False, False, True)] * 1000)], LIMIT_S) is None
 
 
-def test_an_idle_process_that_answers_does_not_hang():
+def test_idle_process_that_answers_does_not_hang():
     assert hang_reason([looked(*[(True, False, False)] * 1000, at_work=False)], LIMIT_S) is None
 
 
-def test_what_is_worked_at_and_does_not_get_on_hangs_though_a_thread_answers():
+def test_busy_process_without_progress_hangs_although_it_answers():
     stuck = [(True, False, False)] * 11  # the first answer tells of a move
     assert hang_reason([looked(*stuck[:-1])], LIMIT_S) is None
     assert "made no progress for 10 s" in (hang_reason([looked(*stuck)], LIMIT_S) or "")
 
 
-def test_a_rank_may_wait_for_another_that_computes_or_is_done_with_nothing_at_work():
+def test_waiting_rank_hangs_unless_another_computes():
     waits, computes, idle = ProcessHealth(0.0, 100.0), ProcessHealth(0.0, 0.0), ProcessHealth(0.0, None)
     assert hang_reason([waits, computes], LIMIT_S) is None
     assert hang_reason([waits, idle], LIMIT_S) is not None
@@ -54,7 +54,7 @@ def test_a_rank_may_wait_for_another_that_computes_or_is_done_with_nothing_at_wo
     assert hang_reason([], LIMIT_S) is None
 
 
-def test_a_process_that_a_signal_has_stopped_is_killed_after_three_seconds_whatever_the_limit():
+def test_stopped_process_counts_as_hanging_after_three_seconds():
     signs = HealthTracker(longest_look_s=2.0)
     signs.answered(1, at_work=False)
     looks = [signs.look(float(now), computed=False, stopped=True) for now in range(1, 4)]
@@ -62,11 +62,11 @@ def test_a_process_that_a_signal_has_stopped_is_killed_after_three_seconds_whate
     assert signs.look(4.0, computed=False, stopped=False).stopped_s == 0.0
 
 
-def test_one_silent_rank_is_enough():
+def test_one_silent_rank_makes_the_group_hang():
     assert hang_reason([ProcessHealth(0.0, 0.0), ProcessHealth(LIMIT_S, None)], LIMIT_S) is not None
 
 
-def test_when_the_looker_was_stopped_nobody_was_silent():
+def test_pause_of_the_checker_does_not_count_as_silence():
     signs = HealthTracker(longest_look_s=2.0)
     signs.answered(1, at_work=False)
     signs.look(1.0, computed=False)
@@ -76,7 +76,7 @@ def test_when_the_looker_was_stopped_nobody_was_silent():
 
 
 @given(st.lists(st.sampled_from(["heard", "look"]), max_size=60))
-def test_a_host_is_lost_exactly_when_nothing_came_for_as_many_looks_as_its_limit_has(events: list[str]):
+def test_silence_timer_expires_after_consecutive_silent_looks(events: list[str]):
     contact, now, since = SilenceTimer(3.0, 0.5, now=0.0), 0.0, 0
     for event in events:
         if event == "heard":
@@ -89,14 +89,14 @@ def test_a_host_is_lost_exactly_when_nothing_came_for_as_many_looks_as_its_limit
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=60))
-def test_silence_and_standing_still_are_counted_from_the_last_sign(looks: list[tuple[bool, bool, bool]]):
+def test_silence_counts_from_the_last_sign_of_life(looks: list[tuple[bool, bool, bool]]):
     signs = looked(*looks, at_work=False)
     last_sign = max((at for at, (answered, _, computed) in enumerate(looks, 1) if answered or computed), default=0)
     assert signs.silent_s == len(looks) - last_sign
     assert signs.still_s is None
 
 
-def test_computing_is_a_tenth_of_a_processor_a_disk_or_a_child_that_began():
+def test_used_cpu_means_a_tenth_of_a_core_disk_io_or_a_new_child():
     before = TreeUse({7: 1.0, 8: 0.0}, on_disk=False)
     assert not used_cpu_between(before, TreeUse({7: 1.05, 8: 0.04}, on_disk=False), 1.0)
     assert used_cpu_between(before, TreeUse({7: 1.05, 8: 0.05}, on_disk=False), 1.0)

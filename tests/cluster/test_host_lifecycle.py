@@ -110,20 +110,20 @@ class Lifecycles(RuleBasedStateMachine):
             assert len(self.listener.events) == num_events
 
     @invariant()
-    def events_tell_everything_and_keep_to_the_table(self) -> None:
+    def events_match_states_and_follow_the_table(self) -> None:
         assert all(after in TRANSITIONS[before] for before, after in self.listener.events)
         for record in self.lifecycles:
             assert record.state is self.listener.states.get(record.address, HostState.WANTED)
 
     @invariant()
-    def names_are_of_one_host_and_handles_of_those_in_the_run(self) -> None:
+    def names_are_unique_and_only_present_hosts_have_handles(self) -> None:
         names = [record.name for record in self.lifecycles.present]
         assert len(set(names)) == len(names)
         assert all(record.host is not None for record in self.lifecycles.present)
         assert not any(record.host for record in self.hosts_in(HostState.WANTED, HostState.LEFT, HostState.LOST))
 
     @invariant()
-    def what_is_shown_has_each_host_once(self) -> None:
+    def statuses_list_each_host_once(self) -> None:
         shown = self.lifecycles.statuses()
         here = [status.name for status in shown if status.state in ("in the run", "draining")]
         here += [status.name for status in shown if status.state == "joining" and status.name]
@@ -135,7 +135,7 @@ class Lifecycles(RuleBasedStateMachine):
         assert not wanted & {status.address for status in shown}
 
     @invariant()
-    def who_was_drained_waits_for_a_restart_until_it_is_listed_or_up_again(self) -> None:
+    def drained_hosts_wait_for_a_restart_until_listed_or_up(self) -> None:
         waiting = {record.address for record in self.lifecycles if record.demand is Demand.AFTER_RESTART}
         assert waiting == self.drained
 
@@ -143,7 +143,7 @@ class Lifecycles(RuleBasedStateMachine):
 TestLifecycles = Lifecycles.TestCase
 
 
-def test_a_host_that_is_listed_while_it_drains_is_wanted_once_it_has_left() -> None:
+def test_host_listed_while_draining_is_wanted_after_leaving() -> None:
     lifecycles = HostLifecycles()
     lifecycles.add(SimpleNamespace(name="a", worker=ADDRESSES[0]))
     record = lifecycles.of(ADDRESSES[0])
@@ -155,7 +155,7 @@ def test_a_host_that_is_listed_while_it_drains_is_wanted_once_it_has_left() -> N
     assert record.demand is Demand.WANTED
 
 
-def test_a_host_that_is_no_longer_listed_is_drained_once_and_not_tried_again() -> None:
+def test_unlisted_host_is_drained_only_once() -> None:
     lifecycles = HostLifecycles()
     lifecycles.add(SimpleNamespace(name="a", worker=ADDRESSES[0]))
     record = lifecycles.of(ADDRESSES[0])
@@ -165,7 +165,7 @@ def test_a_host_that_is_no_longer_listed_is_drained_once_and_not_tried_again() -
         assert record.demand is Demand.NONE
 
 
-def test_the_table_reaches_every_state_and_leaves_each() -> None:
+def test_transitions_reach_and_leave_every_state() -> None:
     assert TRANSITIONS.keys() == set(HostState)
     assert {state for reached in TRANSITIONS.values() for state in reached} == set(HostState)
     assert all(TRANSITIONS.values())

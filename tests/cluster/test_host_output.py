@@ -52,7 +52,7 @@ def output_of(there: Path, here: Path, told: ConsoleLines) -> tuple[Agent, HostO
 
 
 @pytest.mark.looptime
-async def test_it_arrives_as_it_grows_and_the_rest_at_the_end(there: Path, tmp_path: Path) -> None:
+async def test_output_is_copied_as_it_grows_and_completed_at_the_end(there: Path, tmp_path: Path) -> None:
     _, output = output_of(there, tmp_path / "here", told := ConsoleLines())
     log, copy = there / "logs" / "a.log", tmp_path / "here" / "logs" / "a.log"
     log.write_bytes(b"0123")
@@ -67,9 +67,7 @@ async def test_it_arrives_as_it_grows_and_the_rest_at_the_end(there: Path, tmp_p
 
 
 @pytest.mark.looptime
-async def test_a_disk_that_takes_nothing_is_told_of_once_and_what_is_lost_comes_when_there_is_room(
-    there: Path, tmp_path: Path
-) -> None:
+async def test_unwritable_folder_warns_once_and_output_catches_up(there: Path, tmp_path: Path) -> None:
     _, output = output_of(there, tmp_path / "here", told := ConsoleLines())
     (there / "logs" / "a.log").write_bytes(b"0123456789")
     (tmp_path / "here" / "logs").write_text("in the way of a folder")
@@ -85,7 +83,7 @@ async def test_a_disk_that_takes_nothing_is_told_of_once_and_what_is_lost_comes_
 
 
 @pytest.mark.looptime
-async def test_a_host_that_is_gone_ends_the_wait_for_its_rest(there: Path, tmp_path: Path) -> None:
+async def test_take_rest_ends_when_the_host_is_gone(there: Path, tmp_path: Path) -> None:
     agent, output = output_of(there, tmp_path / "here", told := ConsoleLines())
     agent.is_gone = True
     async with asyncio.timeout(5):
@@ -93,7 +91,7 @@ async def test_a_host_that_is_gone_ends_the_wait_for_its_rest(there: Path, tmp_p
     assert told == []
 
 
-async def test_a_file_that_cannot_be_read_keeps_back_no_other(there: Path) -> None:
+async def test_unreadable_files_do_not_block_others(there: Path) -> None:
     (there / "logs" / "a.log").symlink_to(there / "gone")
     (there / "logs" / "b.log").mkdir()
     (there / "logs" / "c.log").write_bytes(b"0123")
@@ -101,7 +99,7 @@ async def test_a_file_that_cannot_be_read_keeps_back_no_other(there: Path) -> No
 
 
 @pytest.mark.looptime
-async def test_a_host_that_cannot_say_what_it_wrote_is_asked_again(there: Path, tmp_path: Path) -> None:
+async def test_failed_output_request_is_retried(there: Path, tmp_path: Path) -> None:
     agent, output = output_of(there, tmp_path / "here", told := ConsoleLines())
     (there / "logs" / "a.log").write_bytes(b"0123")
     agent.problem = OSError("too many open files")
@@ -116,14 +114,14 @@ async def test_a_host_that_cannot_say_what_it_wrote_is_asked_again(there: Path, 
 
 
 @pytest.mark.looptime
-async def test_a_process_that_goes_on_writing_does_not_keep_a_run_from_its_end(there: Path, tmp_path: Path) -> None:
+async def test_take_rest_ends_while_a_process_keeps_writing(there: Path, tmp_path: Path) -> None:
     agent, output = output_of(there, tmp_path / "here", [])
     agent.writes_more = True
     async with asyncio.timeout(2 * REST_S):
         await output.take_rest()
 
 
-def test_what_is_written_behind_what_was_sent_is_sent(there: Path) -> None:
+def test_new_pieces_continue_after_the_bytes_already_sent(there: Path) -> None:
     (there / "trace").mkdir()
     for name, text in {"logs/a.log": "0123456789", "trace/a.jsonl": "{}", "config.toml": "not this"}.items():
         (there / name).write_text(text)
@@ -139,7 +137,7 @@ def test_what_is_written_behind_what_was_sent_is_sent(there: Path) -> None:
 
 
 @pytest.mark.looptime
-async def test_a_trace_that_is_replaced_by_a_shorter_one_is_here_as_it_is_there(there: Path, tmp_path: Path) -> None:
+async def test_trace_replaced_by_a_shorter_file_is_copied_exactly(there: Path, tmp_path: Path) -> None:
     """Behind what a process of the same name wrote on another host before."""
     _, output = output_of(there, tmp_path / "here", told := ConsoleLines())
     copy = tmp_path / "here" / "trace" / "generator-0.jsonl"

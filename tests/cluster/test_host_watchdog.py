@@ -56,7 +56,7 @@ async def until(condition) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_process_that_was_stopped_is_silent_until_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_stopped_process_is_silent_until_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(health_check, "use_of", lambda pid: TreeUse({}, False))
     watch = HealthChecks(tmp_path / "s", clock=ManualClock(tick_s=1.0))
     async with in_background(watch.run()), process(tmp_path / "s") as pulsing:
@@ -81,7 +81,7 @@ class Ends:
         self.queue.put_nowait(f"{pid}: {how}")
 
 
-async def test_the_end_of_a_process_that_was_gone_before_it_was_known_is_told(tmp_path: Path):
+async def test_reports_the_end_of_a_process_gone_before_its_hello(tmp_path: Path):
     gone = await asyncio.create_subprocess_exec("true")
     await gone.wait()
     ends = Ends()
@@ -93,7 +93,7 @@ async def test_the_end_of_a_process_that_was_gone_before_it_was_known_is_told(tm
     writer.close()
 
 
-def test_a_thread_whose_loop_cannot_begin_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch):
+def test_loop_thread_start_failure_is_raised_in_the_caller(monkeypatch: pytest.MonkeyPatch):
     async def main() -> None: ...
 
     def run(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -106,7 +106,7 @@ def test_a_thread_whose_loop_cannot_begin_keeps_nobody_waiting(monkeypatch: pyte
         entered.result(HANG_S)
 
 
-async def test_a_process_ends_when_nobody_watches_it_any_more(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_process_ends_when_its_health_checks_end(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     watch = HealthChecks(tmp_path / "s")
     running = asyncio.ensure_future(watch.run())
     async with process(tmp_path / "s") as pulsing:
@@ -144,7 +144,7 @@ async def told(queue: asyncio.Queue[str]) -> str:
     return await asyncio.wait_for(queue.get(), HANG_S)
 
 
-async def test_a_death_on_another_host_is_told_with_its_signal(tmp_path: Path):
+async def test_remote_death_is_reported_with_its_signal(tmp_path: Path):
     with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=HANG_S) as monitor:
         controller = Controller(monitor)
         watchdog = asyncio.ensure_future(HostWatchdog(controller.watcher.settings, tmp_path / "s").run())
@@ -160,7 +160,7 @@ async def test_a_death_on_another_host_is_told_with_its_signal(tmp_path: Path):
         assert await asyncio.wait_for(watchdog, HANG_S) == DISMISSED
 
 
-async def test_a_silent_host_is_lost_with_all_its_processes_and_told_so_when_it_is_heard_again(tmp_path: Path):
+async def test_silent_host_is_lost_with_its_processes_and_rejected_later(tmp_path: Path):
     clock = ManualClock()
     with HostMonitor(LOCALHOST, silence_s=3, lease_s=HANG_S, clock=clock) as monitor:
         controller = Controller(monitor)
@@ -175,9 +175,7 @@ async def test_a_silent_host_is_lost_with_all_its_processes_and_told_so_when_it_
         assert await asyncio.wait_for(again.run(), HANG_S) == "nothing has been heard of host h1 for 3 s"
 
 
-async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_watchdog_ends_processes_when_their_parent_stays_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock = ManualClock()
     monkeypatch.setattr(heartbeat, "is_stopped", lambda pid: clock.tick_s > 0)
     with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=10) as monitor:
@@ -191,7 +189,7 @@ async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(
         assert await asyncio.wait_for(looking, HANG_S) == "what starts processes here has been stopped for 10 s"
 
 
-async def test_a_host_that_cannot_reach_its_controller_ends_its_processes(tmp_path: Path):
+async def test_watchdog_ends_processes_when_the_controller_is_unreachable(tmp_path: Path):
     silent = await asyncio.start_server(lambda reader, writer: None, LOCALHOST, 0)
     port = silent.sockets[0].getsockname()[1]
     clock, settings = ManualClock(), WatchdogSettings(LOCALHOST, port, "x", 3.0)
@@ -203,14 +201,14 @@ async def test_a_host_that_cannot_reach_its_controller_ends_its_processes(tmp_pa
     silent.close()
 
 
-async def test_a_host_whose_controller_has_ended_ends_at_once(tmp_path: Path):
+async def test_watchdog_ends_at_once_when_the_controller_has_ended(tmp_path: Path):
     with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=10 * HANG_S) as monitor:
         settings = Controller(monitor).watcher.settings
     reason = await asyncio.wait_for(HostWatchdog(settings, tmp_path / "s").run(), HANG_S)
     assert reason.startswith("the controller has ended")
 
 
-async def test_a_host_that_is_about_to_go_says_so_once(tmp_path: Path):
+async def test_leaving_host_announces_it_once(tmp_path: Path):
     with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=HANG_S) as monitor:
         controller = Controller(monitor)
         leaving = tmp_path / "leaving"
@@ -222,7 +220,7 @@ async def test_a_host_that_is_about_to_go_says_so_once(tmp_path: Path):
         assert controller.leaving.empty()
 
 
-async def test_who_does_not_know_the_token_is_not_heard():
+async def test_monitor_ignores_a_connection_without_the_token():
     with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=HANG_S) as monitor:
         controller = Controller(monitor)
         settings = controller.watcher.settings
@@ -237,7 +235,7 @@ if not hasattr(os, "pidfd_open"):
     pytestmark = pytest.mark.skip("the kernel tells nothing of processes here")
 
 
-async def test_a_watchdog_that_is_connected_as_the_run_ends_is_no_failure(caplog: pytest.LogCaptureFixture):
+async def test_run_end_with_a_connected_watchdog_logs_nothing(caplog: pytest.LogCaptureFixture):
     with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=HANG_S) as monitor:
         settings = Controller(monitor).watcher.settings
         reader, writer = await asyncio.open_connection(settings.address, settings.port)

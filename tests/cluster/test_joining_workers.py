@@ -84,7 +84,7 @@ async def running(folder: Path, hosts: HostsConfig | None = None, num_workers: i
         ({"generate": 2, "play": 1}, 4, []),  # not all that generate play
     ],
 )
-async def test_a_host_that_joins_plays_where_those_that_generate_do(
+async def test_joining_host_gets_workers_only_if_generator_hosts_play(
     tmp_path: Path, hosts: dict[str, Any], num_workers: int, expected: Sequence[str]
 ) -> None:
     async with running(tmp_path, HostsConfig(addresses=ADDRESSES, **hosts), num_workers) as cluster:
@@ -92,7 +92,7 @@ async def test_a_host_that_joins_plays_where_those_that_generate_do(
         assert await worker_hosts(cluster.supervisor, len(expected)) == ["c"] * len(expected)
 
 
-async def test_it_takes_the_place_of_one_that_played_and_is_gone(tmp_path: Path) -> None:
+async def test_joining_host_replaces_lost_rollout_hosts(tmp_path: Path) -> None:
     async with running(tmp_path, HostsConfig(addresses=ADDRESSES, generate=2, play=1), num_workers=2) as cluster:
         await lose(cluster.processes, "b")
         assert await worker_hosts(cluster.supervisor, 2) == ["a", "a"], "they are needed at once"
@@ -106,7 +106,7 @@ async def test_it_takes_the_place_of_one_that_played_and_is_gone(tmp_path: Path)
 
 
 @pytest.mark.parametrize("end", ["drained", "lost"])
-async def test_what_came_with_a_host_goes_with_it_and_comes_with_the_next(tmp_path: Path, end: str) -> None:
+async def test_workers_a_host_brought_leave_with_it_and_return_with_the_next(tmp_path: Path, end: str) -> None:
     async with running(tmp_path) as cluster:
         brought = await cluster.join("c")
         await worker_hosts(cluster.supervisor, 2)
@@ -122,7 +122,7 @@ NO_START = [ConfigError("the task cannot be imported"), OSError("no room")]
 
 
 @pytest.mark.parametrize("problem", NO_START)
-async def test_a_host_on_which_nothing_starts_ends_no_run(tmp_path: Path, problem: Exception) -> None:
+async def test_joining_host_that_starts_no_worker_does_not_end_the_run(tmp_path: Path, problem: Exception) -> None:
     async with running(tmp_path) as cluster:
         cluster.supervisor.problems["c"] = problem
         assert await cluster.join("c") == []
@@ -136,9 +136,7 @@ async def test_a_host_on_which_nothing_starts_ends_no_run(tmp_path: Path, proble
 
 
 @pytest.mark.parametrize("problem", NO_START)
-async def test_one_in_whose_place_nothing_starts_is_tried_as_often_as_settings_say(
-    tmp_path: Path, problem: Exception
-) -> None:
+async def test_failed_restarts_of_a_worker_end_the_run_at_max_respawns(tmp_path: Path, problem: Exception) -> None:
     with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  it ends the block
         async with running(tmp_path, num_workers=1) as cluster:
             cluster.supervisor.problems["a"] = problem
@@ -152,7 +150,7 @@ async def test_one_in_whose_place_nothing_starts_is_tried_as_often_as_settings_s
     assert re.match(expected, str(error)), error
 
 
-async def test_as_many_as_settings_name_stay_whoever_leaves(tmp_path: Path) -> None:
+async def test_num_workers_is_kept_when_hosts_leave(tmp_path: Path) -> None:
     async with running(tmp_path) as cluster:
         await cluster.join("c")
         await worker_hosts(cluster.supervisor, 2)
@@ -197,11 +195,11 @@ async def play_in_workers_that_die(pool: WorkerPool, excused: Sequence[bool]) ->
     assert ends == []
 
 
-async def test_groups_outlive_any_number_of_hosts_and_not_of_deaths() -> None:
+async def test_lost_hosts_do_not_count_against_a_groups_attempts() -> None:
     """A worker whose host goes is not to blame for its group."""
     await play_in_workers_that_die(WorkerPool(max_attempts=2), [True, True, True, False, False])
 
 
-async def test_a_group_outlives_as_many_workers_as_a_run_replaces(tmp_path: Path) -> None:
+async def test_group_attempts_follow_max_respawns(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, HostsConfig(max_respawns=5), num_workers=1)
     await play_in_workers_that_die(cluster.processes.workers, [False] * 6)

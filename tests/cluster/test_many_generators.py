@@ -12,7 +12,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from benchmarks.scale import ScaledRun
 
 
-def test_batches_versions_and_deaths_of_a_scaled_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_scaled_run_measures_batches_versions_and_a_host_death(caplog: pytest.LogCaptureFixture) -> None:
     run = ScaledRun(2, 64)
     with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
         runner.run(run.run())

@@ -47,12 +47,12 @@ async def is_reached_once_ready_at(port: int) -> bool:
     return True
 
 
-async def test_whoever_is_told_that_it_is_ready_reaches_it() -> None:
+async def test_monarch_accepts_connections_once_it_reports_ready() -> None:
     async with asyncio.timeout(HANG_S):
         assert all(await asyncio.gather(*[is_reached_once_ready() for _ in range(COUNT)]))
 
 
-def test_a_reserved_port_is_free_for_one_who_listens_and_taken_for_others() -> None:
+def test_reserved_port_refuses_a_plain_bind_but_allows_a_listener() -> None:
     with reserved_port("127.0.0.1") as port:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
@@ -73,9 +73,7 @@ def worker() -> Iterator[Path]:
         yield Path(folder)
 
 
-async def test_its_log_is_for_the_user_alone_and_goes_with_the_run(
-    worker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_monarch_log_is_private_and_removed_with_the_run(worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(worker))
     for limit in ("worker_server.START_S", "host.MONARCH_TIMEOUT_S", "host.REACH_TIMEOUT_S", "worker_server.HELLO_S"):
         monkeypatch.setattr(f"titan_rl.cluster.hosts.{limit}", HANG_S)

@@ -51,7 +51,9 @@ def generation(num_generators: int = 2, size: int = 1) -> GenerationConfig:
         ("0123", 3, 2, 2, "012", ["01", "23"]),
     ],
 )
-def test_on_one_host_generators_take_what_the_trainer_leaves(gpus, ranks, generators, size, trainer, expected) -> None:
+def test_generators_on_one_host_take_the_gpus_the_trainer_leaves(
+    gpus, ranks, generators, size, trainer, expected
+) -> None:
     there = {"here": tuple(gpus)}
     places = place_trainer(training(ranks), ["here"], there)
     assert places == tuple(ProcessPlace("here", tuple(gpu)) for gpu in trainer) or not gpus
@@ -66,7 +68,7 @@ def test_on_one_host_generators_take_what_the_trainer_leaves(gpus, ranks, genera
     generators=st.integers(1, 9),
     size=st.sampled_from([1, 2]),
 )
-def test_ranks_never_share_and_generators_are_spread(hosts, train, a_host, generators, size) -> None:
+def test_ranks_never_share_gpus_and_generators_are_spread(hosts, train, a_host, generators, size) -> None:
     names = [f"host-{index}" for index in range(len(hosts))]
     gpus = {name: tuple(map(str, range(count))) for name, count in zip(names, hosts, strict=True)}
     train = min(train, len(hosts))
@@ -100,7 +102,7 @@ def test_ranks_never_share_and_generators_are_spread(hosts, train, a_host, gener
         assert max(users) - min(users) <= 1
 
 
-def test_the_first_hosts_train_and_the_last_generate_and_play() -> None:
+def test_roles_first_hosts_train_and_last_generate_and_play() -> None:
     names = ["a", "b", "c"]
     assert Roles.of(HostsConfig(), names) == Roles(("a",), ("b", "c"), ("b", "c"))
     assert Roles.of(HostsConfig(), ["a"]) == Roles(("a",), ("a",), ("a",))
@@ -110,7 +112,7 @@ def test_the_first_hosts_train_and_the_last_generate_and_play() -> None:
         Roles.of(HostsConfig(generate=4), names)
 
 
-def test_ranks_that_share_a_tensor_stay_on_a_host() -> None:
+def test_tensor_parallel_ranks_stay_on_one_host() -> None:
     gpus = {"a": (), "b": ()}
     places = place_trainer(training(2, 2), ["a", "b"], gpus)
     assert [place.host for place in places] == ["a", "a", "b", "b"]
@@ -119,7 +121,7 @@ def test_ranks_that_share_a_tensor_stay_on_a_host() -> None:
             place_trainer(uneven, ["a", "b"], gpus)
 
 
-def test_ranks_that_share_rows_may_be_on_several_hosts() -> None:
+def test_context_parallel_ranks_may_span_hosts() -> None:
     gpus = {"a": ("0", "1"), "b": ("0", "1")}
     places = place_trainer(training(context_parallel=4), ["a", "b"], gpus)
     assert [(place.host, place.gpus) for place in places] == [
@@ -132,18 +134,18 @@ def test_ranks_that_share_rows_may_be_on_several_hosts() -> None:
         place_trainer(training(context_parallel=3), ["a", "b"], gpus)
 
 
-def test_rollout_workers_go_to_hosts_in_turn() -> None:
+def test_rollout_workers_are_placed_round_robin() -> None:
     assert [place.host for place in place_workers(3, ["a", "b"])] == ["a", "b", "a"]
 
 
-def test_a_transport_of_gpus_needs_one_where_weights_are() -> None:
+def test_gpu_transport_needs_gpus_for_trainer_and_generators() -> None:
     kind, roles = TransportKind(lambda spec: NotImplemented, needs_gpus=True), Roles(("a",), ("b",), ("c",))
     check_transport("on_gpus", kind, roles, {"a": ("0",), "b": ("0",), "c": ()})
     with pytest.raises(ConfigError, match="b has no GPU; choose 'auto'"):
         check_transport("on_gpus", kind, roles, {"a": ("0",), "b": (), "c": ()})
 
 
-def test_a_transport_of_one_host_needs_trainer_and_generators_on_one() -> None:
+def test_single_host_transport_needs_trainer_and_generators_together() -> None:
     kind, gpus = find_transport("shared_memory"), {"a": (), "b": ()}
     check_transport("shared_memory", kind, Roles(("a",), ("a",), ("b",)), gpus)
     with pytest.raises(ConfigError, match="reaches one host, and a, b train and generate; choose 'auto'"):
@@ -167,12 +169,12 @@ def shown(places: Sequence[ProcessPlace]) -> list[str]:
         ("ac", [("c", "0"), ("c", "2")], ["a0", "a1", "c0", "c1"]),  # two of three are needed: one is shared
     ],
 )
-def test_ranks_whose_host_is_gone_come_up_on_another(there: str, taken: list[Any], expected: list[str]) -> None:
+def test_ranks_of_a_lost_host_move_to_another(there: str, taken: list[Any], expected: list[str]) -> None:
     gpus = {host: GPUS[host] for host in there}
     assert shown(place_trainer_again(training(4), TWO_HOSTS, gpus, taken)) == expected
 
 
-def test_with_fewer_hosts_each_has_more_ranks_and_with_none_the_run_says_so() -> None:
+def test_fewer_hosts_take_more_ranks_until_none_fits() -> None:
     before = place_trainer(training(2, 2), ["a", "b"], {"a": (), "b": ()})
     assert shown(place_trainer_again(training(2, 2), before, {"b": ()})) == ["b", "b", "b", "b"]
     with pytest.raises(ConfigError, match="no host that sees the run's folder"):
@@ -181,7 +183,7 @@ def test_with_fewer_hosts_each_has_more_ranks_and_with_none_the_run_says_so() ->
         place_trainer_again(training(4), TWO_HOSTS, {"a": GPUS["a"]})
 
 
-def test_of_hosts_that_could_take_ranks_the_one_with_most_free_gpus_does() -> None:
+def test_ranks_move_to_the_host_with_most_free_gpus() -> None:
     before = place_trainer(training(), ["a"], GPUS)
     taken = [("b", "0"), ("c", "0")]
     assert shown(place_trainer_again(training(), before, {host: GPUS[host] for host in "bc"}, taken)) == ["c1"]
@@ -199,7 +201,7 @@ def test_of_hosts_that_could_take_ranks_the_one_with_most_free_gpus_does() -> No
         ({}, 1, []),
     ],
 )
-def test_a_generator_whose_host_is_gone_takes_gpus_that_nobody_has(gpus, size, expected) -> None:
+def test_generator_of_a_lost_host_takes_only_free_gpus(gpus, size, expected) -> None:
     def on(host: str, own: str) -> tuple[ProcessPlace, ...]:
         return tuple(ProcessPlace(host, (gpu,)) for gpu in own)
 
@@ -212,7 +214,7 @@ def test_a_generator_whose_host_is_gone_takes_gpus_that_nobody_has(gpus, size, e
 
 
 @pytest.mark.parametrize(("a_host", "expected"), [(1, None), (2, "c"), (3, "b")])
-def test_without_gpus_one_goes_where_there_are_generators_and_as_many_as_on_each_host_at_the_start(a_host, expected):
+def test_generator_without_gpus_moves_to_a_host_with_room(a_host, expected):
     on = [(ProcessPlace(host),) for host in ("a", "b", "b", "c")]
     last = place_generator_again(0, on, {"trains": (), "plays": ()}, a_host, [ProcessPlace("trains")])
     assert last == (ProcessPlace("plays"),), "the run cannot go on without"
@@ -243,7 +245,7 @@ def weights_of(folder: Path, parameters: int) -> None:
         ({"hosts": {"addresses": ["a", "b"]}}, "0", "1", 80, ("tcp", "several hosts")),
     ],
 )
-def test_weights_stay_on_gpus_where_these_are_of_one_host_and_have_room(
+def test_auto_transport_is_cuda_ipc_if_gpus_share_a_host_and_have_room(
     tmp_path: Path,
     settings: dict[str, Any],
     trainer: str,

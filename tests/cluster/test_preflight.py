@@ -44,7 +44,7 @@ def problems(sync: bool = False, **facts: object) -> list[str]:
     return [" ".join(line.split()) for line in lines]
 
 
-def test_hosts_that_have_everything_take_part() -> None:
+def test_check_accepts_hosts_that_have_everything() -> None:
     check_hosts(HERE, {"a": HERE, "b": HERE}, NEEDS, ROLES)
     check_hosts(HERE, {"a": HERE, "b": replace(HERE, sees_run=False)}, NEEDS, ROLES)  # it does not train
 
@@ -65,12 +65,12 @@ def test_hosts_that_have_everything_take_part() -> None:
         ({"shared_memory": GIB - 1}, "b /dev/shm 6.0 GiB free 1023.9 MiB mount"),
     ],
 )
-def test_a_difference_says_host_what_expected_found_and_fix(facts: dict[str, Any], line: str) -> None:
+def test_difference_shows_host_expected_found_and_fix(facts: dict[str, Any], line: str) -> None:
     (found,) = problems(**facts)
     assert found.startswith(line)
 
 
-def test_all_differences_of_all_hosts_are_in_one_error() -> None:
+def test_error_lists_the_differences_of_all_hosts() -> None:
     lacking = replace(HERE, model=None, sees_run=False, missing={"my.task": "no such module"})
     with pytest.raises(ConfigError) as caught:
         check_hosts(HERE, {"a": lacking, "b": replace(HERE, memory=1)}, NEEDS, ROLES)
@@ -78,13 +78,13 @@ def test_all_differences_of_all_hosts_are_in_one_error() -> None:
     assert [line.split()[:2] for line in lines] == [["a", "model"], ["a", "module"], ["a", "run_dir"], ["b", "memory"]]
 
 
-def test_files_are_no_difference_where_they_are_brought() -> None:
+def test_missing_files_are_accepted_with_sync() -> None:
     lacking = replace(HERE, model=None, missing={"my.task": "no such module"})
     check_hosts(HERE, {"a": HERE, "b": lacking}, NEEDS, ROLES, sync=True)
     assert problems(sync=True, model=None, memory=0)[0].startswith("b memory")
 
 
-def test_where_one_host_of_a_role_has_gpus_all_have_enough() -> None:
+def test_all_hosts_of_a_role_need_gpus_if_one_has_them() -> None:
     roles = Roles(("a", "b"), ("b",), ())
     needs = replace(NEEDS, generate_gpus=0)
     check_hosts(HERE, {name: replace(HERE, gpus=("0", "1")) for name in "ab"}, needs, roles)
@@ -93,7 +93,7 @@ def test_where_one_host_of_a_role_has_gpus_all_have_enough() -> None:
         check_hosts(HERE, found, needs, roles)
 
 
-def test_each_training_host_keeps_its_part_of_a_version() -> None:
+def test_training_hosts_need_shared_memory_only_for_their_shard() -> None:
     roles = Roles(("a", "b"), ("c",), ())
     tight = replace(HERE, shared_memory=3 * GIB)
     check_hosts(HERE, {"a": tight, "b": tight, "c": HERE}, NEEDS, roles)
@@ -101,7 +101,7 @@ def test_each_training_host_keeps_its_part_of_a_version() -> None:
         check_hosts(HERE, {"a": tight, "b": tight, "c": tight}, NEEDS, roles)
 
 
-def test_room_for_a_small_model_is_said_in_smaller_units() -> None:
+def test_shared_memory_of_a_small_model_is_shown_in_mebibytes() -> None:
     small, tight = replace(HERE, model_bytes=900_000), replace(HERE, shared_memory=1 << 20, model_bytes=900_000)
     with pytest.raises(ConfigError) as caught:
         check_hosts(small, {"a": small, "b": tight}, NEEDS, ROLES)
@@ -109,7 +109,7 @@ def test_room_for_a_small_model_is_said_in_smaller_units() -> None:
     assert line == "b /dev/shm 1.8 MiB free 1.0 MiB mount -o remount,size=4M /dev/shm"
 
 
-def test_a_host_says_what_it_has(tmp_path: Path) -> None:
+def test_collect_facts_of_this_host(tmp_path: Path) -> None:
     model, run = tmp_path / "model", tmp_path / "run"
     model.mkdir()
     run.mkdir()
@@ -136,7 +136,7 @@ def test_a_host_says_what_it_has(tmp_path: Path) -> None:
     assert collect_facts(replace(question, model=tmp_path / "mine")).model == ""
 
 
-def test_code_is_what_git_has_or_else_what_is_neither_hidden_nor_an_environment(tmp_path: Path) -> None:
+def test_code_files_with_and_without_git(tmp_path: Path) -> None:
     for name in ("task.py", "own/inner.py", "__pycache__/task.pyc", ".secret/key", "venv/pyvenv.cfg", "runs/log"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -146,15 +146,15 @@ def test_code_is_what_git_has_or_else_what_is_neither_hidden_nor_an_environment(
     assert [path.name for path in code_files(tmp_path)] == [".gitignore", "task.py"]
 
 
-def test_addresses_of_both_kinds_are_resolved() -> None:
+def test_resolve_ipv4_ipv6_and_hostname() -> None:
     assert [resolve(host) for host in ("127.0.0.1", "::1", "localhost")] == ["127.0.0.1", "::1", "127.0.0.1"]
 
 
-def test_hosts_of_one_name_get_numbers() -> None:
+def test_duplicate_host_names_get_numbers() -> None:
     assert free_names(["a", "b", "a"], ["b"]) == ["a", "b-2", "a-2"]
 
 
-def test_a_folder_arrives_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_sent_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_rl.cluster.hosts.folders.CHUNK", 4)
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "long").write_bytes(b"123456789")

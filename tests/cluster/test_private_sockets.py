@@ -67,5 +67,5 @@ except OSError:
 """
 
 
-def test_what_else_is_written_while_monarch_starts_comes_out(tmp_path: Path) -> None:
+def test_other_stderr_output_survives_hiding_the_log_notice(tmp_path: Path) -> None:
     assert started(tmp_path, SAYS_MORE).stderr == "before\nwithin\nafter\n"

@@ -34,7 +34,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         (lambda process: process.stdin.write(b"3\n"), "exited with status 3"),
     ],
 )
-def test_the_signal_is_told_also_when_the_parent_has_collected_it(process, act, says, collected):
+def test_exit_description_names_signal_or_status_even_after_reaping(process, act, says, collected):
     if collected and KERNEL < (6, 15):
         pytest.skip("this kernel forgets it")
     descriptor = os.pidfd_open(process.pid)
@@ -50,7 +50,7 @@ def test_the_signal_is_told_also_when_the_parent_has_collected_it(process, act, 
         os.close(descriptor)
 
 
-def test_the_signal_that_ended_a_child_of_another_process_is_told():
+def test_exit_description_of_a_grandchild_names_the_signal():
     """Such as a generator, whose parent is a fork server."""
     program = "import os, time; pid = os.fork(); pid and print(pid, flush=True); time.sleep(1000)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
@@ -68,7 +68,7 @@ def test_the_signal_that_ended_a_child_of_another_process_is_told():
             parent.kill()
 
 
-def test_an_end_whose_reason_names_the_process_is_told_once():
+def test_end_reason_does_not_repeat_the_process_name():
     for reason in ("trainer died: timeout", "timeout", "it did not start: trainer died: timeout"):
         remote = RemoteProcess("trainer")
         remote.end(reason)

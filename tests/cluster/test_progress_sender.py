@@ -54,7 +54,7 @@ def sender_to(service: Service) -> ProgressSender:
     return ProgressSender(service, "rollout-worker-0.0")
 
 
-async def test_answers_travel_together_while_the_controller_is_busy() -> None:
+async def test_answers_are_batched_while_the_controller_is_busy() -> None:
     service = Service()
     sender = sender_to(service)
     sender.add_answer("a", answer(0))
@@ -65,7 +65,7 @@ async def test_answers_travel_together_while_the_controller_is_busy() -> None:
     assert service.messages == [[("a", "g/0/0")], [("a", "g/0/1"), ("a", "g/0/2")]]
 
 
-async def test_a_group_that_has_finished_brings_its_answers_itself() -> None:
+async def test_drop_discards_unsent_progress_and_finished_rollouts_carry_no_turns() -> None:
     service = Service()
     sender = sender_to(service)
     sender.add_answer("a", answer(0))
@@ -80,7 +80,7 @@ async def test_a_group_that_has_finished_brings_its_answers_itself() -> None:
     assert [(key, rollout.turns, rollout.sample) for key, rollout in service.finished] == [("b", [], None)]
 
 
-async def test_no_further_request_is_made_while_too_much_waits_for_the_disk() -> None:
+async def test_room_waits_while_too_much_is_unsent() -> None:
     sender, clock = sender_to(Service()), asyncio.get_running_loop().time
     sender.add_answer("a", answer(0))
     await asyncio.sleep(0.5)
@@ -90,7 +90,7 @@ async def test_no_further_request_is_made_while_too_much_waits_for_the_disk() ->
 
 
 @pytest.mark.parametrize("loses_answers", [False, True])
-async def test_a_message_that_fails_is_sent_again_under_its_number(loses_answers: bool) -> None:
+async def test_failed_message_is_resent_with_the_same_number(loses_answers: bool) -> None:
     service = Service([ConnectionError("reset"), ConnectionError("reset")], loses_answers=loses_answers)
     sender = sender_to(service)
     sender.add_answer("a", answer(0))
@@ -102,7 +102,7 @@ async def test_a_message_that_fails_is_sent_again_under_its_number(loses_answers
     assert service.messages == [[("a", "g/0/0")], [("a", "g/0/1")]]
 
 
-async def test_a_controller_that_takes_no_message_fails_the_worker_and_its_requests() -> None:
+async def test_controller_that_accepts_no_message_fails_the_worker_and_its_requests() -> None:
     sender, clock = sender_to(Service([CheckpointError("the disk is gone")] * 100)), asyncio.get_running_loop().time
     sender.check()
     sender.add_answer("a", answer(0, MOST_UNSENT + 1))
@@ -120,7 +120,7 @@ async def test_a_controller_that_takes_no_message_fails_the_worker_and_its_reque
         await sender.room()
 
 
-async def test_a_disk_that_does_not_keep_up_fails_no_worker() -> None:
+async def test_slow_disk_does_not_fail_the_worker() -> None:
     service = Service(num_full=1000)
     sender = sender_to(service)
     sender.add_answer("a", answer(0, MOST_UNSENT + 1))
@@ -130,7 +130,7 @@ async def test_a_disk_that_does_not_keep_up_fails_no_worker() -> None:
     assert service.messages == [[("a", "g/0/0")]]
 
 
-async def test_a_flush_ends_although_answers_keep_coming() -> None:
+async def test_flush_ends_although_answers_keep_coming() -> None:
     service = Service()
     sender, clock = sender_to(service), asyncio.get_running_loop().time
 
@@ -147,7 +147,7 @@ async def test_a_flush_ends_although_answers_keep_coming() -> None:
     playing.cancel()
 
 
-async def test_requests_continue_when_the_group_whose_answers_wait_for_the_disk_has_finished() -> None:
+async def test_dropping_a_group_frees_room_for_waiting_requests() -> None:
     sender, clock = sender_to(Service()), asyncio.get_running_loop().time
     sender.add_answer("a", answer(0))
     await asyncio.sleep(0.5)

@@ -35,7 +35,7 @@ def request(name: str, tokens: int = 4) -> EngineRequest:
     return EngineRequest(name, [1], SamplingParams(max_tokens=tokens))
 
 
-async def test_each_caller_gets_its_own_answers_and_one_that_is_gone_leaves_the_engine_to_the_others() -> None:
+async def test_forgotten_callers_requests_end_and_others_get_their_answers() -> None:
     loop = EngineLoop(ScriptedEngine)
     await loop.start()
     callers, boxes = RequestCallers(loop), {name: Mailbox() for name in ("controller", "worker.0#0", "worker.0#1")}
@@ -64,7 +64,7 @@ async def test_each_caller_gets_its_own_answers_and_one_that_is_gone_leaves_the_
     await loop.close()
 
 
-async def test_a_caller_in_whose_place_another_is_gets_nothing_more_and_its_requests_end() -> None:
+async def test_replaced_caller_gets_nothing_and_its_requests_end() -> None:
     loop = EngineLoop(ScriptedEngine)
     await loop.start()
     callers, before, after = RequestCallers(loop), Mailbox(), Mailbox()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from titan_rl.cluster.processes.roles import ProcessId, Respawns, Role
 
 
-def test_the_replacements_of_each_role_are_counted_by_themselves():
+def test_respawns_are_counted_per_role():
     respawns = Respawns(2)
     assert [respawns.take(Role.ROLLOUT_WORKER)[0] for _ in range(3)] == [True, True, False]
     assert [respawns.take(Role.GENERATOR)[0] for _ in range(3)] == [True, True, False]
@@ -14,7 +14,7 @@ def test_the_replacements_of_each_role_are_counted_by_themselves():
     assert [respawns.take(role)[0] for role in (Role.GENERATOR, Role.ROLLOUT_WORKER)] == [True, False]
 
 
-def test_setting_value_and_count_are_told():
+def test_respawn_message_gives_setting_value_and_count():
     respawns = Respawns(2)
     told = [respawns.take(Role.GENERATOR)[1] for _ in range(3)]
     assert told[0] == " (1 of hosts.max_respawns = 2)"
@@ -23,10 +23,10 @@ def test_setting_value_and_count_are_told():
 
 
 @given(st.sampled_from(Role), st.integers(0, 10**6))
-def test_the_name_of_a_process_tells_its_role(role: Role, index: int):
+def test_role_is_parsed_from_the_process_name(role: Role, index: int):
     assert Role.of(str(ProcessId(role, index))) is role
 
 
-def test_other_names_have_no_role():
+def test_unknown_process_names_have_no_role():
     assert Role.of("supervisor") is Role.of("generators") is None
     assert str(ProcessId(Role.TRAINER)) == "trainer"

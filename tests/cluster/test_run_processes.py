@@ -164,7 +164,7 @@ def cluster_of(
     ("error", "reason"),
     [(TimeoutError(), "TimeoutError"), (GenerationError(), "GenerationError"), (GenerationError("torn"), "torn")],
 )
-async def test_a_generator_out_of_service_is_told_of_with_a_reason(tmp_path: Path, error: Exception, reason: str):
+async def test_generator_out_of_service_message_gives_the_reason(tmp_path: Path, error: Exception, reason: str):
     told, listener = ConsoleLines(), SimpleNamespace(pulled=lambda name: None)
     processes = cluster_of(tmp_path, None, told)
     processes.on_replica_failed(Replica(), error)
@@ -176,7 +176,7 @@ async def test_a_generator_out_of_service_is_told_of_with_a_reason(tmp_path: Pat
 
 
 @pytest.mark.parametrize("limit", [0, 2])
-async def test_a_death_past_the_limit_ends_the_run_with_setting_value_and_count(tmp_path: Path, limit: int):
+async def test_death_past_max_respawns_ends_the_run(tmp_path: Path, limit: int):
     told = ConsoleLines()
     supervisor = Supervisor()
     processes = cluster_of(
@@ -219,7 +219,7 @@ async def worker_hosts(supervisor: Supervisor, count: int) -> list[str]:
 
 
 @pytest.mark.looptime
-async def test_rollout_workers_of_a_lost_host_start_at_once_where_few_are_and_count_as_no_deaths(tmp_path: Path):
+async def test_workers_of_a_lost_host_restart_elsewhere_uncounted(tmp_path: Path):
     told = ConsoleLines()
     supervisor = Supervisor()
     processes = cluster_of(
@@ -244,7 +244,7 @@ async def test_rollout_workers_of_a_lost_host_start_at_once_where_few_are_and_co
 
 
 @pytest.mark.looptime
-async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(tmp_path: Path):
+async def test_rollout_worker_waits_for_a_host_and_reports_it(tmp_path: Path):
     told = ConsoleLines()
     supervisor = Supervisor()
     processes = cluster_of(
@@ -267,7 +267,7 @@ async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(
 
 
 @pytest.mark.looptime
-async def test_a_worker_that_dies_before_its_host_is_known_to_be_gone_starts_elsewhere_once_it_is(tmp_path: Path):
+async def test_worker_that_dies_before_its_host_is_lost_restarts_elsewhere(tmp_path: Path):
     supervisor = Supervisor()
     processes = cluster_of(
         tmp_path, supervisor, ConsoleLines(), names=["trains", "a", "b"], rollout=RolloutConfig(num_workers=2)
@@ -294,7 +294,7 @@ async def start_and_lose(processes: RunProcesses, supervisor: Supervisor, name: 
 
 
 @pytest.mark.looptime
-async def test_a_run_whose_only_training_host_is_lost_as_it_starts_ends_at_once_and_names_it(tmp_path: Path):
+async def test_losing_the_only_training_host_at_start_fails_at_once(tmp_path: Path):
     supervisor = Supervisor()
     processes = cluster_of(tmp_path, supervisor, ConsoleLines(), names=["trains", "a"], generates=False)
     began = asyncio.get_running_loop().time()
@@ -305,7 +305,7 @@ async def test_a_run_whose_only_training_host_is_lost_as_it_starts_ends_at_once_
 
 
 @pytest.mark.looptime
-async def test_a_run_starts_without_hosts_that_are_lost_meanwhile_if_others_can_do_what_they_were_for(tmp_path: Path):
+async def test_run_starts_without_a_lost_host_when_others_suffice(tmp_path: Path):
     told = ConsoleLines()
     supervisor = Supervisor()
     processes = cluster_of(
@@ -358,7 +358,7 @@ class Answers:
 
 @pytest.mark.looptime
 @pytest.mark.parametrize(("setting", "limit_s"), [(None, 190), (7.0, 7)])
-async def test_a_process_has_the_time_to_start_that_its_weights_take_and_the_error_names_the_setting(
+async def test_start_timeout_scales_with_weights_and_error_names_the_setting(
     tmp_path: Path, setting: float | None, limit_s: int
 ):
     with (tmp_path / "model.safetensors").open("wb") as weights:
@@ -376,7 +376,7 @@ async def test_a_process_has_the_time_to_start_that_its_weights_take_and_the_err
 
 
 @pytest.mark.looptime
-async def test_rollouts_wait_as_long_as_the_run_does_for_hosts_of_its_generators_and_it_says_so(tmp_path: Path):
+async def test_rollouts_wait_up_to_hosts_wait_s_for_generator_hosts(tmp_path: Path):
     processes = cluster_of(
         tmp_path,
         Supervisor(),
@@ -409,7 +409,7 @@ async def test_rollouts_wait_as_long_as_the_run_does_for_hosts_of_its_generators
 
 
 @pytest.mark.looptime
-async def test_requests_that_nobody_served_fail_once_the_wait_for_hosts_is_over(tmp_path: Path):
+async def test_unserved_requests_fail_after_hosts_wait_s(tmp_path: Path):
     processes = cluster_of(tmp_path, Supervisor(), ConsoleLines(), hosts=HostsConfig(wait_s=400))
     router = processes.make_router([])
     began = asyncio.get_running_loop().time()
@@ -448,7 +448,7 @@ class Pulling(ActorReplica):
         self._calls, self._known_layouts = Counter(), {}
 
 
-async def test_deaths_of_generators_past_the_limit_stop_the_adapter_that_causes_them_and_then_count_anew(
+async def test_generator_deaths_past_the_limit_stop_the_causing_adapter_and_reset_the_count(
     tmp_path: Path,
 ) -> None:
     told, router = ConsoleLines(), Suspecting()

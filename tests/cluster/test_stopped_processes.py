@@ -113,7 +113,7 @@ class Rank:
         self.finish_save = Endless()
 
 
-async def test_a_rank_that_is_stopped_ends_the_whole_trainer_and_its_calls(tmp_path: Path):
+async def test_sigstopped_rank_ends_the_whole_trainer_and_its_calls(tmp_path: Path):
     async with watched(tmp_path, "trainer", 2) as (looker, remote, processes):
         ranks = [Rank(), Rank()]
         trainer = ActorTrainer(remote, ranks, TrainingConfig(data_parallel=2), MODEL)
@@ -144,7 +144,7 @@ class PromptWorker:
     reason = None
 
 
-async def test_the_group_of_a_worker_that_is_stopped_is_played_by_another(tmp_path: Path):
+async def test_group_of_a_sigstopped_worker_moves_to_another(tmp_path: Path):
     async with watched(tmp_path, "rollout-worker-0", 1) as (looker, remote, (process,)):
         pool, worker, other = WorkerPool(), Worker(), PromptWorker()
         pool.add(remote, worker)

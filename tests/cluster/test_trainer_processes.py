@@ -54,7 +54,7 @@ def processes_on(hosts: dict[str, tuple[str, ...]], told: list[str], wait_s: flo
     return processes, TrainerProcesses(processes, SETTINGS, again, wait_s=wait_s)
 
 
-async def test_what_is_left_of_it_is_cleared_before_another_starts_on_a_host_that_is_there() -> None:
+async def test_restart_clears_the_old_trainer_then_starts_on_a_live_host() -> None:
     hosts: dict[str, tuple[str, ...]] = {"a": (), "b": ()}
     processes, training = processes_on(hosts, [], 10.0)
     first = await training.start()
@@ -72,7 +72,7 @@ def settings_of_model(folder: Path, **training: float) -> TrainerSettings:
     return replace(SETTINGS, model=model, policies=policies, began_with=model_identity(folder))
 
 
-def test_a_trainer_that_starts_again_does_not_train_weights_that_took_the_models_place(tmp_path: Path) -> None:
+def test_restarted_trainer_rejects_replaced_initial_weights(tmp_path: Path) -> None:
     settings = settings_of_model(tmp_path)
     ModelCheck(settings, "a").check_weights()
     save_file({"weight": torch.ones(8)}, tmp_path / "model.safetensors")
@@ -83,7 +83,7 @@ def test_a_trainer_that_starts_again_does_not_train_weights_that_took_the_models
     check.check_weights()
 
 
-def test_a_trainer_does_not_start_with_another_reference_or_tokenizer(tmp_path: Path) -> None:
+def test_trainer_rejects_a_changed_reference_model_or_tokenizer(tmp_path: Path) -> None:
     settings = settings_of_model(tmp_path, kl_coef=0.1)
     ModelCheck(settings, "a").check_weights()
     save_file({"weight": torch.ones(8)}, tmp_path / "model.safetensors")
@@ -95,7 +95,7 @@ def test_a_trainer_does_not_start_with_another_reference_or_tokenizer(tmp_path: 
         ModelCheck(settings, "a")
 
 
-async def test_where_no_host_is_left_it_waits_for_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trainer_waits_for_a_host_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_processes, "LOOK_S", 0.0)
     hosts: dict[str, tuple[str, ...]] = {"a": ()}
     told: list[str] = []
@@ -117,7 +117,7 @@ async def test_where_no_host_is_left_it_waits_for_one_and_says_so(monkeypatch: p
     ]
 
 
-async def test_it_waits_no_longer_than_it_may() -> None:
+async def test_trainer_stops_waiting_for_a_host_at_the_limit() -> None:
     hosts: dict[str, tuple[str, ...]] = {"a": ()}
     _, training = processes_on(hosts, [], 0.0)
     await training.start()
@@ -126,7 +126,7 @@ async def test_it_waits_no_longer_than_it_may() -> None:
         await training.restart()
 
 
-async def test_it_is_saved_and_trains_on_until_another_host_has_places_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leaving_trainer_is_saved_and_continues_until_a_host_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_processes, "LOOK_S", 0.0)
     hosts: dict[str, tuple[str, ...]] = {}  # that stay
     told: list[str] = []
@@ -153,7 +153,7 @@ async def test_it_is_saved_and_trains_on_until_another_host_has_places_for_it(mo
 
 
 @pytest.mark.looptime
-async def test_one_that_cannot_be_saved_goes_when_its_time_is_over() -> None:
+async def test_leaving_trainer_that_cannot_save_ends_at_the_limit() -> None:
     hosts: dict[str, tuple[str, ...]] = {"a": ()}
     _, training = processes_on(hosts, [], 10.0)
     await training.start()

@@ -28,14 +28,14 @@ COMPLETION = Completion(
 
 
 @pytest.mark.parametrize("message", [CHUNK, COMPLETION])
-def test_every_field_arrives(message: TokenChunk | Completion) -> None:
+def test_unpack_restores_every_field(message: TokenChunk | Completion) -> None:
     for field in fields(message):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         assert getattr(message, field.name) != default, f"{field.name} would not be missed"
     assert unpack(pack(message)) == message
 
 
-def test_a_bare_completion_and_a_failure_arrive_too() -> None:
+def test_unpack_restores_a_bare_completion_and_a_failure() -> None:
     bare = Completion("a", [], [], FinishReason.LENGTH, ())
     assert unpack(pack(bare)) == bare
     failed = RequestFailed("a", GenerationError("gone"))

@@ -10,7 +10,7 @@ from titan_rl.cluster.hosts.host import connect_to_worker
 from titan_rl.core.errors import ActorDiedError
 
 
-async def test_a_worker_that_is_not_there_is_named_however_it_was_asked_for() -> None:
+async def test_connection_error_names_the_missing_worker() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         worker = f"127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(

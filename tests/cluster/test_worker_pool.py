@@ -83,7 +83,7 @@ class TellingWorker(Worker):
         return RolloutGroup("g", None, [portable(rollout)])
 
 
-async def test_groups_come_back_with_their_sample_and_as_plain_data(caplog: pytest.LogCaptureFixture) -> None:
+async def test_groups_return_their_own_sample_and_plain_data(caplog: pytest.LogCaptureFixture) -> None:
     told: list[Any] = []
 
     def on_finished(rollout: Rollout) -> None:
@@ -120,7 +120,7 @@ class DyingWorkers(Worker):
         return await super().run(order)
 
 
-async def test_a_group_whose_worker_dies_runs_again_with_its_answers_and_without_what_comes_late() -> None:
+async def test_group_of_a_dead_worker_is_replayed_with_recorded_answers() -> None:
     journal, told, workers = Journal(), list[Rollout](), DyingWorkers()
     pool = pool_of(workers)
     playing = asyncio.ensure_future(play(pool, requests(journal), on_finished=told.append))
@@ -132,7 +132,7 @@ async def test_a_group_whose_worker_dies_runs_again_with_its_answers_and_without
     assert [rollout.error for rollout in told] == [None]
 
 
-async def test_a_group_outlives_any_number_of_workers_that_die_at_once() -> None:
+async def test_group_survives_workers_that_die_together() -> None:
     class KilledTogether(Worker):
         async def call(self, endpoint: Endpoint, *args: Any, timeout_s: float | None = None) -> Any:
             for worker in together:
@@ -148,7 +148,7 @@ async def test_a_group_outlives_any_number_of_workers_that_die_at_once() -> None
     assert [rollout.rollout_id for rollout in (await playing).rollouts] == ["g/0"]
 
 
-async def test_a_worker_whose_calls_fail_as_those_of_a_dead_one_is_ended_so_that_another_takes_its_place() -> None:
+async def test_unreachable_worker_is_ended_and_replaced() -> None:
     pool, ended = WorkerPool(), list[str]()
 
     class Replacing:
@@ -184,7 +184,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_suspension_reaches_the_worker_as_often_as_it_begins_and_ends() -> None:
+async def test_each_suspend_and_resume_reaches_the_worker() -> None:
     worker, suspension = SlowWorker(), Suspension()
     playing = asyncio.ensure_future(play(pool_of(worker), requests(Journal(), suspension)))
     await settle()
@@ -201,7 +201,7 @@ async def test_a_suspension_reaches_the_worker_as_often_as_it_begins_and_ends() 
     assert len(worker.sent) == 4, "the group has ended"
 
 
-async def test_a_group_that_is_suspended_again_at_once_stays_suspended_in_its_worker() -> None:
+async def test_group_suspended_again_at_once_stays_suspended() -> None:
     worker, suspension = SlowWorker(), Suspension()
     playing = asyncio.ensure_future(play(pool_of(worker), requests(Journal(), suspension)))
     await settle()
@@ -220,7 +220,7 @@ async def test_a_group_that_is_suspended_again_at_once_stays_suspended_in_its_wo
     await playing
 
 
-async def test_a_group_that_is_suspended_is_sent_to_no_worker() -> None:
+async def test_suspended_group_is_sent_to_no_worker() -> None:
     worker, suspension = Worker(), Suspension()
     suspension.suspend()
     playing = asyncio.ensure_future(play(pool_of(worker), requests(Journal(), suspension)))
@@ -231,7 +231,7 @@ async def test_a_group_that_is_suspended_is_sent_to_no_worker() -> None:
     assert len(worker.orders) == 1
 
 
-async def test_a_worker_that_joins_while_judging_is_paused_judges_after_the_resume() -> None:
+async def test_worker_that_joins_during_a_judging_pause_is_paused_too() -> None:
     first, late, later = Worker(), Worker(), Worker()
     pool: Any = pool_of(first)
     pool.pause_judging("sums")
@@ -242,7 +242,7 @@ async def test_a_worker_that_joins_while_judging_is_paused_judges_after_the_resu
     assert later.sent == []
 
 
-async def test_pauses_of_judging_reach_a_worker_that_finishes_its_groups_before_its_host_leaves() -> None:
+async def test_judging_pauses_reach_a_retiring_worker() -> None:
     retiring, other = SlowWorker(), Worker()
     pool: Any = pool_of(retiring)
     playing = asyncio.ensure_future(play(pool))
@@ -259,7 +259,7 @@ async def test_pauses_of_judging_reach_a_worker_that_finishes_its_groups_before_
     await asyncio.gather(playing, leaving)
 
 
-async def test_a_message_that_arrives_twice_is_recorded_once() -> None:
+async def test_duplicate_message_is_recorded_once() -> None:
     journal, worker = Journal(), SlowWorker()
     playing = asyncio.ensure_future(play(pool_of(worker), requests(journal)))
     await settle()
@@ -273,7 +273,7 @@ async def test_a_message_that_arrives_twice_is_recorded_once() -> None:
 
 
 @pytest.mark.looptime
-async def test_a_worker_is_told_that_the_disk_does_not_keep_up() -> None:
+async def test_note_reports_that_the_disk_does_not_keep_up() -> None:
     class Slow(Journal):
         async def room(self) -> None:
             await asyncio.sleep(1.5 * ROOM_S)
@@ -288,7 +288,7 @@ async def test_a_worker_is_told_that_the_disk_does_not_keep_up() -> None:
     await playing
 
 
-async def test_answers_that_a_worker_sends_while_its_group_is_cancelled_are_recorded() -> None:
+async def test_answers_sent_during_cancellation_are_recorded() -> None:
     journal = Journal()
 
     class Cancelled(SlowWorker):

@@ -72,7 +72,7 @@ async def met(run: str, address: str) -> AsyncGenerator[WorkerConnection]:
         one.close()
 
 
-async def test_a_run_that_names_a_worker_twice_is_told_so_and_keeps_what_it_has(monarchs: Monarchs):
+async def test_naming_a_worker_twice_is_rejected_and_keeps_the_first_monarch(monarchs: Monarchs):
     async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
         await first.monarch()
         first.close()  # it is watched from here on
@@ -82,7 +82,7 @@ async def test_a_run_that_names_a_worker_twice_is_told_so_and_keeps_what_it_has(
         assert [ended.is_set() for ended in monarchs.running] == [False]
 
 
-async def test_a_run_waits_until_the_one_before_has_ended(monarchs: Monarchs, monkeypatch: pytest.MonkeyPatch):
+async def test_run_waits_until_the_previous_one_has_ended(monarchs: Monarchs, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "MONARCH_TIMEOUT_S", 0.5)
     async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
         await first.monarch()
@@ -98,7 +98,7 @@ async def test_a_run_waits_until_the_one_before_has_ended(monarchs: Monarchs, mo
             assert (await waiting).startswith("tcp://127.0.0.1:")
 
 
-async def test_a_run_that_comes_again_gets_another_monarch(monarchs: Monarchs):
+async def test_reconnecting_run_gets_a_new_monarch(monarchs: Monarchs):
     async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
         before = await first.monarch()
         async with met("a", f"127.0.0.1:{port}") as second:
@@ -107,7 +107,7 @@ async def test_a_run_that_comes_again_gets_another_monarch(monarchs: Monarchs):
 
 
 @pytest.mark.usefixtures("monarchs")
-async def test_a_worker_that_is_started_anew_is_another():
+async def test_restarted_worker_has_a_new_id():
     async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
         await first.monarch()
         assert await worker_id_at(f"127.0.0.1:{port}") == await worker_id_at(f"localhost:{port}") == first.id
@@ -118,7 +118,7 @@ async def test_a_worker_that_is_started_anew_is_another():
         await worker_id_at(f"127.0.0.1:{port}")
 
 
-async def test_a_worker_says_which_run_comes_and_goes(monarchs: Monarchs):
+async def test_worker_announces_runs_that_come_and_go(monarchs: Monarchs):
     told: asyncio.Queue[str] = asyncio.Queue()
 
     class Queued(Console):

@@ -19,7 +19,7 @@ from titan_rl.training.trainer import TrainerCore
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has tests of its own")
 
 
-def test_bfloat16_trains_on_the_gpu_and_vllm_agrees_with_what_it_publishes(tmp_path: Path) -> None:
+def test_bfloat16_trainer_learns_and_vllm_agrees(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "model")
     trainer = TrainerCore(ModelConfig(path=str(folder), dtype="bfloat16"), TrainingConfig(steps=20, lr=1e-3), seed=0)
     samples = on_policy_samples(trainer, 64, 48, 80)

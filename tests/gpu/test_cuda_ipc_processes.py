@@ -134,7 +134,7 @@ def test_another_process_reads_each_version(gpu: str) -> None:
     transport.close()
 
 
-def test_a_writer_holds_the_versions_that_are_kept_and_nothing_beside_them() -> None:
+def test_writer_memory_holds_only_the_kept_versions() -> None:
     weight = torch.ones(4096, 8192, device="cuda")  # 128 MiB, published in half of that
     slices = [(f"w{index}", TensorSlice(weight, SlicePosition((0, 0), (4096, 8192)), "bfloat16")) for index in range(4)]
     version_bytes = 4 * weight.nbytes // 2
@@ -151,7 +151,7 @@ def test_a_writer_holds_the_versions_that_are_kept_and_nothing_beside_them() -> 
     assert peak <= NUM_KEPT * version_bytes * 1.05
 
 
-def test_a_slow_reader_gets_the_version_it_began_with_and_keeps_no_memory_of_it() -> None:
+def test_slow_reader_gets_its_version_and_keeps_no_memory() -> None:
     size = 16 << 20  # floats: 64 MiB a tensor
     weights = [torch.empty(size, device="cuda") for _ in range(3)]
     version_bytes = sum(weight.nbytes for weight in weights)
@@ -180,7 +180,7 @@ def test_a_slow_reader_gets_the_version_it_began_with_and_keeps_no_memory_of_it(
     transport.close()
 
 
-def test_a_reader_outlives_its_writer_and_gives_up_its_memory_for_the_next_one() -> None:
+def test_reader_releases_a_dead_writers_memory_for_the_next() -> None:
     num_tensors, size = 4, 64 << 20  # floats: 256 MiB a tensor, 1 GiB a version; a context of CUDA has less
     version_bytes = 4 * num_tensors * size
     if torch.cuda.mem_get_info()[0] < 8 * version_bytes:

@@ -36,7 +36,7 @@ def assert_scores_as(engine: VLLMEngine, trainer: TrainerCore) -> None:
 
 
 @pytest.mark.parametrize("make", [make_tiny_qwen3, make_tiny_moe])
-def test_a_hot_swap_under_cuda_graphs_beside_requests_and_probes(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_hot_swap_under_cuda_graphs_with_running_requests(make: Callable[[Path], Path], tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
     trainer = make_trainer(folder)
     engine = VLLMEngine(EngineSpec(str(folder), max_context=256, kv_cache_gib=1.0))
@@ -59,7 +59,7 @@ def test_a_hot_swap_under_cuda_graphs_beside_requests_and_probes(make: Callable[
     engine.close()
 
 
-def test_an_engine_that_sleeps_gives_its_memory_back_and_wakes_with_new_weights(tmp_path: Path) -> None:
+def test_sleeping_engine_frees_memory_and_wakes_with_new_weights(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "model")
     trainer = make_trainer(folder)
     engine = VLLMEngine(EngineSpec(str(folder), max_context=256, kv_cache_gib=2.0, sleeps=True))
@@ -74,7 +74,7 @@ def test_an_engine_that_sleeps_gives_its_memory_back_and_wakes_with_new_weights(
     engine.close()
 
 
-def test_the_experts_of_each_token_come_back(tmp_path: Path) -> None:
+def test_engine_returns_routed_experts_of_each_token(tmp_path: Path) -> None:
     folder = make_tiny_moe(tmp_path / "model")
     engine = VLLMEngine(EngineSpec(str(folder), max_context=256, kv_cache_gib=1.0, routed_experts=True))
     sampling = SamplingParams(max_tokens=12, min_tokens=12, temperature=1.0, return_routed_experts=True)
@@ -89,7 +89,7 @@ def test_the_experts_of_each_token_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp", "rdma", "cuda_ipc"])
-def test_a_run_of_five_steps_over_each_transport(transport: str, tmp_path: Path) -> None:
+def test_five_step_run_over_each_transport(transport: str, tmp_path: Path) -> None:
     pytest.importorskip("monarch")
     with run_training(tmp_path, training__steps=5, statedict__transport=transport, generation__kv_cache_gib=1) as run:
         assert run.wait(300) == 0, run.output

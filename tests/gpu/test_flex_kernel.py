@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 5e-2)])
-def test_the_kernel_attends_as_buckets_do_with_gradients(dtype: torch.dtype, tolerance: float) -> None:
+def test_flex_kernel_matches_bucketed_attention_and_gradients(dtype: torch.dtype, tolerance: float) -> None:
     for lengths in [(300, 200, 150), (700, 33, 400), (40, 20, 10)]:
         prefix, *suffixes = lengths
         documents = [Document(prefix), *(Document(length, 0, prefix) for length in suffixes), Document(30)]

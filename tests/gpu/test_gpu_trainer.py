@@ -18,7 +18,7 @@ from titan_rl.training.trainer import TrainerCore
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has tests of its own")
 
 
-def test_it_learns_in_bfloat16_and_scores_what_it_publishes_in_float32(tmp_path: Path) -> None:
+def test_bfloat16_trainer_learns_and_scores_its_published_weights(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "model")
     trainer = TrainerCore(ModelConfig(path=str(folder), dtype="bfloat16"), TrainingConfig(steps=20, lr=1e-3), seed=0)
     samples = on_policy_samples(trainer, 64, 48, 80)
@@ -34,7 +34,7 @@ def test_it_learns_in_bfloat16_and_scores_what_it_publishes_in_float32(tmp_path:
     torch.testing.assert_close(torch.tensor(trainer.score_published([ids])[0]), expected, rtol=0, atol=5e-3)
 
 
-def test_what_waits_on_the_host_leaves_the_gpu_and_changes_no_step(tmp_path: Path) -> None:
+def test_offloading_frees_gpu_memory_and_changes_no_step(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "model", num_layers=8)
     found: list[float] = []
     before: list[int] = []

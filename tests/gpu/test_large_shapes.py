@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
-def test_a_mixture_of_128_experts_has_the_gradients_of_a_loop(dtype: torch.dtype, tolerance: float) -> None:
+def test_grouped_experts_match_a_loop_over_128_experts(dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     module = experts(128, 1024, 768).to("cuda", dtype)
     counts = torch.bincount(torch.randint(128, (16_384,)), minlength=128)
@@ -41,7 +41,7 @@ def test_a_mixture_of_128_experts_has_the_gradients_of_a_loop(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("lay_out", [layout_documents, layout_blocks])
-def test_shared_prompts_of_realistic_length_keep_no_scores(lay_out: Any) -> None:
+def test_long_shared_prompts_keep_no_attention_scores(lay_out: Any) -> None:
     documents = [Document(1024), *(Document(2048, 0, 1024) for _ in range(7))]
     tokens, heads, kv_heads, head_dim = 1024 + 7 * 2048, 16, 8, 128
     qkv = [
@@ -58,7 +58,7 @@ def test_shared_prompts_of_realistic_length_keep_no_scores(lay_out: Any) -> None
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
-def test_a_default_trainer_steps_on_shared_prompts_with_small_states(name: str, tmp_path: Path) -> None:
+def test_trainer_with_small_optimizer_states_learns_and_resumes(name: str, tmp_path: Path) -> None:
     make = {"qwen3": make_tiny_qwen3, "llama": make_tiny_llama3, "qwen3_moe": make_tiny_moe}[name]
     folder = make(tmp_path / "model") if name == "qwen3_moe" else make(tmp_path / "model", tied=True)  # pyright: ignore[reportCallIssue]
     small = {"optimizer_dtype": "int8", "master_dtype": "bfloat16", "offload": ("optimizer",)}
@@ -74,7 +74,7 @@ def test_a_default_trainer_steps_on_shared_prompts_with_small_states(name: str, 
     assert trainer.step(samples).metrics["loss"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_gradients_take_no_memory_between_steps(tmp_path: Path) -> None:
+def test_gradients_are_freed_between_steps(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "model", vocab_size=50_000)
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -89,7 +89,7 @@ def test_gradients_take_no_memory_between_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "small", [{}, {"optimizer_dtype": "int8", "master_dtype": "bfloat16"}, {"offload": ("parameters",)}]
 )
-def test_two_gpus_step_as_one_does(small: dict[str, Any], tmp_path: Path) -> None:
+def test_two_gpus_match_one(small: dict[str, Any], tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     folder = make_tiny_qwen3(tmp_path / "model")
@@ -107,7 +107,7 @@ def on_own_gpu(folder: Path, out: Path, **training: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", [make_tiny_qwen3, make_tiny_llama3])
-def test_vllm_scores_what_a_tied_model_publishes(make: Any, tmp_path: Path) -> None:
+def test_vllm_scores_match_a_tied_model(make: Any, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     from titan_rl.generation.engine import EngineSpec
     from titan_rl.generation.vllm_engine import VLLMEngine

@@ -16,7 +16,7 @@ tiers = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(tiers)
 
 
-def test_a_tier_whose_packages_are_missing_or_that_has_no_time_says_so() -> None:
+def test_skip_reason_names_missing_packages_or_time() -> None:
     assert (
         tiers.why_not(["json", "no_such_package", "nor_this"], 60, ["a GPU"])
         == "no_such_package, nor_this not installed"
@@ -25,7 +25,7 @@ def test_a_tier_whose_packages_are_missing_or_that_has_no_time_says_so() -> None
     assert tiers.why_not(["json"], 60, ["a GPU"]) is None
 
 
-def test_without_a_gpu_each_tier_says_what_it_skips_and_why() -> None:
+def test_tiers_without_a_gpu_print_the_skip_reason() -> None:
     ran = subprocess.run(
         [sys.executable, str(ROOT / "scripts/test_gpu.py")],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
@@ -39,7 +39,7 @@ def test_without_a_gpu_each_tier_says_what_it_skips_and_why() -> None:
     assert ran.stderr.startswith("no tier was run.")
 
 
-def test_every_test_of_a_gpu_is_in_a_tier() -> None:
+def test_every_gpu_test_file_is_in_a_tier() -> None:
     listed = {file for _, _, files in tiers.TIERS for file in files}
     there = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py")} - {
         "tests/gpu/test_tiers.py"
@@ -48,12 +48,12 @@ def test_every_test_of_a_gpu_is_in_a_tier() -> None:
     assert all((ROOT / file).is_file() for file in listed)
 
 
-def test_what_takes_too_long_is_a_failure_with_its_time() -> None:
+def test_tier_timeout_is_a_failure() -> None:
     fine, line = tiers.run(["tests/gpu/test_torch_alone.py"], 0.01)
     assert (fine, line) == (False, "not done within 0 s")
 
 
-def test_the_first_tier_needs_torch_alone() -> None:
+def test_first_tier_imports_only_torch() -> None:
     code = """
 import sys
 class Refuse:

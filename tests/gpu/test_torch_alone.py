@@ -26,7 +26,7 @@ TOKENS, WIDTH = 2048, 256
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-def test_logprobs_in_chunks_are_those_of_whole_logits_with_gradients(dtype: torch.dtype, tolerance: float) -> None:
+def test_chunked_logprobs_match_whole_logits_with_gradients(dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = ((TOKENS, WIDTH), (32_000, WIDTH))
     hidden, weight = (
@@ -55,13 +55,13 @@ def scoring_peak(vocabulary: int) -> int:
     return torch.cuda.max_memory_allocated() - before - of_gradients
 
 
-def test_the_memory_of_scoring_does_not_grow_with_the_vocabulary() -> None:
+def test_scoring_memory_does_not_grow_with_the_vocabulary() -> None:
     small, large = scoring_peak(32_768), scoring_peak(131_072)
     print(f"scoring takes {small / 2**20:.0f} MiB with 32k and {large / 2**20:.0f} MiB with 128k entries")
     assert large < 1.2 * small + 2**20
 
 
-def test_flex_attention_attends_as_buckets_do() -> None:
+def test_flex_attention_matches_bucketed_attention() -> None:
     documents = [Document(300), Document(200, 0, 300), Document(150, 0, 300), Document(30)]
     generator = torch.Generator("cuda").manual_seed(0)
     qkv = [
@@ -75,7 +75,7 @@ def test_flex_attention_attends_as_buckets_do() -> None:
 
 
 @pytest.mark.parametrize("lay_out", [layout_blocks, layout_documents])
-def test_ranks_that_share_tokens_attend_as_one_does(lay_out: Callable[..., Any]) -> None:
+def test_context_parallel_attention_matches_one_rank(lay_out: Callable[..., Any]) -> None:
     documents = [Document(300), Document(200, 0, 300), Document(150, 0, 300), Document(30)]
     generator = torch.Generator("cuda").manual_seed(0)
     qkv = [
@@ -102,7 +102,7 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_fsdp_keeps_no_layer_in_bfloat16_from_forward_to_backward(one_rank: None) -> None:
+def test_fsdp_keeps_no_bfloat16_layers_between_forward_and_backward(one_rank: None) -> None:
     layers, width = 16, 2048
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).cuda()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -47,7 +47,7 @@ asyncio.run(main())
 
 
 @on_more_hosts
-def test_a_run_tells_of_clocks_that_are_apart_and_its_trace_has_one_clock(hosts: Namespaces, tmp_path: Path) -> None:
+def test_wrong_clock_is_reported_and_corrected_in_the_trace(hosts: Namespaces, tmp_path: Path) -> None:
     right, wrong = hosts.hosts[:2]
     (wrong_clocks := tmp_path / "clocks").mkdir()
     (wrong_clocks / "sitecustomize.py").write_text(WRONG.format(name=wrong.name))

@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def test_at_staleness_0_it_has_the_same_bits_on_one_host_and_on_three_of_which_one_is_drained_and_one_dies(
+def test_example_is_bitwise_equal_on_three_hosts_with_a_drain_and_a_death(
     hosts: Namespaces, workers: list[HostProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     roles: dict[str, Any] = {

@@ -74,7 +74,7 @@ def in_a_step(held: HeldRun) -> HeldRun:
 
 
 @moments
-def test_a_link_that_is_down_for_two_seconds(until_moment: UntilMoment, in_a_step: HeldRun) -> None:
+def test_link_down_for_two_seconds_loses_no_host(until_moment: UntilMoment, in_a_step: HeldRun) -> None:
     host, said = in_a_step.host_of("generator-0"), len(in_a_step.run.output)
     until_moment(in_a_step, host)
     host.link_down()
@@ -86,7 +86,9 @@ def test_a_link_that_is_down_for_two_seconds(until_moment: UntilMoment, in_a_ste
 
 
 @moments
-def test_a_link_that_is_down_for_longer_than_the_lease(until_moment: UntilMoment, in_a_step: HeldRun) -> None:
+def test_host_rejoins_after_its_link_was_down_longer_than_the_lease(
+    until_moment: UntilMoment, in_a_step: HeldRun
+) -> None:
     host = in_a_step.host_of("generator-0")
     until_moment(in_a_step, host)
     with in_a_step.says(f"host {host.name} is lost: ", f"host {host.name} at {host.worker_address} has joined with"):
@@ -95,7 +97,7 @@ def test_a_link_that_is_down_for_longer_than_the_lease(until_moment: UntilMoment
         host.link_up()
 
 
-def test_a_host_that_is_killed_in_a_pull(in_a_step: HeldRun, tmp_path: Path) -> None:
+def test_host_killed_during_a_pull_rejoins(in_a_step: HeldRun, tmp_path: Path) -> None:
     host = in_a_step.host_of("generator-0")
     in_a_step.go_on_until_pulling(host)
     with in_a_step.says(f"host {host.name} is lost: ", f"host {host.name} at {host.worker_address} has joined with"):
@@ -105,7 +107,7 @@ def test_a_host_that_is_killed_in_a_pull(in_a_step: HeldRun, tmp_path: Path) -> 
         host.start_worker(tmp_path / "worker.txt", env={GATE: str(in_a_step.gate)})
 
 
-def test_a_rollout_worker_that_is_stopped(in_a_step: HeldRun) -> None:
+def test_sigstopped_rollout_worker_is_replaced(in_a_step: HeldRun) -> None:
     in_a_step.go_on_until_generating(in_a_step.host_of("generator-0"))
     with in_a_step.says(
         "rollout-worker-1 died: it has been stopped by a signal", "rollout-worker-1 is there again after"
@@ -113,7 +115,7 @@ def test_a_rollout_worker_that_is_stopped(in_a_step: HeldRun) -> None:
         os.kill(in_a_step.run.child("rollout-worker-1"), signal.SIGSTOP)
 
 
-def test_a_trainer_that_is_stopped_and_one_that_is_killed_while_it_starts(in_a_step: HeldRun) -> None:
+def test_trainer_recovers_when_its_replacement_is_killed_too(in_a_step: HeldRun) -> None:
     stopped = in_a_step.run.child("trainer")
     os.kill(stopped, signal.SIGSTOP)
     in_a_step.run.wait_for(lambda: pid_of(in_a_step.run, "trainer") not in {stopped, 0})
@@ -126,7 +128,7 @@ def test_a_trainer_that_is_stopped_and_one_that_is_killed_while_it_starts(in_a_s
     [(HeldRun.go_on_until_generating, "generator-1"), (HeldRun.go_on_until_pulling, "generator-0")],
     ids=["amid requests", "in a pull"],
 )
-def test_a_link_that_stays_down(until_moment: UntilMoment, generator: str, in_a_step: HeldRun) -> None:
+def test_link_that_stays_down_loses_the_host(until_moment: UntilMoment, generator: str, in_a_step: HeldRun) -> None:
     """The first time the other generator goes on alone, the second time one starts on the host that is left."""
     host = in_a_step.host_of(generator)
     until_moment(in_a_step, host)
@@ -135,7 +137,7 @@ def test_a_link_that_stays_down(until_moment: UntilMoment, generator: str, in_a_
     until(lambda: not host.pids("bootstrap_main"), "what is there ends itself")
 
 
-def test_links_that_are_up_again_after_steps_without_them(in_a_step: HeldRun) -> None:
+def test_hosts_rejoin_when_their_links_return(in_a_step: HeldRun) -> None:
     trains = in_a_step.host_of("trainer")
     back = [host for host in in_a_step.hosts if host is not trains]
     with in_a_step.says(*[f"host {host.name} at {host.worker_address} has joined with generator-" for host in back]):
@@ -143,7 +145,7 @@ def test_links_that_are_up_again_after_steps_without_them(in_a_step: HeldRun) ->
             host.link_up()
 
 
-def test_a_trainers_host_that_is_cut_off_for_longer_than_its_lease(in_a_step: HeldRun) -> None:
+def test_cut_off_training_host_is_replaced_and_rejoins(in_a_step: HeldRun) -> None:
     host = in_a_step.host_of("trainer")
     host.link_down()
     in_a_step.go_on_until_said("trainer is there again after")
@@ -153,7 +155,7 @@ def test_a_trainers_host_that_is_cut_off_for_longer_than_its_lease(in_a_step: He
         host.link_up()
 
 
-def test_it_ends_without_a_host_and_with_the_bits_that_it_would_have(in_a_step: HeldRun, undisturbed: Computed) -> None:
+def test_final_result_is_bitwise_equal_despite_the_faults(in_a_step: HeldRun, undisturbed: Computed) -> None:
     trains = in_a_step.host_of("trainer")
     next(host for host in in_a_step.hosts if host is not trains).link_down()
     (in_a_step.gate / "hold").unlink()

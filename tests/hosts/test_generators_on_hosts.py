@@ -23,7 +23,7 @@ def addresses_of(hosts: Namespaces) -> list[str]:
 
 
 @on_more_hosts
-def test_one_run_after_the_other_has_generators_on_every_host_and_leaves_nothing(
+def test_consecutive_runs_use_every_host_and_leave_nothing(
     hosts: Namespaces, workers: list[HostProcess], tmp_path: Path
 ) -> None:
     before = [host.files("/dev/shm") for host in hosts]

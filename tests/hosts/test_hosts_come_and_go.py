@@ -45,7 +45,7 @@ def undisturbed(run: Run) -> str:
     return run.asked("answers")
 
 
-def test_two_seconds_without_a_link_cost_nothing(patient_run: Run, hosts: Namespaces) -> None:
+def test_two_seconds_without_a_link_lose_nothing(patient_run: Run, hosts: Namespaces) -> None:
     run = patient_run
     run.tell(f"ask {COUNT} {TOKENS}")
     undisturbed, before = run.asked("answers"), run.asked("pids")
@@ -59,9 +59,7 @@ def test_two_seconds_without_a_link_cost_nothing(patient_run: Run, hosts: Namesp
     assert run.asked("serving") == "generator-0 generator-1 generator-2"
 
 
-def test_a_host_that_is_cut_off_is_given_up_ends_its_processes_and_joins_again_empty(
-    run: Run, hosts: Namespaces, undisturbed: str
-) -> None:
+def test_cut_off_host_is_lost_ends_its_processes_and_rejoins(run: Run, hosts: Namespaces, undisturbed: str) -> None:
     run.tell(f"ask {COUNT} {TOKENS}")
     run.hears("asked")
     hosts[1].link_down()
@@ -77,7 +75,7 @@ def test_a_host_that_is_cut_off_is_given_up_ends_its_processes_and_joins_again_e
     assert run.asked("serving") == "generator-0 generator-1 generator-2"
 
 
-def test_a_machine_that_dies_and_starts_again_is_taken_in_by_the_same_address(
+def test_rebooted_host_rejoins_at_the_same_address(
     run: Run, hosts: Namespaces, undisturbed: str, tmp_path: Path
 ) -> None:
     run.tell(f"ask {COUNT} {TOKENS}")
@@ -94,7 +92,7 @@ def test_a_machine_that_dies_and_starts_again_is_taken_in_by_the_same_address(
     assert "is already in the run" in command("hosts", str(run.folder), "add", hosts[2].worker_address)
 
 
-def test_whatever_is_stopped_on_a_host_is_as_good_as_dead_and_takes_nothing_else_with_it(
+def test_sigstopped_process_counts_as_dead_and_others_survive(
     run: Run, hosts: Namespaces, workers: list[HostProcess], undisturbed: str
 ) -> None:
     first, second, third = hosts
@@ -122,7 +120,7 @@ def test_whatever_is_stopped_on_a_host_is_as_good_as_dead_and_takes_nothing_else
     workers[0].send(signal.SIGCONT)
 
 
-def test_a_worker_that_gets_sigterm_goes_once_its_requests_have_ended(
+def test_worker_leaves_after_sigterm_once_its_requests_end(
     run: Run, hosts: Namespaces, workers: list[HostProcess], undisturbed: str
 ) -> None:
     run.tell(f"ask {COUNT} {TOKENS}")
@@ -135,16 +133,14 @@ def test_a_worker_that_gets_sigterm_goes_once_its_requests_have_ended(
     assert engines_of(hosts, 0) == []
 
 
-def test_a_host_is_drained_by_command(run: Run, hosts: Namespaces, undisturbed: str) -> None:
+def test_drain_command_removes_a_host(run: Run, hosts: Namespaces, undisturbed: str) -> None:
     listed = command("hosts", str(run.folder), "drain", hosts[1].name)
     assert f"{hosts[1].name} {hosts[1].worker_address} left: titan-rl hosts asked for it" in " ".join(listed.split())
     assert len(run.asked("serving").split()) == 1
     assert "there is no host 'nobody'" in command("hosts", str(run.folder), "drain", "nobody")
 
 
-def test_a_worker_that_is_started_anew_is_taken_in_and_one_that_goes_on_stays_out(
-    run: Run, hosts: Namespaces, tmp_path: Path
-) -> None:
+def test_restarted_worker_rejoins_and_drained_one_stays_out(run: Run, hosts: Namespaces, tmp_path: Path) -> None:
     hosts[0].start_worker(tmp_path / "worker.txt")
     run.hears(f"host {hosts[0].name} at {hosts[0].worker_address} has joined with generator-")
     assert len(run.asked("serving").split()) == 2

@@ -26,7 +26,7 @@ def spawned(host: NamespaceHost) -> list[str]:
 
 
 @on_more_hosts
-def test_those_that_die_are_left_out_where_the_others_are_enough_and_taken_in_when_they_return(
+def test_run_starts_without_dead_hosts_which_rejoin_later(
     hosts: Namespaces, workers: list[HostProcess], gate: Path, tmp_path: Path
 ) -> None:
     first, second, third = hosts
@@ -52,7 +52,7 @@ def test_those_that_die_are_left_out_where_the_others_are_enough_and_taken_in_wh
 
 
 @on_more_hosts
-def test_one_that_is_needed_is_named_at_once_and_nothing_is_left_on_the_others(
+def test_death_of_a_needed_host_fails_the_start_and_cleans_up(
     hosts: Namespaces, workers: list[HostProcess], gate: Path, tmp_path: Path
 ) -> None:
     first, second, third = hosts

@@ -47,7 +47,7 @@ def make(spec):
 
 
 @on_more_hosts
-def test_model_and_code_are_brought_and_logs_arrive(needs_namespaces: None, tmp_path: Path) -> None:
+def test_sync_copies_model_and_code_and_returns_logs(needs_namespaces: None, tmp_path: Path) -> None:
     folder, runs = tmp_path / "mine", tmp_path / "runs"
     for name in ("model", "code"):
         (folder / name).mkdir(parents=True)
@@ -78,7 +78,7 @@ def test_model_and_code_are_brought_and_logs_arrive(needs_namespaces: None, tmp_
         ("203.0.113.7:22222", "--listen 203.0.113.7:22222: Cannot assign requested address; name a free port of an"),
     ],
 )
-def test_a_worker_says_what_is_wrong_with_its_address(listen: str, said: str) -> None:
+def test_invalid_listen_address_error_names_the_problem(listen: str, said: str) -> None:
     command = [sys.executable, "-m", "titan_rl.cli.main", "worker", "--listen", listen]
     done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, timeout=300)
     assert done.returncode == 2

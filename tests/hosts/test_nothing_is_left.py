@@ -109,7 +109,7 @@ def run_on(machines: Machines, folder: Path) -> Generator[subprocess.Popen[bytes
 
 
 @on_more_hosts
-def test_a_run_that_is_stopped_by_ctrl_c(machines: Machines, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_nothing_on_the_hosts(machines: Machines, tmp_path: Path) -> None:
     with run_on(machines, tmp_path) as run:
         run.send_signal(signal.SIGINT)
         assert run.wait(HANG_S) == 130
@@ -117,9 +117,7 @@ def test_a_run_that_is_stopped_by_ctrl_c(machines: Machines, tmp_path: Path) -> 
 
 
 @on_more_hosts
-def test_what_a_killed_worker_leaves_goes_with_the_next_and_what_a_killed_controller_leaves_goes_at_once(
-    machines: Machines, tmp_path: Path
-) -> None:
+def test_leftovers_of_killed_worker_and_controller_are_removed(machines: Machines, tmp_path: Path) -> None:
     with run_on(machines, tmp_path) as run:
         assert all(host.files("/dev/shm") for host in machines.hosts)
         machines.workers[1].send(signal.SIGKILL)

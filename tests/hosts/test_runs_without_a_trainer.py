@@ -35,9 +35,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def test_a_rank_that_is_killed_while_it_starts_ends_the_run_with_its_reason(
-    hosts: Namespaces, workers: list[HostProcess], tmp_path: Path
-) -> None:
+def test_rank_killed_at_start_ends_the_run(hosts: Namespaces, workers: list[HostProcess], tmp_path: Path) -> None:
     with run_on(hosts, tmp_path, hosts__train=2, training__data_parallel=2, **SETTINGS) as run:
         run.wait_for(lambda: pid_of(run, "trainer-rank1") > 0)
         os.kill(run.child("trainer-rank1"), signal.SIGKILL)
@@ -58,7 +56,7 @@ def mortal(hosts: Namespaces, workers: list[HostProcess], gate: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("stop", ["while it waits for a host", "before its host is lost"])
-def test_a_stop_waits_for_no_host(
+def test_stop_does_not_wait_for_a_host(
     stop: str, hosts: Namespaces, mortal: NamespaceHost, gate: Path, tmp_path: Path
 ) -> None:
     (runs := tmp_path / "runs").mkdir()

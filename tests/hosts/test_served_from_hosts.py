@@ -32,7 +32,7 @@ def engines_on(hosts: Namespaces) -> list[int]:
 
 
 @on_more_hosts
-def test_clients_are_answered_by_engines_on_every_host(hosts: Namespaces, workers: list[HostProcess]) -> None:
+def test_serve_uses_engines_on_every_host(hosts: Namespaces, workers: list[HostProcess]) -> None:
     serving = subprocess.Popen(
         command(hosts, "serve", str(MODEL), "--server.port", "0"),
         cwd=PROJECT,
@@ -59,9 +59,7 @@ def test_clients_are_answered_by_engines_on_every_host(hosts: Namespaces, worker
 
 
 @on_more_hosts
-def test_prompts_are_played_here_with_engines_on_every_host(
-    hosts: Namespaces, workers: list[HostProcess], tmp_path: Path
-) -> None:
+def test_eval_uses_engines_on_every_host(hosts: Namespaces, workers: list[HostProcess], tmp_path: Path) -> None:
     few = ["--num-prompts", "3", "--samples", "2", "--out", str(tmp_path / "out"), "--json"]
     words = ["eval", "examples/alphabet_sort/cpu.toml", str(MODEL), *few]
     done = subprocess.run(

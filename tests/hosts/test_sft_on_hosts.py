@@ -24,7 +24,7 @@ from titan_rl.viewer.trace import Traces
 pytestmark = on_more_hosts
 
 
-def test_a_trainer_moves_from_hosts_that_are_drained_and_the_run_waits_where_none_is_left(
+def test_trainer_leaves_drained_hosts_and_waits_for_a_new_one(
     hosts: Namespaces, workers: list[HostProcess], tmp_path: Path
 ) -> None:
     elsewhere = ",".join(host.worker_address for host in hosts.hosts[:2])
@@ -48,9 +48,7 @@ def test_a_trainer_moves_from_hosts_that_are_drained_and_the_run_waits_where_non
         assert became == [(hosts[0].name, "left"), (hosts[1].name, "left"), (hosts[2].name, "joined")]
 
 
-def test_a_model_is_taught_on_hosts_of_which_one_dies(
-    hosts: Namespaces, workers: list[HostProcess], tmp_path: Path
-) -> None:
+def test_sft_survives_the_death_of_a_host(hosts: Namespaces, workers: list[HostProcess], tmp_path: Path) -> None:
     elsewhere = ",".join(host.worker_address for host in hosts)
     with taught(tmp_path, training__data_parallel=2, hosts__train=2, hosts__addresses=elsewhere) as run:
         run.wait_for_step(15)

@@ -138,7 +138,7 @@ def controller(servers: Servers, tmp_path: Path) -> Generator[Controller]:
 
 @on_more_hosts
 @pytest.mark.parametrize("end", ["in order", "killed"])
-def test_workers_are_there_for_as_long_as_their_controller(
+def test_ssh_workers_end_with_their_controller(
     end: str, hosts: Namespaces, controller: Controller, tmp_path: Path
 ) -> None:
     assert controller.begins_with == [f"{host.address}:22222" for host in hosts.hosts[:2]]
@@ -154,9 +154,7 @@ def test_workers_are_there_for_as_long_as_their_controller(
 
 
 @on_more_hosts
-def test_a_host_that_is_away_has_its_worker_once_it_is_back(
-    hosts: Namespaces, servers: Servers, tmp_path: Path
-) -> None:
+def test_ssh_worker_restarts_when_its_host_returns(hosts: Namespaces, servers: Servers, tmp_path: Path) -> None:
     one, two = (f"{host.address}:22222" for host in hosts.hosts[:2])
     hosts[1].kill()
     with contextlib.closing(Controller(servers, tmp_path)) as controller:

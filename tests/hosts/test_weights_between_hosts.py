@@ -30,7 +30,7 @@ def writer(hosts: Namespaces, tmp_path: Path) -> Generator[TCPTransport]:
 
 
 @on_more_hosts
-def test_hosts_that_stall_or_die_hold_up_nobody_else(hosts: Namespaces, writer: TCPTransport) -> None:
+def test_stalled_or_dead_hosts_do_not_delay_others(hosts: Namespaces, writer: TCPTransport) -> None:
     weights = np.random.default_rng(0).integers(0, 256, MEGABYTES << 20, np.uint8)
     crc = zlib.crc32(weights.tobytes())
     for host in hosts:

@@ -26,24 +26,24 @@ def names(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("names")
-def test_this_hosts_own_name_does_not_stand_for_loopback_where_there_are_others():
+def test_own_hostname_is_not_loopback_with_other_hosts():
     assert addresses_of(["me", "two"]) == {"me": "towards 10.0.0.2", "two": "10.0.0.2"}
     assert addresses_of(["me"]) == {"me": "127.0.1.1"}
     assert addresses_of(["me", "two"], {"two": "127.0.0.2"}) == {"me": "127.0.1.1", "two": "127.0.0.2"}
 
 
 @pytest.mark.usefixtures("names")
-def test_an_old_address_is_preferred_to_a_new_one():
+def test_ipv4_is_preferred_to_ipv6():
     assert addresses_of(["six", "both"]) == {"six": "fd00::6", "both": "10.0.0.7"}
 
 
 @pytest.mark.usefixtures("names")
-def test_a_name_that_means_nothing_is_told():
+def test_unknown_host_name_error_gives_the_fix():
     with pytest.raises(ProviderError, match="three has no address here: Name or service not known; fix DNS"):
         addresses_of(["two", "three"])
     with pytest.raises(ProviderError, match="not known; say it elsewhere"):
         addresses_of(["three"], fix="say it elsewhere")
 
 
-def test_the_way_to_a_host_begins_at_an_address_of_this_one():
+def test_source_address_towards_a_host():
     assert source_towards("127.0.0.1") == "127.0.0.1"

@@ -46,7 +46,7 @@ def on_a_host_that_comes(tmp_path: Path) -> tuple[str, list[str]]:
     return "comes", tethered([sys.executable, "-S", "-c", WHEN_THERE, str(tmp_path / "there")])
 
 
-async def test_workers_listen_for_as_long_as_the_block(tmp_path: Path) -> None:
+async def test_workers_run_for_the_length_of_the_block(tmp_path: Path) -> None:
     told = ConsoleLines()
     commands = listening(tmp_path, "10.0.0.1:5", "10.0.0.2:6")
     async with kept_workers(commands, tmp_path, told, HANG_S) as kept:
@@ -57,7 +57,7 @@ async def test_workers_listen_for_as_long_as_the_block(tmp_path: Path) -> None:
     assert told == []
 
 
-async def test_where_no_worker_comes_up_its_last_words_say_why(tmp_path: Path) -> None:
+async def test_failed_start_error_quotes_the_last_output(tmp_path: Path) -> None:
     fails = "print('warming up')\nraise SystemExit('no such interface')"
     ill = [(name, [sys.executable, "-S", "-c", fails]) for name in ("host0", "host1")]
     with pytest.raises(ProviderError, match=r"host1 has ended with code 1: no such interface; its log: .*worker-host1"):
@@ -65,14 +65,14 @@ async def test_where_no_worker_comes_up_its_last_words_say_why(tmp_path: Path) -
             pytest.fail("it began")
 
 
-async def test_one_that_never_listens_is_waited_for_in_vain_and_ended(tmp_path: Path) -> None:
+async def test_worker_that_never_listens_times_out(tmp_path: Path) -> None:
     commands = listening(tmp_path, "10.0.0.1:5", program="import signal\nsignal.pause()\n")
     with pytest.raises(ProviderError, match=r"no worker listens on host0 after 0.1 s; see .*/worker-host0.log"):
         async with kept_workers(commands, tmp_path, LOG, wait_s=0.1):
             pytest.fail("it began")
 
 
-async def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
+async def test_missing_command_is_named(tmp_path: Path) -> None:
     with pytest.raises(ProviderError, match="no-such-ssh cannot be started: No such file"):
         async with kept_workers([("host", ["no-such-ssh"])], tmp_path, LOG, HANG_S):
             pytest.fail("it began")
@@ -107,7 +107,7 @@ class Kept(Console):
         await self.workers.close()
 
 
-async def test_a_host_that_is_not_there_at_the_start_has_its_worker_once_it_is(tmp_path: Path) -> None:
+async def test_host_absent_at_start_gets_its_worker_later(tmp_path: Path) -> None:
     async with Kept(tmp_path) as kept:
         assert list(kept.workers) == await kept.workers.current() == ["10.0.0.1:5"]
         await kept.hears(
@@ -119,7 +119,7 @@ async def test_a_host_that_is_not_there_at_the_start_has_its_worker_once_it_is(t
         assert list(kept.workers) == ["10.0.0.1:5"], "that it began with"
 
 
-async def test_a_worker_that_fails_has_another_in_its_place_once_its_host_is_back(tmp_path: Path) -> None:
+async def test_failed_worker_is_restarted_when_its_host_returns(tmp_path: Path) -> None:
     (there := tmp_path / "there").touch()
     async with Kept(tmp_path) as kept:
         assert list(kept.workers) == ["10.0.0.1:5", "10.0.0.2:6"]
@@ -133,16 +133,14 @@ async def test_a_worker_that_fails_has_another_in_its_place_once_its_host_is_bac
         assert len(await kept.workers.current()) == 2
 
 
-async def test_what_is_tried_again_and_again_in_vain_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_repeated_failure_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "FIRST_WAIT_S", 0.001)
     async with Kept(tmp_path) as kept:
         await until(lambda: (tmp_path / "worker-comes.log").read_text().count("no route") >= 4)
         assert [line for line in kept.told if "no route" in line] == kept.told[:1]
 
 
-async def test_one_that_is_told_to_end_stays_away(tmp_path: Path) -> None:
+async def test_worker_ended_by_sigterm_is_not_restarted(tmp_path: Path) -> None:
     (tmp_path / "there").touch()
     async with Kept(tmp_path) as kept:
         os.kill(await pid_in(tmp_path), signal.SIGTERM)
@@ -150,7 +148,7 @@ async def test_one_that_is_told_to_end_stays_away(tmp_path: Path) -> None:
         assert await kept.workers.current() == ["10.0.0.1:5"]
 
 
-async def test_a_host_that_is_let_go_has_no_worker_any_more(tmp_path: Path) -> None:
+async def test_worker_of_a_released_host_ends(tmp_path: Path) -> None:
     async with Kept(tmp_path) as kept:
         kept.workers.let_go(["host0"])
         assert await kept.workers.current() == []

@@ -37,7 +37,7 @@ def objects(text: str) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("version", ["1.31", kubernetes_validate.latest_version()])
-def test_the_manifests_are_those_that_the_schemas_allow(version: str):
+def test_manifests_match_the_kubernetes_schemas(version: str):
     made = objects(kubernetes.render(submission()))
     assert made.keys() == {"ConfigMap", "Service", "NetworkPolicy", "StatefulSet", "Job"}
     for manifest in made.values():
@@ -45,7 +45,7 @@ def test_the_manifests_are_those_that_the_schemas_allow(version: str):
         assert manifest["metadata"]["name"] == "word-sort-lr-1-1122-180000"
 
 
-def test_each_worker_has_a_name_that_the_controller_knows():
+def test_controller_knows_each_workers_dns_name():
     made = objects(kubernetes.render(submission()))
     workers, job = made["StatefulSet"]["spec"], made["Job"]["spec"]["template"]["spec"]
     name = made["Service"]["metadata"]["name"]
@@ -58,7 +58,7 @@ def test_each_worker_has_a_name_that_the_controller_knows():
     assert len(f"{name}-0123456789") <= 63
 
 
-def test_only_pods_of_the_run_reach_a_worker():
+def test_network_policy_admits_only_pods_of_the_run():
     made = objects(kubernetes.render(submission()))
     policy, labels = made["NetworkPolicy"]["spec"], made["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
     selected = policy["podSelector"]["matchLabels"]
@@ -74,7 +74,7 @@ def begin(script: str, folder: Path, commands: Commands) -> list[list[str]]:
     return [arguments for arguments, _ in commands.calls("titan-rl")]
 
 
-def test_a_second_pod_goes_on_with_the_run_of_the_first(tmp_path: Path, commands: Commands):
+def test_second_controller_pod_resumes_the_run(tmp_path: Path, commands: Commands):
     script = objects(kubernetes.render(submission()))["ConfigMap"]["data"]["begin.sh"]
     name = "word-sort-lr-1-1122-180000"
     first = ["train", "/etc/titan_rl/0-cpu.toml", "--training.lr=-1e-3", "--name", name]
@@ -88,14 +88,14 @@ def test_a_second_pod_goes_on_with_the_run_of_the_first(tmp_path: Path, commands
 @given(
     st.text(st.characters(min_codepoint=32, max_codepoint=0x17F, exclude_characters="\x7f", exclude_categories=["Cc"]))
 )
-def test_settings_arrive_as_they_are(text: str):
+def test_config_map_preserves_settings_exactly(text: str):
     toml = f"a = '{text}'\n\n  b = 1\n"
     made = objects(kubernetes.render(submission(tomls={"a.toml": toml, "b.toml": TOML})))
     assert made["ConfigMap"]["data"]["0-a.toml"] == toml
     assert made["ConfigMap"]["data"]["1-b.toml"] == TOML
 
 
-def test_what_is_made_belongs_to_the_job(commands: Commands):
+def test_job_owns_all_created_objects(commands: Commands):
     commands.make("kubectl", "print('some-uid' if 'get' in argv else '')", reads=True)
     text = kubernetes.render(submission())
     said = kubernetes.submit(submission(), text)
@@ -110,7 +110,7 @@ def test_what_is_made_belongs_to_the_job(commands: Commands):
         assert owner == {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": "some-uid"}
 
 
-async def test_workers_are_taken_when_all_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_workers_are_returned_once_all_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setenv(kubernetes.WORKERS, "localhost 127.0.0.1")
@@ -119,7 +119,7 @@ async def test_workers_are_taken_when_all_listen(tmp_path: Path, monkeypatch: py
             assert list(addresses) == [f"127.0.0.1:{port}", f"127.0.0.1:{port}"]
 
 
-async def test_one_that_is_not_there_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
+async def test_missing_worker_is_looked_up_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kubernetes, "LOOK_S", 0)
     known, asked = {"a-0.a": "10.0.0.7"}, list[str]()
 
@@ -137,7 +137,7 @@ async def test_one_that_is_not_there_yet_is_asked_for_again(monkeypatch: pytest.
         await kubernetes.found_by(find, ["a-0.a", "a-2.a"], 0.05)
 
 
-async def test_pods_come_and_go_as_the_service_says(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_current_pods_follow_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     known: dict[str, list[str]] = {"a": ["10.0.0.7", "10.0.0.8"]}
 
     def getaddrinfo(name: str, port: int, family: int, kind: int):
@@ -153,7 +153,7 @@ async def test_pods_come_and_go_as_the_service_says(monkeypatch: pytest.MonkeyPa
     assert list(pods) == ["10.0.0.7:700", "10.0.0.8:700"], "those that the run began with"
 
 
-def test_the_service_has_the_workers_alone() -> None:
+def test_service_selects_only_workers() -> None:
     """Its addresses are those of hosts: the controller's pod is none."""
     made = objects(kubernetes.render(submission()))
     selected = made["Service"]["spec"]["selector"].items()
@@ -161,7 +161,7 @@ def test_the_service_has_the_workers_alone() -> None:
     assert not selected <= made["Job"]["spec"]["template"]["metadata"]["labels"].items()
 
 
-async def test_elsewhere_than_in_its_job_the_way_in_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_error_outside_a_job_says_to_start_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(kubernetes.WORKERS, raising=False)
     assert kubernetes.WORKERS not in os.environ
     with pytest.raises(ConfigError, match="start the run with that"):

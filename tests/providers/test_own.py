@@ -19,7 +19,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProviderSpec:
     return ProviderSpec(ProviderSettings(provider="my_cloud:rented", port=700), tmp_path)
 
 
-async def test_its_workers_are_those_of_the_block(own: ProviderSpec):
+async def test_documented_provider_yields_its_workers(own: ProviderSpec):
     told = ConsoleLines()
     provider = find_provider("my_cloud:rented")
     async with provider.workers(ProviderSpec(own.settings, own.logs, told)) as addresses:
@@ -31,6 +31,6 @@ async def test_its_workers_are_those_of_the_block(own: ProviderSpec):
 
 
 @pytest.mark.usefixtures("own")
-def test_one_that_is_not_there_is_told():
+def test_missing_provider_function_error_lists_the_others():
     with pytest.raises(ConfigError, match="my_cloud has no function lent; it has: rented"):
         find_provider("my_cloud:lent")

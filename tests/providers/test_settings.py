@@ -10,20 +10,20 @@ from titan_rl.config.hosts import KubernetesConfig, ProviderSettings
 
 
 @pytest.mark.parametrize(("drain_s", "waits"), [(0, 120), (60, 120), (60.5, 121), (300, 360)])
-def test_a_worker_waits_for_longer_than_its_host_is_drained(drain_s: float, waits: int) -> None:
+def test_worker_drain_time_exceeds_the_hosts(drain_s: float, waits: int) -> None:
     settings = ProviderSettings.model_validate({"command": "titan-rl", "drain_s": drain_s})
     said = [] if waits == 120 else ["--drain-s", str(waits)]
     assert worker_command(settings, "10.0.0.2:1") == ["titan-rl", "worker", "--listen", "10.0.0.2:1", *said]
 
 
 @pytest.mark.parametrize("limit", ["1", "2", "1:59", "0-0:02", "00:02:00"])
-def test_a_job_ends_in_order_after_it_has_begun(limit: str) -> None:
+def test_rejects_time_limits_shorter_than_the_drain(limit: str) -> None:
     with pytest.raises(ValidationError, match=rf"options has '--time={limit}'.* 120 s before its time limit"):
         ProviderSettings(provider="slurm", options=(f"--time={limit}",))
 
 
 @pytest.mark.parametrize("limit", ["3", "2:01", "1:00:00", "1-0", "0-1:00", "0-0:02:01", "0", "unlimited"])
-def test_a_job_has_more_time_than_its_end_takes(limit: str) -> None:
+def test_accepts_time_limits_longer_than_the_drain(limit: str) -> None:
     ProviderSettings(provider="slurm", options=(f"--time={limit}",))
 
 
@@ -38,7 +38,7 @@ def test_a_job_has_more_time_than_its_end_takes(limit: str) -> None:
         ("-o log", "run_dir"),
     ],
 )
-def test_an_option_does_not_say_what_a_setting_says(option: str, setting: str) -> None:
+def test_rejects_options_that_a_setting_covers(option: str, setting: str) -> None:
     with pytest.raises(ValidationError, match=rf"options has '{option}'.*; set {setting} instead"):
         ProviderSettings(provider="slurm", options=("--exclusive", option))
 
@@ -52,12 +52,12 @@ def test_an_option_does_not_say_what_a_setting_says(option: str, setting: str) -
         ("-D /x", "submit it from that folder"),
     ],
 )
-def test_an_option_does_not_make_another_job_of_it(option: str, fix: str) -> None:
+def test_rejects_options_that_change_the_kind_of_job(option: str, fix: str) -> None:
     with pytest.raises(ValidationError, match=rf"options has '{option}', and .*: {fix}"):
         ProviderSettings(provider="slurm", options=(option,))
 
 
-def test_other_options_are_the_jobs() -> None:
+def test_accepts_other_slurm_options() -> None:
     options = ("--partition=gpu", "-p gpu", "--nodelist=a,b", "--time-min=5", "--ntasks-per-core=1", "-n 4")
     assert ProviderSettings(provider="slurm", options=options).options == options
 
@@ -74,7 +74,7 @@ def test_other_options_are_the_jobs() -> None:
         {"volume": "claim:/work space"},
     ],
 )
-def test_what_no_cluster_takes_is_refused(table: dict[str, object]) -> None:
+def test_rejects_invalid_kubernetes_values(table: dict[str, object]) -> None:
     (name,) = table
     with pytest.raises(ValidationError) as refused:
         KubernetesConfig.model_validate(table)
@@ -82,6 +82,6 @@ def test_what_no_cluster_takes_is_refused(table: dict[str, object]) -> None:
     assert refused.value.errors()[0]["msg"].startswith("must be")
 
 
-def test_quantities_are_those_of_kubernetes() -> None:
+def test_accepts_kubernetes_quantities() -> None:
     resources = {"nvidia.com/gpu": "8", "memory": "400Gi", "cpu": "500m", "ephemeral-storage": "1.5e3", "x": "0.5"}
     assert KubernetesConfig(resources=resources, shared_memory="64G").resources == resources

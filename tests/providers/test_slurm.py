@@ -62,7 +62,7 @@ async def test_each_node_of_an_allocation_has_a_worker(allocation: ProviderSpec,
 
 
 @pytest.mark.parametrize("state", ["ALLOCATED+DRAIN", "DRAINING*", "ALLOCATED+FAIL", "FAILING"])
-async def test_a_node_that_is_drained_is_missing_until_it_is_resumed(state: str, allocation: ProviderSpec):
+async def test_drained_node_is_absent_until_resumed(state: str, allocation: ProviderSpec):
     async with slurm.workers(allocation) as workers:
         assert isinstance(workers, ChangingWorkers)
         assert await workers.current() == ["127.0.0.1:700", "127.0.0.2:700"]
@@ -76,7 +76,7 @@ async def test_a_node_that_is_drained_is_missing_until_it_is_resumed(state: str,
 @pytest.mark.parametrize(
     ("nodes", "state"), [("node[1-2]", "DOWN*"), ("node[1-2]", "DOWN+DRAIN"), ("127.0.0.1", "IDLE")]
 )
-async def test_a_node_that_fails_or_leaves_has_no_worker_any_more(nodes: str, state: str, allocation: ProviderSpec):
+async def test_worker_of_a_failed_or_removed_node_ends(nodes: str, state: str, allocation: ProviderSpec):
     async with slurm.workers(allocation) as workers:
         assert isinstance(workers, ChangingWorkers)
         slurmctld_says(nodes, "127.0.0.1 ALLOCATED", f"127.0.0.2 {state}")
@@ -87,7 +87,7 @@ async def test_a_node_that_fails_or_leaves_has_no_worker_any_more(nodes: str, st
                 await asyncio.sleep(0.01)
 
 
-async def test_a_node_that_comes_to_the_allocation_has_a_worker(allocation: ProviderSpec):
+async def test_node_added_to_the_allocation_gets_a_worker(allocation: ProviderSpec):
     async with slurm.workers(allocation) as workers, asyncio.timeout(HANG_S):
         assert isinstance(workers, ChangingWorkers)
         slurmctld_says("node[1-3]", *[f"127.0.0.{number} ALLOCATED" for number in (1, 2, 3)])
@@ -96,7 +96,7 @@ async def test_a_node_that_comes_to_the_allocation_has_a_worker(allocation: Prov
         assert await workers.current() == [f"127.0.0.{number}:700" for number in (1, 2, 3)]
 
 
-async def test_slurmctld_is_asked_now_and_then(
+async def test_slurmctld_queries_are_rate_limited(
     allocation: ProviderSpec, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(slurm, "LOOK_S", 1000.0)
@@ -108,7 +108,7 @@ async def test_slurmctld_is_asked_now_and_then(
     assert asked == [["--oneliner", "show", "job", "17"]]
 
 
-async def test_outside_of_an_allocation_the_way_in_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_error_outside_an_allocation_says_how_to_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     with pytest.raises(ConfigError, match="titan-rl launch CONFIG, or in a job of sbatch or salloc"):
         async with slurm.workers(ProviderSpec(ProviderSettings(provider="slurm"), tmp_path)):
@@ -174,7 +174,7 @@ class Job:
 CONFIG = 'name = "it\'s $HOME `date`"\n# END_OF_SETTINGS\n'
 
 
-def test_when_its_time_is_up_a_job_stops_waits_for_its_turn_and_goes_on(tmp_path: Path, commands: Commands):
+def test_job_at_its_time_limit_is_requeued_and_resumes(tmp_path: Path, commands: Commands):
     job = Job(tmp_path, commands)
     assert job.turn(signal.SIGUSR1) == 143
     assert job.requeued == [["requeue", "17"]]
@@ -184,20 +184,20 @@ def test_when_its_time_is_up_a_job_stops_waits_for_its_turn_and_goes_on(tmp_path
     assert (tmp_path / "runs" / "word_sort-17.toml").read_text() == CONFIG
 
 
-def test_a_cancelled_job_ends_its_run_in_order_and_does_not_come_back(tmp_path: Path, commands: Commands):
+def test_cancelled_job_stops_gracefully_without_requeue(tmp_path: Path, commands: Commands):
     job = Job(tmp_path, commands)
     assert job.turn(signal.SIGTERM) == 143
     assert job.said == ["began", "stopped in order"]
     assert job.requeued == []
 
 
-def test_a_job_ends_with_its_runs_code(tmp_path: Path, commands: Commands):
+def test_job_exits_with_the_runs_code(tmp_path: Path, commands: Commands):
     job = Job(tmp_path, commands)
     assert job.turn(ends=1) == 1
     assert job.requeued == []
 
 
-def test_the_script_says_what_is_asked_of_slurm(tmp_path: Path, commands: Commands):
+def test_batch_script_has_the_requested_sbatch_options(tmp_path: Path, commands: Commands):
     job = Job(
         tmp_path,
         commands,
@@ -217,7 +217,7 @@ def test_the_script_says_what_is_asked_of_slurm(tmp_path: Path, commands: Comman
     assert "--requeue" not in once
 
 
-def test_the_script_is_given_to_sbatch(tmp_path: Path, commands: Commands):
+def test_submit_passes_the_script_to_sbatch(tmp_path: Path, commands: Commands):
     commands.make("sbatch", "print('18;cluster')", reads=True)
     job = Job(tmp_path, commands)
     said = slurm.submit(job.submission, job.script.read_text())
@@ -226,7 +226,7 @@ def test_the_script_is_given_to_sbatch(tmp_path: Path, commands: Commands):
     assert (tmp_path / "runs").is_dir()
 
 
-def test_what_slurm_refuses_is_told(tmp_path: Path, commands: Commands):
+def test_sbatch_error_is_reported(tmp_path: Path, commands: Commands):
     commands.make("sbatch", "sys.exit('sbatch: error: invalid partition specified: gpu')", reads=True)
     job = Job(tmp_path, commands)
     with pytest.raises(ProviderError, match=r"sbatch --parsable failed with code 1: .*invalid partition"):

@@ -28,7 +28,7 @@ def settings(tmp_path: Path, *hosts: str) -> ProviderSettings:
     return ProviderSettings(provider="ssh", names=hosts, options=("-p", "2222"), port=700, command=command)
 
 
-async def test_each_host_has_a_worker_where_it_is_reached(tmp_path: Path, commands: Commands):
+async def test_each_host_gets_a_worker_at_its_address(tmp_path: Path, commands: Commands):
     commands.make("ssh", SSH)
     given = settings(tmp_path, "alias", "me@far=127.0.0.2")
     async with find_provider("ssh").workers(ProviderSpec(given, tmp_path)) as addresses:
@@ -39,7 +39,7 @@ async def test_each_host_has_a_worker_where_it_is_reached(tmp_path: Path, comman
         assert "-G" in arguments or "BatchMode=yes" in arguments
 
 
-async def test_a_host_that_refuses_says_so(tmp_path: Path, commands: Commands):
+async def test_ssh_refusal_is_reported(tmp_path: Path, commands: Commands):
     commands.make("ssh", SSH)
     given = settings(tmp_path, "refusing=127.0.0.1")
     with pytest.raises(ProviderError, match=r"refusing has ended with code 1: Permission denied \(publickey\)"):
@@ -47,7 +47,7 @@ async def test_a_host_that_refuses_says_so(tmp_path: Path, commands: Commands):
             pytest.fail("it began")
 
 
-def test_a_dry_run_shows_commands_that_a_shell_takes(tmp_path: Path, commands: Commands):
+def test_dry_run_prints_valid_shell_commands(tmp_path: Path, commands: Commands):
     commands.make("ssh", "print(argv[-2], argv[-1])")
     given = settings(tmp_path, "me@far=10.0.0.2")
     render = find_provider("ssh").render
@@ -59,7 +59,7 @@ def test_a_dry_run_shows_commands_that_a_shell_takes(tmp_path: Path, commands: C
     assert said.endswith(f"{given.command} worker --listen 10.0.0.2:700\n")
 
 
-def test_a_dry_run_has_the_addresses_of_the_hosts_that_are_known_here(tmp_path: Path, commands: Commands):
+def test_dry_run_resolves_known_hosts_and_marks_others(tmp_path: Path, commands: Commands):
     commands.make("ssh", SSH)
     render = find_provider("ssh").render
     assert render is not None
@@ -74,7 +74,7 @@ def test_a_dry_run_has_the_addresses_of_the_hosts_that_are_known_here(tmp_path: 
         ("hostname far.invalid", r"far\.invalid has no address here: .*hosts\.names = "),
     ],
 )
-async def test_a_host_that_is_not_found_says_how_it_is(
+async def test_unresolved_host_error_gives_the_fix(
     says: str, message: str, tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ):
     def nothing(*_: object, **__: object):

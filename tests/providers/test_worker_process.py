@@ -13,7 +13,7 @@ from providers.fakes import Commands, worker_command
 from titan_rl.cluster.providers.workers import WorkerProcess, tethered
 
 
-def test_a_tethered_command_ends_with_a_killed_process_that_started_it(tmp_path: Path):
+def test_tethered_command_ends_when_its_starter_is_killed(tmp_path: Path):
     starts = (
         "import subprocess, sys, signal\n"
         "child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)\n"
@@ -28,7 +28,7 @@ def test_a_tethered_command_ends_with_a_killed_process_that_started_it(tmp_path:
     assert starter.wait(HANG_S) == -signal.SIGKILL
 
 
-def test_a_tethered_command_begins_in_a_folder_that_is_there(tmp_path: Path):
+def test_tethered_command_starts_in_an_existing_folder(tmp_path: Path):
     for folder, begun in ((str(tmp_path), str(tmp_path)), (str(tmp_path / "not here"), os.getcwd())):
         with subprocess.Popen(
             tethered(["pwd"], folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -37,7 +37,7 @@ def test_a_tethered_command_begins_in_a_folder_that_is_there(tmp_path: Path):
             assert process.stdout.readline().strip() == begun
 
 
-async def test_an_ssh_that_ends_by_itself_is_no_end_of_the_worker(tmp_path: Path, commands: Commands):
+async def test_closed_ssh_connection_is_not_reported_as_a_worker_exit(tmp_path: Path, commands: Commands):
     says = 'print("titan-rl: listening on 10.0.0.2:700\\nMonarch logs somewhere")'
     commands.make("ssh", f"{says}\nsys.exit(255)\n")
     for word, ended in (

@@ -21,7 +21,7 @@ def cut(tensor: torch.Tensor, first: int, last: int, dtype: str | None = None) -
     return TensorSlice(tensor[first:last], SlicePosition((first, 0), tuple(tensor.shape)), dtype)
 
 
-def test_ranks_that_publish_slices_in_another_dtype_give_the_checksums_of_the_whole(tmp_path: Path) -> None:
+def test_converted_slices_combine_to_the_checksums_of_whole_tensors(tmp_path: Path) -> None:
     matrix, vector = torch.randn(2000, 300), torch.randn(7)  # more than is converted at a time
     manifests: list[Manifest] = []
     for rank, (first, last) in enumerate(((0, 1999), (1999, 2000))):
@@ -40,7 +40,7 @@ def test_ranks_that_publish_slices_in_another_dtype_give_the_checksums_of_the_wh
     assert published_checksums(known.unpack(pickle.loads(pickle.dumps([pack(whole)])))[0]) == expected
 
 
-def test_a_manifest_without_checksums_promises_nothing(tmp_path: Path) -> None:
+def test_published_checksums_are_empty_without_checksums_or_entries(tmp_path: Path) -> None:
     named = [("a", torch.ones(3))]
     manifest = SharedMemoryTransport("run", root=tmp_path).publish(1, named)
     assert published_checksums(manifest) == {}
@@ -50,7 +50,7 @@ def test_a_manifest_without_checksums_promises_nothing(tmp_path: Path) -> None:
     assert published_checksums(with_checksums(replace(manifest, shards=()), named)) == {}
 
 
-def test_checksums_that_do_not_fit_the_tensors_are_refused(tmp_path: Path) -> None:
+def test_rejects_a_checksum_count_that_does_not_match_the_tensors(tmp_path: Path) -> None:
     named = [("a", torch.ones(3)), ("b", torch.zeros(2))]
     manifest = with_checksums(SharedMemoryTransport("run", root=tmp_path).publish(1, named), named)
     (shard,) = manifest.shards

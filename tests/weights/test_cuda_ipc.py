@@ -41,7 +41,7 @@ def begin(manifest: Manifest, memory: HostMemory) -> Iterator[tuple[str, torch.T
     return CudaIPCTransport("reader", memory=memory).pull(pickle.loads(pickle.dumps(manifest)))
 
 
-def test_memory_is_used_again_once_nobody_reads_it(transport, memory) -> None:
+def test_memory_is_reused_once_nobody_reads_it(transport, memory) -> None:
     for version in range(6):
         manifest = transport.publish(version, weights(version).items())
         assert_equal(dict(begin(manifest, memory)), weights(version))
@@ -49,7 +49,7 @@ def test_memory_is_used_again_once_nobody_reads_it(transport, memory) -> None:
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_version_that_is_being_read_is_not_written_over(transport, memory, started: bool) -> None:
+def test_version_being_read_is_not_overwritten(transport, memory, started: bool) -> None:
     pairs = begin(transport.publish(1, weights(1).items()), memory)
     found = dict([next(pairs)]) if started else {}
     for version in range(2, 6):
@@ -62,7 +62,7 @@ def test_a_version_that_is_being_read_is_not_written_over(transport, memory, sta
     assert memory.num_held == 0
 
 
-def test_the_first_tensor_is_copied_before_another_thread_is_given_it(transport, memory) -> None:
+def test_first_tensor_is_synchronized_before_it_is_yielded(transport, memory) -> None:
     pairs = begin(transport.publish(1, weights(1).items()), memory)
     next(pairs)
     assert memory.num_waits == 1
@@ -70,7 +70,7 @@ def test_the_first_tensor_is_copied_before_another_thread_is_given_it(transport,
     assert memory.num_waits == 1
 
 
-def test_a_reader_opens_each_buffer_once_and_keeps_those_that_the_writer_has(transport, memory) -> None:
+def test_reader_opens_each_buffer_once(transport, memory) -> None:
     reader = CudaIPCTransport("reader", memory=memory)
     for version in range(6):
         manifest = transport.publish(version, weights(version).items())
@@ -80,7 +80,7 @@ def test_a_reader_opens_each_buffer_once_and_keeps_those_that_the_writer_has(tra
     assert memory.num_open == 0
 
 
-def test_a_reader_gives_up_the_memory_of_a_writer_that_is_gone(tmp_path, memory) -> None:
+def test_reader_releases_the_memory_of_a_closed_writer(tmp_path, memory) -> None:
     reader = CudaIPCTransport("reader", memory=memory)
     for trainer in range(3):
         transport = CudaIPCTransport("test", root=tmp_path, memory=memory)
@@ -91,14 +91,14 @@ def test_a_reader_gives_up_the_memory_of_a_writer_that_is_gone(tmp_path, memory)
         assert memory.num_open == 2
 
 
-def test_a_reader_gives_up_buffers_that_have_become_too_small(transport, memory) -> None:
+def test_reader_releases_buffers_that_became_too_small(transport, memory) -> None:
     reader = CudaIPCTransport("reader", memory=memory)
     for version in range(8):
         assert len(dict(reader.pull(transport.publish(version, weights(version, 100 * (version + 1)).items())))) == 2
         assert memory.num_open <= 2
 
 
-def test_a_reader_gives_up_holds_nothing(transport, memory, tmp_path) -> None:
+def test_abandoned_pull_holds_no_memory(transport, memory, tmp_path) -> None:
     for version in range(6):
         pairs = begin(transport.publish(version, weights(version).items()), memory)
         if version % 2:
@@ -107,7 +107,7 @@ def test_a_reader_gives_up_holds_nothing(transport, memory, tmp_path) -> None:
     assert len(memory.buffers) == 2
 
 
-def test_a_failed_check_holds_nothing(transport, memory) -> None:
+def test_failed_check_holds_no_memory(transport, memory) -> None:
     kept: list[object] = []  # as somebody keeps an error who reports it later
     for version in range(6):
         manifest = transport.publish(version, weights(version).items())
@@ -120,7 +120,7 @@ def test_a_failed_check_holds_nothing(transport, memory) -> None:
     assert len(memory.buffers) == 2
 
 
-def test_a_device_without_room_fails_the_version_and_keeps_the_last(transport, memory, tmp_path) -> None:
+def test_out_of_memory_publish_keeps_the_last_version(transport, memory, tmp_path) -> None:
     first = transport.publish(1, weights(1).items())
     memory.room = 100
     with pytest.raises(StateDictError, match="no room for version 2"):
@@ -132,7 +132,7 @@ def test_a_device_without_room_fails_the_version_and_keeps_the_last(transport, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_gpu_the_error_names_the_setting() -> None:
+def test_error_without_a_gpu_names_the_setting() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(StateDictError, match=r"set statedict\.transport to shared_memory"):
@@ -140,7 +140,7 @@ def test_without_a_gpu_the_error_names_the_setting() -> None:
 
 
 @given(words=st.sampled_from([0, 1, 7, 8, 9, 16, 17, 40]), seed=st.integers(0, 2**32 - 1))
-def test_the_checksum_is_that_of_shared_memory(words: int, seed: int) -> None:
+def test_checksum_equals_that_of_shared_memory(words: int, seed: int) -> None:
     data = np.random.default_rng(seed).integers(0, 256, words * 8, dtype=np.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("titan_rl.weights.shard_files.BLOCK_WORDS", 8)
@@ -148,7 +148,7 @@ def test_the_checksum_is_that_of_shared_memory(words: int, seed: int) -> None:
         assert checksum(torch.from_numpy(data)) == shard_files.checksum(data)
 
 
-def test_readers_that_race_the_writer_see_whole_versions(transport, memory) -> None:
+def test_readers_racing_the_writer_see_whole_versions(transport, memory) -> None:
     assert race(
         lambda version: transport.publish(version, weights(version).items()),
         lambda manifest: dict(begin(manifest, memory)),

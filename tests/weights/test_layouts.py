@@ -25,7 +25,7 @@ def manifest(version: int, *counts: int) -> Manifest:
     return Manifest(version, tuple(Shard(f"/{version}/{i}", 64 * n, version, entries(n)) for i, n in enumerate(counts)))
 
 
-def test_a_layout_is_the_tuple_of_its_entries_also_elsewhere() -> None:
+def test_layout_equals_its_entries_after_pickling() -> None:
     layout = ShardLayout.of(entries(5))
     arrived = pickle.loads(pickle.dumps(layout))
     assert layout == entries(5) == arrived
@@ -33,12 +33,12 @@ def test_a_layout_is_the_tuple_of_its_entries_also_elsewhere() -> None:
     assert ShardLayout.of(arrived) is arrived
 
 
-def test_layouts_that_differ_have_different_digests() -> None:
+def test_different_layouts_have_different_digests() -> None:
     one, other = entries(2), (entries(2)[0], replace(entries(2)[1], offset=128))
     assert ShardLayout.of(one).digest != ShardLayout.of(other).digest
 
 
-def test_a_layout_is_told_once() -> None:
+def test_layout_is_sent_only_once() -> None:
     known = KnownLayouts()
     first = pack(manifest(1, 300, 5), known.digests)
     assert known.unpack([pickle.loads(pickle.dumps(first))]) == [manifest(1, 300, 5)]
@@ -48,7 +48,7 @@ def test_a_layout_is_told_once() -> None:
     assert known.unpack([pickle.loads(pickle.dumps(second))]) == [manifest(2, 300, 5)]
 
 
-def test_a_manifest_without_a_layout_that_is_not_known_is_refused() -> None:
+def test_rejects_a_manifest_with_an_unknown_layout() -> None:
     known = KnownLayouts()
     known.unpack([pack(manifest(1, 3))])
     with pytest.raises(StateDictError, match="not known here"):
@@ -57,7 +57,7 @@ def test_a_manifest_without_a_layout_that_is_not_known_is_refused() -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=3), st.booleans(), st.booleans())))
-def test_every_manifest_that_arrives_is_whole(calls: list[tuple[list[int], bool, bool]]) -> None:
+def test_manifests_are_complete_despite_lost_messages(calls: list[tuple[list[int], bool, bool]]) -> None:
     """A sender that counts on what was answered is understood, whether its message or the answer gets lost."""
     known, told = KnownLayouts(), frozenset[str]()
     for version, (counts, message_lost, answer_lost) in enumerate(calls):

@@ -10,7 +10,7 @@ from titan_rl.weights.shard_files import OwnedFolder, clean_dead_folders
 
 
 @pytest.mark.parametrize("after", ["mkdtemp", "open"])
-def test_a_folder_cleaned_up_before_it_is_locked_is_made_anew(tmp_path: Path, monkeypatch, after: str) -> None:
+def test_folder_removed_before_locking_is_created_again(tmp_path: Path, monkeypatch, after: str) -> None:
     module = tempfile if after == "mkdtemp" else os
     step = getattr(module, after)
     cleaned: list[Path] = []

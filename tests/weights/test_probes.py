@@ -41,7 +41,7 @@ def test_probes_carry_the_trainers_logprobs_and_verify() -> None:
     assert verify(probes, score, 0.0) == 0.0
 
 
-def test_no_probes_are_no_work() -> None:
+def test_no_probes_need_no_scoring() -> None:
     def never(sequences: object) -> list[list[float]]:
         raise AssertionError("scored")
 
@@ -49,7 +49,7 @@ def test_no_probes_are_no_work() -> None:
     assert verify((), never, 1e-5) == 0.0
 
 
-def test_the_mean_difference_of_the_worst_probe_is_returned_or_raised() -> None:
+def test_verify_uses_the_mean_difference_of_the_worst_probe() -> None:
     probes = make_probes(score, SEQUENCES)
     assert verify(probes, shifted(-0.75), 0.3) == pytest.approx(0.25)  # one of three scored tokens
     with pytest.raises(VerificationError, match=r"version 7 .* 0\.25 on average; the tolerance is 1e-05"):
@@ -57,7 +57,7 @@ def test_the_mean_difference_of_the_worst_probe_is_returned_or_raised() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_no_number_is_above_every_tolerance(bad: float) -> None:
+def test_non_finite_logprobs_exceed_every_tolerance(bad: float) -> None:
     probes = make_probes(score, SEQUENCES)
     with pytest.raises(VerificationError):
         verify(probes, shifted(bad), 1e9)
@@ -65,13 +65,13 @@ def test_a_value_that_is_no_number_is_above_every_tolerance(bad: float) -> None:
         make_probes(shifted(bad), SEQUENCES)
 
 
-def test_the_wrong_number_of_logprobs_is_an_error() -> None:
+def test_wrong_number_of_logprobs_is_an_error() -> None:
     probes = make_probes(score, SEQUENCES)
     with pytest.raises(StateDictError, match=r"\[4, 4\] logprobs instead of \[3, 3\]"):
         verify(probes, lambda sequences: [[0.0] * len(ids) for ids in sequences], 1e-5)
 
 
-def test_a_sequence_without_a_scored_token_is_refused() -> None:
+def test_rejects_a_sequence_without_a_scored_token() -> None:
     with pytest.raises(ValueError, match=r"\[7\] is too short"):
         make_probes(score, [[1, 2], [7]])
 
@@ -109,14 +109,14 @@ def check(swaps: SwapCheck, policy: Policy, version: int, scored: list[list[floa
 
 
 @pytest.mark.parametrize(("step", "error"), [(0.02, BFLOAT16), (0.0005, BFLOAT16), (1e-4, FLOAT32)])
-def test_right_swaps_pass_whatever_rounding_does(step: float, error: float) -> None:
+def test_correct_swaps_pass_despite_rounding(step: float, error: float) -> None:
     for seed in range(100):
         policy, swaps = Policy(seed, step=step, error=error), SwapCheck()
         for version in range(20):
             check(swaps, policy, version, policy.engine(version))
 
 
-def test_right_swaps_pass_where_the_tokens_that_move_are_those_that_rounding_moves() -> None:
+def test_correct_swaps_pass_when_rounding_hits_the_moving_tokens() -> None:
     """As it is in a policy that is sure of most tokens."""
     for seed in range(20):
         random, swaps = np.random.default_rng(seed), SwapCheck()
@@ -129,7 +129,7 @@ def test_right_swaps_pass_where_the_tokens_that_move_are_those_that_rounding_mov
             theirs = np.minimum(theirs + 0.1 * random.standard_t(3, theirs.shape) * free, -1e-3)
 
 
-def test_a_right_swap_passes_if_rounding_takes_a_little_of_the_whole_change() -> None:
+def test_correct_swap_passes_if_rounding_hides_a_little_of_the_change() -> None:
     policy, swaps = Policy(0, step=0.05, error=FLOAT32), SwapCheck()
     change = policy.trainer(1) - policy.trainer(0)
     check(swaps, policy, 0, policy.engine(0))
@@ -140,9 +140,7 @@ def test_a_right_swap_passes_if_rounding_takes_a_little_of_the_whole_change() ->
 
 @pytest.mark.parametrize("error", [BFLOAT16, FLOAT32])
 @pytest.mark.parametrize("layer", range(4))
-def test_an_update_of_one_layer_that_is_withheld_is_caught_where_the_tolerance_sees_nothing(
-    layer: int, error: float
-) -> None:
+def test_missing_update_of_one_layer_is_caught_below_the_tolerance(layer: int, error: float) -> None:
     policy, swaps = Policy(layer, step=0.02, error=error), SwapCheck()
     check(swaps, policy, 0, policy.engine(0))
     with pytest.raises(VerificationError, match=r"version 1 move .* by 0\.[5-9].* Some of them were not loaded"):
@@ -151,14 +149,14 @@ def test_an_update_of_one_layer_that_is_withheld_is_caught_where_the_tolerance_s
     assert missed <= margin < 0.1
 
 
-def test_a_swap_that_did_nothing_is_nearer_to_the_version_before() -> None:
+def test_swap_without_effect_is_caught() -> None:
     policy, swaps = Policy(0, step=0.005, error=BFLOAT16), SwapCheck()
     check(swaps, policy, 6, policy.engine(6))
     with pytest.raises(VerificationError, match=r"by -?0\.0"):
         check(swaps, policy, 7, policy.engine(6))
 
 
-def test_what_one_step_does_not_show_several_do() -> None:
+def test_stuck_weights_are_caught_over_several_small_steps() -> None:
     policy, swaps = Policy(0, step=0.0005, error=BFLOAT16), SwapCheck()
     stuck = policy.engine(0)
     margin, _ = check(swaps, policy, 0, stuck)
@@ -174,7 +172,7 @@ def test_what_one_step_does_not_show_several_do() -> None:
     assert min(margins) > 0.5, "one step alone tells"
 
 
-def test_a_layer_that_is_never_loaded_is_caught_once_its_part_is_above_rounding() -> None:
+def test_layer_never_loaded_is_caught_once_above_rounding() -> None:
     policy, swaps = Policy(0, step=0.002, error=BFLOAT16), SwapCheck()
 
     def keep_pulling() -> None:
@@ -185,7 +183,7 @@ def test_a_layer_that_is_never_loaded_is_caught_once_its_part_is_above_rounding(
         keep_pulling()
 
 
-def test_versions_without_a_change_and_other_probes_are_not_compared() -> None:
+def test_unchanged_versions_and_other_probes_are_not_compared() -> None:
     policy, swaps = Policy(0, step=0.0, error=BFLOAT16), SwapCheck()
     check(swaps, policy, 0, policy.engine(0))
     assert math.isnan(check(swaps, policy, 1, policy.engine(1))[0])

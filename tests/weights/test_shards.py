@@ -92,7 +92,7 @@ def versions(draw: Any) -> Version:
 
 @given(versions())
 @settings(max_examples=examples(100), deadline=None)
-def test_random_cuts_come_back_equal_and_in_order(version: Version) -> None:
+def test_random_shardings_read_back_equal_and_in_order(version: Version) -> None:
     with published(version.cut) as manifest:
         found = pull(manifest)
     assert list(found) == list(version.tensors)
@@ -107,7 +107,7 @@ def test_random_cuts_come_back_equal_and_in_order(version: Version) -> None:
     layout=st.data(),
 )
 @settings(max_examples=examples(25), deadline=None)
-def test_threads_copy_and_sum_the_blocks_of_any_layout(shapes: list[tuple[int, int]], layout: st.DataObject) -> None:
+def test_threaded_fill_and_sum_matches_a_serial_fill(shapes: list[tuple[int, int]], layout: st.DataObject) -> None:
     """A block may contain several tensors and a tensor several blocks, as they are, converted or transposed."""
     named: list[tuple[str, torch.Tensor | TensorSlice]] = []
     for index, shape in enumerate(shapes):
@@ -143,7 +143,7 @@ def shifted(entry: TensorEntry) -> TensorEntry:
 
 @given(version=versions(), fault=st.sampled_from(["absent", "lost", "twice", "moved", "torn", "gone"]), data=st.data())
 @settings(max_examples=examples(100), deadline=None)
-def test_one_fault_in_one_part_fails_the_pull(version: Version, fault: str, data: st.DataObject) -> None:
+def test_single_fault_in_one_shard_fails_the_pull(version: Version, fault: str, data: st.DataObject) -> None:
     with published(version.cut) as manifest:
         filled = [(p, e) for p, shard in enumerate(manifest.shards) for e in shard.entries if e.num_bytes]
         if fault == "absent":  # a rank's manifest; the first one is what the others are joined to
@@ -193,12 +193,12 @@ WHOLE = torch.arange(24.0).reshape(6, 4)
         ([TensorSlice(WHOLE[:3], SlicePosition((0,), (6, 4)))], "not within"),
     ],
 )
-def test_what_does_not_add_up_is_named(cut: list[torch.Tensor | TensorSlice], message: str) -> None:
+def test_inconsistent_slices_error_names_the_problem(cut: list[torch.Tensor | TensorSlice], message: str) -> None:
     with published([[("a", value)] for value in cut]) as manifest, pytest.raises(StateDictError, match=message):
         SharedMemoryTransport("reader").pull(manifest)
 
 
-def test_a_tensor_that_one_part_has_whole_is_a_view_of_its_memory() -> None:
+def test_tensor_whole_in_one_shard_is_a_view_of_its_memory() -> None:
     cut: Cut = [
         [("a", rows(WHOLE, 0, 0)), ("b", rows(WHOLE, 0, 3)), ("c", rows(WHOLE, 0, 0))],
         [("a", rows(WHOLE, 0, 6)), ("b", rows(WHOLE, 3, 6)), ("c", WHOLE)],
@@ -209,19 +209,19 @@ def test_a_tensor_that_one_part_has_whole_is_a_view_of_its_memory() -> None:
     assert found["c"].data_ptr() - found["a"].data_ptr() == 128 + 64  # the bytes of a and of half of b, aligned to 64
 
 
-def test_what_is_pulled_outlives_its_writers() -> None:
+def test_pulled_tensors_outlive_their_writers() -> None:
     cut: Cut = [[("a", rows(WHOLE, 0, 3)), ("b", WHOLE)], [("a", rows(WHOLE, 3, 6))]]
     with published(cut) as manifest:
         pairs = SharedMemoryTransport("reader").pull(manifest)
     assert all(torch.equal(tensor, WHOLE) for _, tensor in pairs)  # copied together after the writers are gone
 
 
-def test_the_same_slice_twice_is_refused_when_it_is_published() -> None:
+def test_publish_rejects_a_repeated_slice() -> None:
     with SharedMemoryTransport("shards") as writer, pytest.raises(StateDictError, match="'a' appears twice"):
         writer.publish(1, itertools.repeat(("a", rows(WHOLE, 0, 3)), 2))
 
 
-def test_joining_keeps_the_first_ones_probes_and_refuses_other_versions() -> None:
+def test_join_keeps_the_first_probes_and_rejects_mixed_versions() -> None:
     probe = Probe((1, 2), (-0.5,))
     with SharedMemoryTransport("shards") as one, SharedMemoryTransport("shards") as two:
         manifests = [

@@ -45,7 +45,7 @@ def pulled(manifest: Manifest) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("held", [0, 1, 3])
-def test_a_reader_that_stays_sees_each_version_and_keeps_no_memory(transport: SharedMemoryTransport, held: int) -> None:
+def test_long_lived_reader_sees_each_version_and_keeps_no_memory(transport: SharedMemoryTransport, held: int) -> None:
     """Whether it lets go of versions at once, so that their files are used again, or holds some."""
     staying, views = reader(), list[tuple[int, dict[str, torch.Tensor]]]()
     for version in range(12):
@@ -63,7 +63,7 @@ def test_a_reader_that_stays_sees_each_version_and_keeps_no_memory(transport: Sh
         staying.pull(manifest)
 
 
-def test_a_reader_that_stays_maps_a_file_once(
+def test_long_lived_reader_maps_each_file_once(
     transport: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mapped: list[int] = []
@@ -107,7 +107,7 @@ print({name: tensor.sum().item() for name, tensor in tensors.items()}, flush=Tru
 """
 
 
-def test_another_process_keeps_what_it_has_mapped(transport: SharedMemoryTransport) -> None:
+def test_mapped_version_stays_valid_in_another_process(transport: SharedMemoryTransport) -> None:
     manifest = transport.publish(1, weights(1).items())
     with subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -123,14 +123,14 @@ def test_another_process_keeps_what_it_has_mapped(transport: SharedMemoryTranspo
         assert eval(process.stdout.readline()) == {"a": 1000.0, "b": 21.0}
 
 
-def test_a_mapped_version_is_not_written_over(transport: SharedMemoryTransport) -> None:
+def test_mapped_version_is_not_overwritten(transport: SharedMemoryTransport) -> None:
     held = pulled(transport.publish(1, weights(1).items()))["a"]  # one view is enough
     for version in range(2, 6):
         transport.publish(version, weights(version).items())
     assert torch.equal(held, weights(1)["a"])
 
 
-def test_released_memory_is_used_again_once_no_reader_has_it(transport: SharedMemoryTransport) -> None:
+def test_released_memory_is_reused_once_no_reader_has_it(transport: SharedMemoryTransport) -> None:
     def inode(manifest: Manifest) -> int:
         return os.stat(manifest.shards[0].location).st_ino
 
@@ -153,7 +153,7 @@ def test_only_the_last_versions_are_kept(transport: SharedMemoryTransport, tmp_p
 
 
 @pytest.mark.parametrize("position", [0, 4001, 4095, -1])
-def test_one_flipped_byte_is_found_before_anything_is_given(transport: SharedMemoryTransport, position: int) -> None:
+def test_flipped_byte_fails_before_any_tensor_is_yielded(transport: SharedMemoryTransport, position: int) -> None:
     manifest = transport.publish(1, weights(1).items())
     with open(manifest.shards[0].location, "r+b") as file:
         file.seek(position, os.SEEK_SET if position >= 0 else os.SEEK_END)
@@ -164,7 +164,7 @@ def test_one_flipped_byte_is_found_before_anything_is_given(transport: SharedMem
         reader().pull(manifest)
 
 
-def test_half_an_old_version_is_found(transport: SharedMemoryTransport) -> None:
+def test_partly_old_version_is_detected(transport: SharedMemoryTransport) -> None:
     old, new = (transport.publish(version, weights(version, size=1 << 20).items()) for version in (1, 2))
     half = old.shards[0].num_bytes // 2
     with open(old.shards[0].location, "rb") as source, open(new.shards[0].location, "r+b") as target:
@@ -173,7 +173,7 @@ def test_half_an_old_version_is_found(transport: SharedMemoryTransport) -> None:
         reader().pull(new)
 
 
-def test_a_shorter_file_is_found(transport: SharedMemoryTransport) -> None:
+def test_truncated_file_is_detected(transport: SharedMemoryTransport) -> None:
     manifest = transport.publish(1, weights(1).items())
     os.truncate(manifest.shards[0].location, 100)
     with pytest.raises(StateDictError, match="100 bytes"):
@@ -184,7 +184,7 @@ def test_a_shorter_file_is_found(transport: SharedMemoryTransport) -> None:
     ("change", "message"),
     [({"num_bytes": 8}, "does not fit"), ({"dtype": "float33"}, "float33"), ({"offset": 1 << 40}, "does not fit")],
 )
-def test_a_manifest_that_contradicts_itself(
+def test_rejects_an_inconsistent_manifest(
     transport: SharedMemoryTransport, change: dict[str, object], message: str
 ) -> None:
     manifest = transport.publish(1, weights(1).items())
@@ -194,7 +194,7 @@ def test_a_manifest_that_contradicts_itself(
         reader().pull(replace(manifest, shards=(replace(shard, entries=entries),)))
 
 
-def test_refused_publishes_leave_nothing(transport: SharedMemoryTransport, tmp_path: Path) -> None:
+def test_failed_publishes_leave_nothing(transport: SharedMemoryTransport, tmp_path: Path) -> None:
     manifest = transport.publish(1, weights(1).items())
     with pytest.raises(StateDictError, match="already"):
         transport.publish(1, weights(1).items())
@@ -210,7 +210,9 @@ def test_refused_publishes_leave_nothing(transport: SharedMemoryTransport, tmp_p
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [Path(manifest.shards[0].location)]
 
 
-def test_a_full_disk(transport: SharedMemoryTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_fails_the_publish_and_keeps_the_last_version(
+    transport: SharedMemoryTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest = transport.publish(1, weights(1).items())
 
     def full(*_: object) -> None:
@@ -260,9 +262,7 @@ sys.stdin.readline()
 """
 
 
-def test_what_a_killed_writer_left_is_removed_and_nothing_else(
-    transport: SharedMemoryTransport, tmp_path: Path
-) -> None:
+def test_only_shards_of_a_killed_writer_are_cleaned_up(transport: SharedMemoryTransport, tmp_path: Path) -> None:
     mine = transport.publish(1, weights(1).items())
     other = tmp_path / "titan_rl-somebody-else"
     other.mkdir()
@@ -280,7 +280,7 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(
     assert_equal(pulled(mine), weights(1))
 
 
-def test_two_writers_of_one_run_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_writers_of_one_run_have_separate_folders(tmp_path: Path) -> None:
     folders = [shard_folder("same", tmp_path) for _ in range(2)]
     assert len(set(tmp_path.iterdir())) == 2
     assert clean_dead_shards(tmp_path) == []
@@ -300,7 +300,7 @@ def test_keep_must_be_positive() -> None:
         SharedMemoryTransport("test", keep=0)
 
 
-def test_readers_that_race_the_writer_see_whole_versions(transport: SharedMemoryTransport) -> None:
+def test_readers_racing_the_writer_see_whole_versions(transport: SharedMemoryTransport) -> None:
     assert race(lambda version: transport.publish(version, weights(version).items()), pulled, weights)
 
 

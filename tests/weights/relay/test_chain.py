@@ -8,20 +8,20 @@ from hypothesis import strategies as st
 from titan_rl.weights.relay.origin import KEPT, REMEMBERED, Chain
 
 
-def test_hosts_are_a_chain() -> None:
+def test_hosts_form_a_chain() -> None:
     chain = Chain()
     assert chain.assign(1, "a", "A") is None
     assert chain.assign(1, "b", "B") == ("a", "A", 1)
     assert chain.assign(1, "c", "C") == ("b", "B", 2)
 
 
-def test_with_a_larger_fanout_they_are_a_tree() -> None:
+def test_larger_fanout_forms_a_tree() -> None:
     chain = Chain(2)
     found = [chain.assign(1, name, name.upper()) for name in "abcdef"]
     assert found == [None, None, ("a", "A", 1), ("a", "A", 1), ("b", "B", 1), ("b", "B", 1)]
 
 
-def test_who_reads_from_a_dead_host_reads_from_before_it() -> None:
+def test_reader_of_a_dead_host_moves_to_the_host_before_it() -> None:
     chain = Chain()
     for name in "abc":
         chain.assign(1, name, name.upper())
@@ -29,7 +29,7 @@ def test_who_reads_from_a_dead_host_reads_from_before_it() -> None:
     assert chain.assign(1, "d", "D") == ("c", "C", 2)
 
 
-def test_a_host_that_was_slow_has_no_readers_for_some_versions() -> None:
+def test_slow_host_gets_no_readers_for_some_versions() -> None:
     chain = Chain()
     for name in "abc":
         chain.assign(1, name, name.upper())
@@ -42,7 +42,7 @@ def test_a_host_that_was_slow_has_no_readers_for_some_versions() -> None:
     assert chain.assign(REMEMBERED + 1, "b", "B") == ("a", "A", 1)
 
 
-def test_the_readers_of_who_is_moved_stay_its_readers() -> None:
+def test_moved_host_keeps_its_readers() -> None:
     chain = Chain()
     for name in "abc":
         chain.assign(1, name, name.upper())
@@ -50,7 +50,7 @@ def test_the_readers_of_who_is_moved_stay_its_readers() -> None:
     assert chain.assign(1, "d", "D") == ("c", "C", 2)
 
 
-def test_each_version_begins_anew() -> None:
+def test_each_version_starts_a_new_chain() -> None:
     chain = Chain()
     for version in range(2 * KEPT):
         assert chain.assign(version, "a", "A") is None
@@ -61,7 +61,7 @@ names = st.sampled_from("abcdefgh")
 
 
 @given(st.integers(1, 3), st.lists(st.tuples(names, st.sets(names, max_size=2)), max_size=40))
-def test_whoever_complains_of_whom_all_get_it_from_the_trainer(fanout: int, calls: list[tuple[str, set[str]]]) -> None:
+def test_chain_reaches_the_trainer_after_any_complaints(fanout: int, calls: list[tuple[str, set[str]]]) -> None:
     chain, parents, bad = Chain(fanout), dict[str, str | None](), set[str]()
     for name, avoid in calls:
         avoid -= {name}

@@ -29,7 +29,7 @@ def changed(seed: int, words: int, share: float, word: int) -> tuple[np.ndarray,
 @given(
     seeds, st.sampled_from([0, 1, 16, 70_000]), st.sampled_from([0.0, 1e-5, 0.01, 0.3, 1.0]), st.sampled_from([2, 4])
 )
-def test_the_new_bytes_come_of_the_old_ones(seed: int, words: int, share: float, word: int) -> None:
+def test_delta_restores_the_new_bytes(seed: int, words: int, share: float, word: int) -> None:
     old, new = changed(seed, words, share, word)
     encoded = encode_delta(old, new, word)
     if encoded is None:
@@ -40,11 +40,11 @@ def test_the_new_bytes_come_of_the_old_ones(seed: int, words: int, share: float,
     assert np.array_equal(old, new)
 
 
-def test_a_change_of_everything_has_no_delta() -> None:
+def test_complete_change_has_no_delta() -> None:
     assert encode_delta(*changed(1, 1000, 1.0, 2), 2) is None
 
 
-def test_a_step_in_bfloat16_is_a_small_part_of_the_weights() -> None:
+def test_bfloat16_step_has_a_small_delta() -> None:
     weights = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02
     step = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1)).sign() * 3e-6
     old, new = (t.bfloat16().view(torch.uint8).numpy() for t in (weights, weights + step))
@@ -54,7 +54,7 @@ def test_a_step_in_bfloat16_is_a_small_part_of_the_weights() -> None:
 
 
 @given(seeds, st.sampled_from([2, 4]), st.data())
-def test_a_damaged_delta_is_an_error_or_gives_bytes_of_that_size(seed: int, word: int, data: st.DataObject) -> None:
+def test_damaged_delta_that_fails_changes_no_bytes(seed: int, word: int, data: st.DataObject) -> None:
     old, new = changed(seed, 200, 0.1, word)
     encoded = encode_delta(old, new, word)
     assert encoded is not None
@@ -68,6 +68,6 @@ def test_a_damaged_delta_is_an_error_or_gives_bytes_of_that_size(seed: int, word
 
 
 @pytest.mark.parametrize("damaged", [b"", b"\x02", bytes([2, 1, 9, 0, 0, 0]), bytes([3, 1, 1, 0, 0, 0]) + b"x" * 20])
-def test_what_is_no_delta_is_an_error(damaged: bytes) -> None:
+def test_rejects_invalid_deltas(damaged: bytes) -> None:
     with pytest.raises(StateDictError, match="damaged"):
         apply_delta(damaged, np.zeros(64, np.uint8))

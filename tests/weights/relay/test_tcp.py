@@ -64,14 +64,14 @@ def read(reader: TCPTransport, manifest: Manifest) -> torch.Tensor:
     return tensor.clone()
 
 
-def test_by_default_it_is_what_a_run_on_several_hosts_has() -> None:
+def test_auto_transport_is_tcp_with_several_hosts() -> None:
     assert isinstance(make_transport("auto", TransportSpec("run")), SharedMemoryTransport)
     assert isinstance(make_transport("auto", TransportSpec("run", address="10.0.0.1")), TCPTransport)
     assert not find_transport("shared_memory").spans_hosts
     assert find_transport("auto").spans_hosts
 
 
-def test_several_hosts_get_a_version_and_the_trainer_sends_it_once(hosts: Hosts) -> None:
+def test_trainer_sends_a_version_once_to_several_hosts(hosts: Hosts) -> None:
     writer, readers = hosts.end("t"), [hosts.end(f"h{index}") for index in range(4)]
     manifest = publish(writer, 1, weights())
     with ThreadPoolExecutor(4) as threads:
@@ -91,13 +91,13 @@ def test_processes_of_a_host_share_one_transfer(hosts: Hosts) -> None:
     assert len(list(hosts.root.glob("h/*/1"))) == 1
 
 
-def test_a_reader_on_the_writers_host_receives_nothing(hosts: Hosts) -> None:
+def test_reader_on_the_writers_host_transfers_nothing(hosts: Hosts) -> None:
     writer, reader = hosts.end("t"), hosts.end("t")
     assert read(reader, publish(writer, 1, weights())).equal(weights())
     assert (writer.sent_bytes, reader.pull_figures()) == (0, {})
 
 
-def test_of_the_next_version_only_what_changed_is_sent(hosts: Hosts) -> None:
+def test_next_version_is_sent_as_a_delta(hosts: Hosts) -> None:
     writer, readers = hosts.end("t"), [hosts.end(f"h{index}") for index in range(3)]
     tensor = weights()
     for version in range(1, 6):
@@ -112,7 +112,7 @@ def test_of_the_next_version_only_what_changed_is_sent(hosts: Hosts) -> None:
         tensor = stepped(tensor, version)
 
 
-def test_a_reader_that_missed_versions_gets_the_chain_of_deltas_since_its_own(hosts: Hosts) -> None:
+def test_reader_that_missed_versions_gets_a_chain_of_deltas(hosts: Hosts) -> None:
     writer, reader = hosts.end("t"), hosts.end("h")
     tensor = weights()
     assert read(reader, publish(writer, 1, tensor)).equal(tensor)
@@ -125,7 +125,7 @@ def test_a_reader_that_missed_versions_gets_the_chain_of_deltas_since_its_own(ho
     assert reader.pull_figures()["received_share"] < 0.4
 
 
-def test_a_host_sends_the_chain_on_to_one_that_missed_more(hosts: Hosts) -> None:
+def test_host_relays_the_delta_chain_to_one_further_behind(hosts: Hosts) -> None:
     writer, first, second = hosts.end("t"), hosts.end("first"), hosts.end("second")
     tensor = weights()
     for version in range(1, 6):
@@ -141,7 +141,7 @@ def test_a_host_sends_the_chain_on_to_one_that_missed_more(hosts: Hosts) -> None
     assert writer.sent_bytes == sent  # the second host read from the first
 
 
-def test_a_chain_as_large_as_the_version_is_not_kept(hosts: Hosts) -> None:
+def test_delta_chain_as_large_as_the_version_is_dropped(hosts: Hosts) -> None:
     writer, reader = hosts.end("t"), hosts.end("h")
     tensor = weights()
     read(reader, publish(writer, 1, tensor))
@@ -153,7 +153,7 @@ def test_a_chain_as_large_as_the_version_is_not_kept(hosts: Hosts) -> None:
     assert reader.pull_figures()["received_share"] == 1.0
 
 
-def test_nothing_is_encoded_where_nobody_on_another_host_reads(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_delta_is_encoded_without_remote_readers(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     def encode(*arguments: object) -> None:
         raise AssertionError("a delta nobody asked for")
 
@@ -174,7 +174,7 @@ def test_nothing_is_encoded_where_nobody_on_another_host_reads(hosts: Hosts, mon
     st.integers(1, 2),
     st.sampled_from([4, 100]),
 )
-def test_whichever_versions_readers_miss_they_get_the_exact_bytes_and_never_more_than_all(
+def test_readers_get_exact_bytes_despite_missed_versions(
     versions: list[tuple[set[int], str]], fanout: int, anchor_interval: int
 ) -> None:
     with TemporaryDirectory() as folder:
@@ -204,7 +204,7 @@ def test_whichever_versions_readers_miss_they_get_the_exact_bytes_and_never_more
         assert not hosts.left()
 
 
-def test_an_anchor_is_sent_whole(hosts: Hosts) -> None:
+def test_anchor_version_is_sent_whole(hosts: Hosts) -> None:
     writer, reader = hosts.end("t", anchor_interval=3), hosts.end("h")
     shares, tensor = list[float](), weights()
     for version in range(1, 8):
@@ -214,14 +214,14 @@ def test_an_anchor_is_sent_whole(hosts: Hosts) -> None:
     assert [share == 1.0 for share in shares] == [True, False, True, False, False, True, False]
 
 
-def test_a_version_of_which_most_changed_is_sent_whole(hosts: Hosts) -> None:
+def test_mostly_changed_version_is_sent_whole(hosts: Hosts) -> None:
     writer, reader = hosts.end("t"), hosts.end("h")
     for version in (1, 2):
         assert read(reader, publish(writer, version, weights(version))).equal(weights(version))
         assert reader.pull_figures()["received_share"] == 1.0
 
 
-def test_who_joins_late_gets_it_whole_from_who_got_the_change(hosts: Hosts) -> None:
+def test_late_reader_gets_the_whole_version_from_an_earlier_one(hosts: Hosts) -> None:
     writer, early, late = hosts.end("t"), hosts.end("early"), hosts.end("late")
     first, second = weights(), stepped(weights(), 1)
     read(early, publish(writer, 1, first))
@@ -232,7 +232,7 @@ def test_who_joins_late_gets_it_whole_from_who_got_the_change(hosts: Hosts) -> N
     assert (writer.sent_bytes, late.pull_figures()["received_share"]) == (sent, 1.0)
 
 
-def test_if_the_process_that_reads_ends_another_takes_its_place(hosts: Hosts) -> None:
+def test_another_process_takes_over_when_the_host_reader_ends(hosts: Hosts) -> None:
     writer, first, second = hosts.end("t"), hosts.end("h"), hosts.end("h")
     manifest = publish(writer, 1, weights())
     for reader in (first, second):
@@ -242,7 +242,7 @@ def test_if_the_process_that_reads_ends_another_takes_its_place(hosts: Hosts) ->
     assert read(second, manifest).equal(stepped(weights(), 1))
 
 
-def test_who_does_not_answer_is_left_for_another(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_host_is_skipped(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_server, "SILENCE_S", 0.3)
     writer, reader, behind = hosts.end("t"), hosts.end("h"), hosts.end("behind")
     manifest = publish(writer, 1, weights())
@@ -255,7 +255,7 @@ def test_who_does_not_answer_is_left_for_another(hosts: Hosts, monkeypatch: pyte
     assert writer.sent_bytes == manifest.shards[0].num_bytes
 
 
-def test_a_slow_host_holds_up_nobody(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_host_does_not_delay_others(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take half a minute."""
     monkeypatch.setattr(host_reader, "TRIAL_S", 0.1)
     writer, readers = hosts.end("t"), [hosts.end("b"), hosts.end("c")]
@@ -271,7 +271,7 @@ def test_a_slow_host_holds_up_nobody(hosts: Hosts, monkeypatch: pytest.MonkeyPat
     slow.server.close()
 
 
-def test_a_host_whose_reader_does_not_answer_reads_by_another(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_reads_if_the_host_reader_hangs(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_server, "SILENCE_S", 0.3)
     writer, hung, other = hosts.end("t"), hosts.end("h"), hosts.end("h")
     read(hung, publish(writer, 1, weights()))
@@ -283,7 +283,7 @@ def test_a_host_whose_reader_does_not_answer_reads_by_another(hosts: Hosts, monk
         leader.write_text(said)
 
 
-def test_a_version_that_the_trainer_has_no_more_is_an_error(hosts: Hosts) -> None:
+def test_released_version_is_an_error(hosts: Hosts) -> None:
     writer, reader = hosts.end("t"), hosts.end("h")
     manifest = publish(writer, 1, weights())
     writer.release(1)
@@ -291,7 +291,7 @@ def test_a_version_that_the_trainer_has_no_more_is_an_error(hosts: Hosts) -> Non
         reader.pull(manifest)
 
 
-def test_a_trainer_that_is_gone_is_an_error(hosts: Hosts) -> None:
+def test_closed_trainer_is_an_error(hosts: Hosts) -> None:
     writer, reader = hosts.end("t"), hosts.end("h")
     manifest = publish(writer, 1, weights())
     writer.close()
@@ -299,7 +299,7 @@ def test_a_trainer_that_is_gone_is_an_error(hosts: Hosts) -> None:
         reader.pull(manifest)
 
 
-def test_a_process_that_has_the_address_of_a_trainer_that_is_gone_is_an_error(hosts: Hosts) -> None:
+def test_stranger_at_the_trainers_address_is_an_error(hosts: Hosts) -> None:
     writer, reader = hosts.end("t"), hosts.end("h")
     manifest = publish(writer, 1, weights())
     stranger = OddHost("stranger", manifest)
@@ -310,7 +310,7 @@ def test_a_process_that_has_the_address_of_a_trainer_that_is_gone_is_an_error(ho
     stranger.server.close()
 
 
-def test_what_takes_too_long_is_an_error(hosts: Hosts) -> None:
+def test_pull_timeout_is_an_error(hosts: Hosts) -> None:
     writer, reader = hosts.end("t"), hosts.end("h", timeout_s=0.2)
     manifest = publish(writer, 1, weights())
     waits_for_ever = OddHost("odd", manifest)
@@ -319,7 +319,7 @@ def test_what_takes_too_long_is_an_error(hosts: Hosts) -> None:
     waits_for_ever.server.close()
 
 
-def test_nobody_reads_without_the_token(hosts: Hosts) -> None:
+def test_pull_without_the_token_is_rejected(hosts: Hosts) -> None:
     writer, reader = hosts.end("t"), hosts.end("h")
     manifest = publish(writer, 1, weights())
     (shard,) = manifest.shards
@@ -328,7 +328,7 @@ def test_nobody_reads_without_the_token(hosts: Hosts) -> None:
         reader.pull(replace(manifest, shards=(stranger,)))
 
 
-def test_a_writer_after_another_begins_anew(hosts: Hosts) -> None:
+def test_reader_follows_a_new_writer(hosts: Hosts) -> None:
     reader = hosts.end("h")
     for attempt in range(2):
         writer = hosts.end("t")
@@ -367,7 +367,7 @@ def misbehave(host: OddHost, how: str) -> None:
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(["step", "jump", "join", "leave", *ODD]), min_size=1, max_size=8), st.integers(1, 2))
-def test_whatever_happens_on_the_way_every_host_ends_with_the_exact_bytes(events: list[str], fanout: int) -> None:
+def test_every_host_gets_exact_bytes_despite_faults(events: list[str], fanout: int) -> None:
     with TemporaryDirectory() as folder:
         hosts = Hosts(Path(folder))
         try:
