@@ -1,6 +1,6 @@
-"""A program that plays a group of agents over scripted engines, with the journal of a run, and may be killed meanwhile.
+"""Program that plays a group of agents over scripted engines, with the journal of a run, and kills itself.
 
-python killed.py FOLDER ANSWERS     # is killed when it is asked for the next completion after so many
+python killed.py FOLDER ANSWERS     # is killed at the first request after ANSWERS completions
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from titan_rl.run.journal.run_journal import RunJournal
 
 
 async def play(folder: Path, answers: int | None = None) -> tuple[RolloutGroup, list[str]]:
-    """The group, and which requests reached an engine.
+    """Play a group, and return it with the requests that reached an engine.
 
     Args:
-        answers: after which the process is killed.
+        answers: Number of completions after which the process is killed.
     """
     journal, asked = RunJournal(folder / "journal"), list[str]()
     async with stage(folder, keep="none") as it:

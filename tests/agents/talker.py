@@ -1,6 +1,6 @@
-"""An agent of the tests: it asks some turns, begins a branch, and reports what its sample says it is worth.
+"""Agent for tests: it plays some turns, begins a branch, and reports the reward that its sample names.
 
-Standard library alone. It keeps what it was answered, for the test to compare: `answers.json`.
+Uses the standard library only. It writes the tokens of its answers to `answers.json`, for the test to compare.
 """
 
 import json

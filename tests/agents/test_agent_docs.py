@@ -1,4 +1,4 @@
-"""What docs/how_to/agents.md shows is what it says: an agent, its settings, a harness."""
+"""Agent, settings and harness shown in docs/how_to/agents.md."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def address_in(folder: Path) -> str:
 
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentTask:
-    """Of the page's own files, which lie in the current folder."""
+    """Task of the page's files, in the current folder."""
     files = {"my_agent.py": AGENT, "my_harness.py": HARNESS, "agent.toml": SETTINGS, "train.jsonl": SAMPLES}
     for name, text in {**files, "validation.jsonl": SAMPLES}.items():
         (tmp_path / name).write_text(text)
@@ -58,7 +58,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentTask:
 
 @asynccontextmanager
 async def playing(task: AgentTask, folder: Path) -> AsyncIterator[Callable[[], asyncio.Task[RolloutGroup]]]:
-    """Plays a group with a policy that always gives the right answer."""
+    """Yield a function that plays a group with a policy that always answers correctly."""
     tokenizer, renderer = load_tokenizer(str(BASE)), chat_template_renderer()
     reply = [*tokenizer.encode(ANSWER, add_special_tokens=False), renderer.get_stop_token_ids()[0]]
     header = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)

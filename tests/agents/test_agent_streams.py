@@ -1,4 +1,4 @@
-"""What an agent in training hears of a completion before it ends, and how it can end one."""
+"""Streamed completions of an agent in training, and stop strings that end them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "b a"}], "retu
 
 
 @asynccontextmanager
-async def episode(folder: Path, engines: Engines, over: list[Rollout]) -> AsyncIterator[httpx.AsyncClient]:
-    """An agent that talks for the length of the block; then its rollout is in `over`."""
+async def episode(folder: Path, engines: Engines, finished: list[Rollout]) -> AsyncIterator[httpx.AsyncClient]:
+    """Client of an agent whose episode lasts for the block. Its rollout is then added to `finished`."""
     async with stage(folder, command=(), engines=engines) as it:
         running = asyncio.create_task(it.group(size=1))
         server = json.loads(addresses(folder)[0].read_text())
@@ -33,36 +33,36 @@ async def episode(folder: Path, engines: Engines, over: list[Rollout]) -> AsyncI
             yield agent
             await agent.post("/reward", json={"rewards": {"reward": 1.0}})
             await agent.post("/end", json={})
-        over += (await running).rollouts
-    assert over[0].status is RolloutStatus.COMPLETED
+        finished += (await running).rollouts
+    assert finished[0].status is RolloutStatus.COMPLETED
 
 
 async def test_stream_delivers_tokens_as_they_are_sampled(tmp_path: Path) -> None:
-    engines, over, heard = Engines(1, vocab_size=400, block_at_step=6), list[Rollout](), list[int]()
+    engines, finished, received = Engines(1, vocab_size=400, block_at_step=6), list[Rollout](), list[int]()
     async with (
-        episode(tmp_path, engines, over) as agent,
+        episode(tmp_path, engines, finished) as agent,
         agent.stream("POST", CHAT, json={**ASKED, "stream": True}) as answer,
     ):
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
-                heard += [t for choice in json.loads(line[6:])["choices"] for t in choice.get("token_ids", ())]
-                if len(heard) == 5:  # the engine stands in its sixth step
+                received += [t for choice in json.loads(line[6:])["choices"] for t in choice.get("token_ids", ())]
+                if len(received) == 5:  # the engine is blocked in its sixth step
                     engines.engines[0].release.set()
-    assert len(heard) == 16
-    assert trained(over[0]) == [heard]
+    assert len(received) == 16
+    assert trained(finished[0]) == [received]
 
 
 async def test_stop_string_ends_generation_early(tmp_path: Path) -> None:
-    engines, over = Engines(1, vocab_size=400, block_at_step=16 + 10), list[Rollout]()
-    async with episode(tmp_path, engines, over) as agent:
+    engines, finished = Engines(1, vocab_size=400, block_at_step=16 + 10), list[Rollout]()
+    async with episode(tmp_path, engines, finished) as agent:
         logprobs = {**ASKED, "logprobs": True}
         (whole,) = (await agent.post(CHAT, json=logprobs)).json()["choices"]
         pieces = [one["token"] for one in whole["logprobs"]["content"]]
         at = next(at for at in range(3, 8) if pieces[at].strip() and "\ufffd" not in pieces[at])
-        # The same context is answered with the same tokens, and the engine stands in the tenth.
+        # The same context gets the same tokens, and the engine is blocked at the tenth.
         (cut,) = (await agent.post(CHAT, json={**ASKED, "stop": pieces[at]})).json()["choices"]
         engines.engines[0].release.set()
     assert cut["finish_reason"] == "stop"
     assert len(cut["token_ids"]) < 10
     assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
-    assert sorted(trained(over[0])) == sorted([whole["token_ids"], cut["token_ids"]])
+    assert sorted(trained(finished[0])) == sorted([whole["token_ids"], cut["token_ids"]])

@@ -1,4 +1,4 @@
-"""`AgentTask` with real programs over scripted engines: what is trained, how rollouts end, and harnesses elsewhere."""
+"""`AgentTask` with real programs over scripted engines: trained tokens, rollout statuses and remote harnesses."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ SAMPLE = {"question": "b a", "worth": 0.5}
 
 class Stage:
     def __init__(
-        self, task: AgentTask, router: GeneratorRouter, told: ConsoleLines, seed: int | None, **limits: Any
+        self, task: AgentTask, router: GeneratorRouter, console: ConsoleLines, seed: int | None, **limits: Any
     ) -> None:
         self.router = router
-        self.told = told
+        self.console = console
         self.rollouter = Rollouter(
             lambda sample: task.make_env(sample, chat_template_renderer()),
             task.rubric(),
@@ -67,11 +67,11 @@ async def stage(
 ) -> AsyncIterator[Stage]:
     settings = {"command": ("{python}", "-I", TALKER, "{question}"), "keep": "all", **settings}
     task = kind(**settings)
-    told = ConsoleLines()
-    run = RunContext(str(BASE), chat_template_renderer(), CONTEXT, folder, told)
+    console = ConsoleLines()
+    run = RunContext(str(BASE), chat_template_renderer(), CONTEXT, folder, console)
     engines = engines or Engines(2, vocab_size=400, mean_tokens=6)
     async with engines.router() as router, task.open(run):
-        yield Stage(task, router, told, seed, **(limits or {}))
+        yield Stage(task, router, console, seed, **(limits or {}))
 
 
 def answers(folder: Path, name: str) -> list[list[int]]:
@@ -79,13 +79,13 @@ def answers(folder: Path, name: str) -> list[list[int]]:
 
 
 def answered(folder: Path, name: str) -> list[list[int]]:
-    """What an agent was answered, by branch."""
+    """Tokens of the completions that an agent received, by branch."""
     first, second, other = answers(folder, name)
     return sorted([[*first, *second], other])
 
 
 def trained(rollout: Rollout) -> list[list[int]]:
-    """The tokens that are trained, by branch."""
+    """Tokens that are trained, by branch."""
     rollout.advantage = 1.0
     return sorted(
         [token for token, is_trained in zip(sample.token_ids, sample.loss_mask, strict=True) if is_trained]
@@ -100,7 +100,7 @@ def addresses(folder: Path) -> list[Path]:
 async def test_trained_tokens_equal_the_agents_completions(tmp_path: Path) -> None:
     async with stage(tmp_path) as it:
         group = await it.group()
-        assert it.told[0].startswith("agents ask the policy at http://127.0.0.1:")
+        assert it.console[0].startswith("agents ask the policy at http://127.0.0.1:")
     for rollout in group.rollouts:
         assert (rollout.status, rollout.error, rollout.reward) == (RolloutStatus.COMPLETED, None, 0.5)
         assert trained(rollout) == answered(tmp_path, f"train-1.{rollout.sibling}")
@@ -127,7 +127,7 @@ async def test_seeded_rollouts_are_unaffected_by_updates_pauses_and_deaths(tmp_p
 
 
 async def lose_a_replica(router: GeneratorRouter) -> None:
-    """While it is at work."""
+    """Remove a replica while it has requests."""
     async with asyncio.timeout(HANG_S):
         while not (busy := [replica.name for replica in router.replicas if replica.num_requests]):  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -160,13 +160,13 @@ async def test_crashed_agent_fails_only_its_rollout(tmp_path: Path) -> None:
 async def test_agent_without_a_reward_fails_only_its_rollout(tmp_path: Path) -> None:
     async with stage(tmp_path, keep="failed") as it:
         group = await it.group({**SAMPLE, "silent": ["train-1.0"]})
-    silent, told = group.rollouts
+    silent, reporting = group.rollouts
     assert group.failure is None
     assert (silent.status, silent.reward, len(silent.turns)) == (RolloutStatus.ERROR_ENV, None, 3)
     assert silent.error is not None
     assert "ended without reporting 'reward'" in silent.error
     assert '{"rewards": {"reward": 1.0}} to $TITAN_RL_EPISODE_URL/reward' in silent.error
-    assert (told.status, told.reward) == (RolloutStatus.COMPLETED, 0.5)
+    assert (reporting.status, reporting.reward) == (RolloutStatus.COMPLETED, 0.5)
     assert [path.name for path in (tmp_path / "agents").iterdir()] == ["train-1.0"]
 
 
@@ -247,11 +247,11 @@ async def test_remote_harness_takes_waiting_samples(tmp_path: Path) -> None:
 async def test_waiting_harness_gets_503_when_the_run_ends(tmp_path: Path, monkeypatch) -> None:
     asked, take = asyncio.Event(), WaitingSamples.take
 
-    async def noted(waiting: WaitingSamples, wait_s: float) -> Any:
+    async def noting_take(waiting: WaitingSamples, wait_s: float) -> Any:
         asked.set()
         return await take(waiting, wait_s)
 
-    monkeypatch.setattr(WaitingSamples, "take", noted)
+    monkeypatch.setattr(WaitingSamples, "take", noting_take)
     async with httpx.AsyncClient(timeout=300) as client:
         async with stage(tmp_path, command=()):
             server = json.loads(addresses(tmp_path)[0].read_text())
@@ -267,7 +267,7 @@ async def test_address_file_has_the_hostname_when_listening_on_all_interfaces(tm
     async with stage(tmp_path, command=(), host="0.0.0.0") as it:
         server = json.loads(addresses(tmp_path)[0].read_text())
         assert server["url"].startswith(f"http://{socket.gethostname()}:")
-        assert it.told[0].startswith(f"harnesses open episodes at {server['url']}/episodes")
+        assert it.console[0].startswith(f"harnesses open episodes at {server['url']}/episodes")
 
 
 async def test_sample_that_no_harness_takes_times_out(tmp_path: Path) -> None:
@@ -302,10 +302,10 @@ async def test_port_in_use_error_gives_the_fix(tmp_path: Path) -> None:
 
 
 class Numbered:
-    """A `GenerateFn` that answers each request with a number of its own, whatever is asked, once it may.
+    """A `GenerateFn` that answers each request with a new number once `may_answer` is set.
 
     Attributes:
-        asked: the ids of its requests.
+        asked: Ids of its requests.
     """
 
     def __init__(self, first: int = 100) -> None:
@@ -329,7 +329,7 @@ Ask = Callable[..., Coroutine[Any, Any, list[int]]]
 async def harness(
     it: Stage, folder: Path, generate: Any
 ) -> AsyncIterator[Callable[..., Coroutine[Any, Any, list[int]]]]:
-    """Ask as the harness of one rollout: with a content and `max_tokens`, for the tokens of its answers."""
+    """Yield a function that asks as the harness of a rollout and returns the tokens of the answers."""
     server = json.loads(addresses(folder)[0].read_text())
     running = asyncio.create_task(it.group(size=1, generate=generate))
     async with httpx.AsyncClient(timeout=300) as client:
@@ -351,7 +351,7 @@ async def harness(
 
 
 async def test_equal_requests_of_an_unseeded_rollout_get_separate_answers(tmp_path: Path) -> None:
-    """At once, as several completions of one request, and one after the other, as a retry or the best of several."""
+    """Concurrently, as several completions of one request, and consecutively, as a retry or a best-of-n."""
     policy, journal = Numbered(), RunJournal(tmp_path / "journal")
     async with stage(tmp_path, command=(), seed=None) as it, harness(it, tmp_path, journal.record(policy, 1)) as ask:
         at_once = [asyncio.create_task(ask("b a")) for _ in range(2)]
@@ -367,7 +367,7 @@ async def test_equal_requests_of_an_unseeded_rollout_get_separate_answers(tmp_pa
 
 
 async def test_rerun_of_an_unseeded_rollout_finds_its_recorded_answers(tmp_path: Path) -> None:
-    """In whichever order it asks, and what was not answered is generated."""
+    """In any order of requests; requests without a recorded answer are generated."""
     policy, journal = Numbered(), RunJournal(tmp_path / "journal")
     policy.may_answer.set()
     async with stage(tmp_path, command=(), seed=None) as it:

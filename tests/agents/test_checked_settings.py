@@ -1,4 +1,4 @@
-"""What of an agent's settings is refused before a run begins."""
+"""Validation of an agent's settings before a run begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents whose run is killed are played again from the start, and answered again what they were answered before."""
+"""Agents of a killed run, which are replayed from the start with the recorded answers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def tokens(group: RolloutGroup) -> list[list[list[int]]]:
 
 
 def agents_of(folder: Path) -> list[int]:
-    """Processes that are marked as agents and work below a folder."""
+    """Processes that are marked as agents and whose current folder is below `folder`."""
     found: list[int] = []
     for process in Path("/proc").iterdir():
         try:
             if process.name.isdigit() and VARIABLE.encode() in (process / "environ").read_bytes():
                 found += [int(process.name)] if (process / "cwd").resolve().is_relative_to(folder) else []
-        except OSError:  # it is gone
+        except OSError:  # it has ended
             continue
     return found
 
@@ -44,7 +44,7 @@ def test_resumed_run_replays_agents_without_resampling(tmp_path: Path) -> None:
         program, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, timeout=300, check=False
     )
     assert ended.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + HANG_S  # what ends them outlives the run by a moment
+    deadline = time.monotonic() + HANG_S  # their reaper outlives the run briefly
     while agents_of(folder):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Programs that play episodes: how they end, and that nothing of them is left."""
+"""Programs that play episodes: their statuses and the cleanup of their processes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def lives(pid: int) -> bool:
 
 
 async def started(folder: Path) -> list[int]:
-    """The processes of `STUBBORN`, when all of them run."""
+    """Wait until all processes of `STUBBORN` run, and return their pids."""
     async with asyncio.timeout(HANG_S):
         while not (file := folder / "all").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -134,7 +134,7 @@ async def test_descendants_left_by_a_program_are_killed(tmp_path: Path) -> None:
 
 
 async def test_agents_end_when_their_owner_is_killed(tmp_path: Path) -> None:
-    """Also one that is killed, so that it can end nothing itself."""
+    """Also when it is killed, so that it cannot end them itself."""
     owner = await asyncio.create_subprocess_exec(
         sys.executable, "-c", OWNER, str(tmp_path), STUBBORN, stdout=asyncio.subprocess.DEVNULL
     )

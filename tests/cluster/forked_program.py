@@ -1,4 +1,4 @@
-"""Program that a fork server runs in place of Monarch's, and, as `python forked_program.py PATH`, that server."""
+"""Program that a fork server runs instead of Monarch's. As `python forked_program.py PATH` it is that server."""
 
 import json
 import os

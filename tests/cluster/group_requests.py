@@ -1,4 +1,4 @@
-"""Requests of groups that run in rollout workers, for tests of what is around them."""
+"""Requests of groups in rollout workers, for tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Journal:
 
 
 def requests(journal: Journal | None = None, suspension: Suspension | None = None) -> Any:
-    """Requests of a group, of training if there is a journal."""
+    """Requests of a group, which is a training group if there is a journal."""
     playing = RunningGroup(1, lambda session_id: None)
     if journal is None:
         return GroupRequests(GeneratorRouter([]), playing)

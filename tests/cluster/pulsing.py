@@ -1,4 +1,4 @@
-"""A process that answers pings, as actor processes do: `python pulsing.py SOCKET`. It says when it has begun."""
+"""Process that answers pings, as actor processes do: `python pulsing.py SOCKET`. It prints a line once it does."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""What a process of a run does at SIGTERM, which a scheduler sends to all that a job has."""
+"""SIGTERM in a process of a run, which a scheduler sends to all processes of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks write, and when it appears: they may be cut off, and go on beside those in their place."""
+"""Checkpoints and exports that ranks write, also while ranks that were cut off still write theirs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Endpoint:
 
 
 class Rank:
-    """Writes its own name into each folder, when it is told to finish or by itself."""
+    """Writes its name into each folder, at `finish_save` or when a test calls `write`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -64,33 +64,33 @@ def trainer_of(rank: Rank) -> ActorTrainer:
 @pytest.mark.parametrize("old_writes", ["before the other", "while the other does", "after the other"])
 async def test_late_writes_of_a_cut_off_trainer_never_replace_a_checkpoint(tmp_path: Path, old_writes: str):
     old, other = Rank("old"), Rank("other")
-    cut_off, in_its_place = trainer_of(old), trainer_of(other)
+    cut_off, replacement = trainer_of(old), trainer_of(other)
     await cut_off.begin_save(tmp_path, {"step": 4})
     cut_off.end("nothing has been heard of its host for 3 s")
     if old_writes == "before the other":
         old.write()
         assert not (tmp_path / "step-000004").exists()
-    assert await in_its_place.begin_save(tmp_path, {"step": 4}) == 4
+    assert await replacement.begin_save(tmp_path, {"step": 4}) == 4
     if old_writes == "while the other does":
         old.write()
-    await in_its_place.finish_save()
+    await replacement.finish_save()
     if old_writes == "after the other":
         old.write()
     with pytest.raises(ActorDiedError):
         await cut_off.finish_save()
     assert (tmp_path / "step-000004" / "weights").read_text() == "other"
 
-    await in_its_place.begin_save(tmp_path, {"step": 5})
-    await in_its_place.finish_save()
-    assert sorted(os.listdir(tmp_path)) == ["step-000004", "step-000005"], "nothing is left of it"
+    await replacement.begin_save(tmp_path, {"step": 5})
+    await replacement.finish_save()
+    assert sorted(os.listdir(tmp_path)) == ["step-000004", "step-000005"], "no other folder is left"
 
 
 async def test_context_parallel_ranks_receive_the_same_rows() -> None:
     sent: list[Any] = []
 
-    class Told(Rank):
+    class Recording(Rank):
         def __init__(self) -> None:
-            super().__init__("told")
+            super().__init__("recording")
             self.train = Endpoint(self._train)
 
         def _train(self, plan: Any) -> StepResult:
@@ -98,7 +98,7 @@ async def test_context_parallel_ranks_receive_the_same_rows() -> None:
             return StepResult(1, {})
 
     settings = TrainingConfig(data_parallel=2, context_parallel=2)
-    trainer = ActorTrainer(RemoteProcess("trainer"), [Told() for _ in range(settings.num_ranks)], settings, MODEL)
+    trainer = ActorTrainer(RemoteProcess("trainer"), [Recording() for _ in range(settings.num_ranks)], settings, MODEL)
     samples = [
         TrainingSample("g", name, [1, 2], [False, True], [0.0, -1.0], [0.0, 1.0], [-1, 0], temperature=1.0)
         for name in ("g/0", "g/1")

@@ -1,4 +1,4 @@
-"""Routers of several adapters over generators that die, on fakes."""
+"""Routers of several adapters over fake generators that die."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLING = SamplingParams(max_tokens=1)
 
 
 class Generator:
-    """A generator without an engine: answers with the version of the adapter that a request names."""
+    """A generator without an engine. Its answer is the loaded version of the request's adapter."""
 
     gauges = None
 
@@ -32,8 +32,8 @@ class Generator:
         self.name = name
         self.loaded: dict[str, int] = {}
         self.failing: set[str] = set()  # adapters that cannot be loaded
-        self.held = {name: asyncio.Event() for name in ("sort", "sum", "tags")}  # clear while one is being loaded
-        for event in self.held.values():
+        self.may_load = {name: asyncio.Event() for name in ("sort", "sum", "tags")}
+        for event in self.may_load.values():
             event.set()
         self.pull_s = 0.0
         self.engine = asyncio.Lock()  # loads one version at a time
@@ -55,7 +55,7 @@ class Generator:
         return Completion(request.request_id, [version], [0.0], FinishReason.LENGTH, (VersionSpan(version, 1),))
 
     async def pull_adapter(self, version: int, published: PublishedWeights, adapter: str) -> int:
-        await self.held[adapter].wait()
+        await self.may_load[adapter].wait()
         async with self.engine:
             await asyncio.sleep(self.pull_s)
         if adapter in self.failing:
@@ -67,7 +67,7 @@ class Generator:
 
 
 class Processes:
-    """`GeneratorProcesses` of one generator."""
+    """`GeneratorProcesses` with a single generator."""
 
     def __init__(self) -> None:
         self.replicas = [Generator()]
@@ -81,10 +81,10 @@ class Processes:
         )
 
 
-async def open_routers(told: Console = LOG, **versions: int) -> tuple[AdapterRouters, Processes]:
+async def open_routers(console: Console = LOG, **versions: int) -> tuple[AdapterRouters, Processes]:
     """Routers over one generator that has loaded a version of each adapter."""
     processes = Processes()
-    routers = AdapterRouters(cast(Any, processes), versions, told)
+    routers = AdapterRouters(cast(Any, processes), versions, console)
     for name, version in versions.items():
         routers.published[name].announce(Manifest(version, ()))
         await routers.by_adapter[name].pull_state_dict(version)
@@ -92,7 +92,7 @@ async def open_routers(told: Console = LOG, **versions: int) -> tuple[AdapterRou
 
 
 async def ask(routers: AdapterRouters, adapter: str) -> int:
-    """Version that answers a request of an adapter."""
+    """Version that answers a request for an adapter."""
     router = routers.by_adapter[adapter]
     return (await router.generate([1], request_id="train-0/0", sampling=SAMPLING)).token_ids[0]
 
@@ -102,10 +102,10 @@ async def test_replacement_generator_serves_each_adapter_at_its_version() -> Non
     routers.remove_replica("generator-0")
     waiting = [asyncio.ensure_future(ask(routers, name)) for name in ("sort", "sum")]
     assert routers.trouble() == "there is no generator"
-    again = Generator()
-    assert await routers.add_replica(cast(Any, again))
+    replacement = Generator()
+    assert await routers.add_replica(cast(Any, replacement))
     assert await asyncio.gather(*waiting) == [3, 5]
-    assert again.loaded == {"sort": 3, "sum": 5}
+    assert replacement.loaded == {"sort": 3, "sum": 5}
     assert routers.trouble() is None
     await routers.close()
 
@@ -113,12 +113,12 @@ async def test_replacement_generator_serves_each_adapter_at_its_version() -> Non
 async def test_generator_joins_remaining_adapters_when_one_closes() -> None:
     routers, _ = await open_routers(sort=3, sum=5)
     routers.remove_replica("generator-0")
-    again = Generator()
-    again.held["sort"].clear()
-    joining = asyncio.ensure_future(routers.add_replica(cast(Any, again)))
+    replacement = Generator()
+    replacement.may_load["sort"].clear()
+    joining = asyncio.ensure_future(routers.add_replica(cast(Any, replacement)))
     assert await asyncio.wait_for(ask(routers, "sum"), 10) == 5
     await routers.close_router("sort")
-    assert await asyncio.wait_for(joining, 10), "it serves the adapters that are left"
+    assert await asyncio.wait_for(joining, 10), "it serves the remaining adapters"
     await routers.close()
 
 
@@ -157,7 +157,7 @@ async def test_loading_other_adapters_does_not_count_as_engine_silence() -> None
 async def test_pull_time_limit_restarts_when_an_earlier_pull_ends() -> None:
     routers, processes = await open_routers(sort=3, sum=5, tags=7)
     (generator,) = processes.replicas
-    generator.pull_s = 100  # of at most 120
+    generator.pull_s = 100  # the limit is 120
     for published in routers.published.values():
         published.announce(Manifest(8, ()))
     await asyncio.gather(*(router.pull_state_dict(8) for router in routers.by_adapter.values()))
@@ -187,7 +187,7 @@ async def test_only_the_adapter_active_at_every_death_is_stopped() -> None:
     with pytest.raises(ActorDiedError, match="SIGKILL; 3 times a generator that worked for this adapter has died"):
         await stops["sort"]
     assert not stops["sum"].done()
-    assert not routers.by_adapter["sort"].replicas, "none of its requests reaches a generator any more"
+    assert not routers.by_adapter["sort"].replicas, "its requests no longer reach a generator"
     assert await routers.add_replica(cast(Any, Generator("generator-1")))
     assert not routers.by_adapter["sort"].replicas
     assert await ask(routers, "sum") == 5
@@ -209,20 +209,20 @@ async def test_ambiguous_deaths_stop_no_adapter(deaths: list[set[str]]) -> None:
 
 @pytest.mark.looptime
 async def test_new_generator_serves_suspect_adapters_one_at_a_time() -> None:
-    told = ConsoleLines()
-    routers, _ = await open_routers(told, sort=3, sum=5, tags=7)
+    console = ConsoleLines()
+    routers, _ = await open_routers(console, sort=3, sum=5, tags=7)
     stops = await stopping(routers, "sort", "sum", "tags")
     routers.note_death(frozenset({"sort", "sum", "tags"}))
     routers.note_death(frozenset({"sort", "sum"}))
     routers.remove_replica("generator-0")
     asking = {name: asyncio.create_task(ask(routers, name)) for name in stops}
-    again = Generator()
-    again.deadly.add("sum")
-    assert not await routers.add_replica(cast(Any, again))
-    assert again.asked[:2] == ["tags", "sort"]
-    assert again.asked[-1] == "sum"
+    replacement = Generator()
+    replacement.deadly.add("sum")
+    assert not await routers.add_replica(cast(Any, replacement))
+    assert replacement.asked[:2] == ["tags", "sort"]
+    assert replacement.asked[-1] == "sum"
     assert (await asking["tags"], await asking["sort"]) == (7, 3)
-    assert told == [
+    assert console == [
         "2 deaths of generators may be caused by one of the adapters sort, sum: generator-0 works for one of them at a "
         "time first"
     ]

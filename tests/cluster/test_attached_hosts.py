@@ -1,4 +1,4 @@
-"""Hosts that a run takes in and lets go. Their workers and agents are made up; what is looked at there is real."""
+"""Attaching and detaching of a run's hosts. Their workers and agents are fakes; the facts they report are real."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FarHost:
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncGenerator[str]:
-        """Its address."""
+        """Start the worker, and yield its address."""
         async with await asyncio.start_server(self._meet, "127.0.0.1", 0) as worker:
             yield f"127.0.0.1:{worker.sockets[0].getsockname()[1]}"
 
@@ -114,7 +114,7 @@ class Supervisor:
 
 @contextlib.asynccontextmanager
 async def attaching(run_dir: Path, *far: FarHost) -> AsyncGenerator[tuple[Hosts, list[str]]]:
-    """The hosts of a run, and the addresses of those that may be taken in."""
+    """The hosts of a run, and the addresses of `far`, which may be attached."""
     (run_dir / "logs").mkdir(parents=True)
     async with contextlib.AsyncExitStack() as opened:
         monitor = opened.enter_context(HostMonitor("127.0.0.1", silence_s=5.0, lease_s=10.0))
@@ -133,8 +133,8 @@ async def test_hosts_joining_with_the_same_name_get_distinct_names(tmp_path: Pat
             await one.is_named.wait()
         for one in far:
             one.may_prepare.set()
-        taken = await asyncio.gather(*joining)
-        assert sorted(host.name for (host,) in taken) == sorted(hosts.names) == ["node", "node-2"]
+        attached = await asyncio.gather(*joining)
+        assert sorted(host.name for (host,) in attached) == sorted(hosts.names) == ["node", "node-2"]
 
 
 async def test_single_host_rejoins_a_run_that_began_with_several(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ async def test_concurrent_joins_both_see_the_shared_run_folder(tmp_path: Path) -
         await hosts.attach(addresses[1:])
         slow.may_look.set()
         (host,) = await first
-        assert host.folders == {}, "the folder of the run is its own"
+        assert host.folders == {}, "it sees the run's folder"
     assert not (tmp_path / "run" / ".hosts").exists()
 
 

@@ -1,4 +1,4 @@
-"""The clocks of hosts are compared over links that take their time, in both directions not alike."""
+"""Clock comparison between hosts over slow links with asymmetric delays."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ trips = st.lists(
 
 
 class Link:
-    """To a host whose clocks are ahead; what is asked takes a while to get there, and to come back.
+    """Link to a host whose clocks are ahead. Requests and answers take time in transit.
 
     Args:
-        trips: how long each takes, in nanoseconds.
+        trips: Delays of each request and its answer, in nanoseconds.
     """
 
     def __init__(self, wall_ns: int, steady_ns: int, trips: list[tuple[int, int]]) -> None:
@@ -33,9 +33,9 @@ class Link:
         there, back = next(self._trips)
         self._passed += there
         wall, steady = self._ahead
-        said = Clocks(self.now().wall_ns + wall, self.now().steady_ns + steady)
+        answer = Clocks(self.now().wall_ns + wall, self.now().steady_ns + steady)
         self._passed += back
-        return said
+        return answer
 
 
 @given(st.integers(-(10**13), 10**13), st.integers(-(10**15), 10**15), trips)

@@ -1,4 +1,4 @@
-"""Threads of a trainer without a GPU."""
+"""Number of trainer threads without a GPU."""
 
 from __future__ import annotations
 

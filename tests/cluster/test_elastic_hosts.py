@@ -1,4 +1,4 @@
-"""Hosts that leave, or cannot be used: what the run shows of them meanwhile, and what it leaves there."""
+"""Hosts that leave or cannot be used: their statuses and messages, and the cleanup on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Endpoint:
 
 
 class LeavingHosts:
-    """Hosts, which take their time to leave."""
+    """Hosts that take time to leave."""
 
     config = HostsConfig()
 
@@ -39,11 +39,11 @@ class LeavingHosts:
         for number, name in enumerate(names or ("there",), 2):
             self.lifecycles.add(SimpleNamespace(name=name, worker=f"10.0.0.{number}:22222", worker_id="c81e"))
         self.may_end = asyncio.Event()
-        self.told: list[str] = []
+        self.notices: list[str] = []
 
     def notify(self, text: str) -> None:
         logging.getLogger("hosts").warning("%s", text)
-        self.told.append(text)
+        self.notices.append(text)
 
     def is_about_to_go(self, name: str) -> None:
         self.lifecycles.announce_leaving(self.record(name), "its worker got SIGTERM")
@@ -80,17 +80,17 @@ class Processes:
 
 async def test_drain_is_logged(caplog: pytest.LogCaptureFixture):
     hosts = LeavingHosts()
-    told = hosts.told
+    notices = hosts.notices
     hosts.may_end.set()
     elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
     with caplog.at_level("WARNING"):
         await elastic.drain("there", "it was asked to")
-    assert caplog.messages == told == ["host there is drained: it was asked to"]
+    assert caplog.messages == notices == ["host there is drained: it was asked to"]
 
 
 async def test_host_lost_while_draining_is_reported_once():
     hosts = LeavingHosts()
-    told = hosts.told
+    notices = hosts.notices
 
     class Losing(Processes):
         async def leave(self, host: str, why: str) -> None:
@@ -98,22 +98,22 @@ async def test_host_lost_while_draining_is_reported_once():
 
     elastic = ElasticHosts(Losing(hosts))  # pyright: ignore[reportArgumentType]
     await elastic.drain("there", "it was asked to")
-    assert told == ["host there is lost: it fell silent"]
+    assert notices == ["host there is lost: it fell silent"]
     assert [(host.name, host.state) for host in elastic.statuses()] == [("there", "gone")]
 
 
 @pytest.mark.parametrize(
-    ("state", "said"), [("left", "has left already: it was told to"), ("gone", "is lost already: it fell silent")]
+    ("state", "error"), [("left", "has left already: it was asked to"), ("gone", "is lost already: it fell silent")]
 )
-async def test_draining_an_absent_host_is_rejected_with_the_reason(state: str, said: str):
+async def test_draining_an_absent_host_is_rejected_with_the_reason(state: str, error: str):
     hosts = LeavingHosts()
     hosts.may_end.set()
     elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
     if state == "left":
-        await elastic.drain("there", "it was told to")
+        await elastic.drain("there", "it was asked to")
     else:
         hosts.lose("there", "it fell silent")
-    with pytest.raises(ConfigError, match=f"^host there {said}$"):
+    with pytest.raises(ConfigError, match=f"^host there {error}$"):
         await elastic.drain("there", "once more")
     with pytest.raises(ConfigError, match="there is no host 'nobody'"):
         await elastic.drain("nobody", "why not")
@@ -136,18 +136,18 @@ async def test_host_is_joining_until_its_processes_are_up(caplog: pytest.LogCapt
             return ["generator-7"]
 
     begun, up, hosts = asyncio.Event(), asyncio.Event(), Joining()
-    told = hosts.told
+    notices = hosts.notices
     elastic = ElasticHosts(Starting(hosts))  # pyright: ignore[reportArgumentType]
     joining = asyncio.ensure_future(elastic.add("10.0.0.3:22222"))
     await begun.wait()
     states = {host.name: (host.state, host.reason) for host in elastic.statuses()}
     assert states == {"there": ("in the run", ""), "new": ("joining", "its processes start")}
-    assert told == ["host new at 10.0.0.3:22222 joins, and its processes start"]
+    assert notices == ["host new at 10.0.0.3:22222 joins, and its processes start"]
     up.set()
     await joining
     assert [host.state for host in elastic.statuses()] == ["in the run", "in the run"]
-    assert caplog.messages == told
-    assert told[1:] == ["host new at 10.0.0.3:22222 has joined with generator-7"]
+    assert caplog.messages == notices
+    assert notices[1:] == ["host new at 10.0.0.3:22222 has joined with generator-7"]
 
 
 async def test_leaving_host_stays_listed():
@@ -157,7 +157,7 @@ async def test_leaving_host_stays_listed():
     seen: list[str] = []
     while hosts.names or not seen:
         await asyncio.sleep(0)
-        ((state, address),) = [(host.state, host.address) for host in elastic.statuses()]  # else it would be taken in
+        ((state, address),) = [(host.state, host.address) for host in elastic.statuses()]  # else it would join again
         assert address == "10.0.0.2:22222"
         seen.append(state)
     assert seen[-1] == "left"
@@ -207,21 +207,21 @@ async def test_attach_error_names_every_missing_worker(tmp_path: Path):
         await hosts.attach(["127.0.0.1:1", "127.0.0.1:2"], begins=True)
 
 
-async def until_drained(told: list[str], name: str) -> None:
+async def until_drained(notices: list[str], name: str) -> None:
     async with asyncio.timeout(HANG_S):
-        while f"host {name} is drained: its worker got SIGTERM" not in told:  # noqa: ASYNC110  there is no event
+        while f"host {name} is drained: its worker got SIGTERM" not in notices:  # noqa: ASYNC110  no event to wait for
             await asyncio.sleep(0)
 
 
 async def test_leaving_host_is_drained_even_if_announced_early():
     hosts = LeavingHosts("a", "b", "c")
-    told = hosts.told
+    notices = hosts.notices
     hosts.may_end.set()
     hosts.is_about_to_go("a")
     elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
-    await until_drained(told, "a")
+    await until_drained(notices, "a")
     hosts.is_about_to_go("b")
-    await until_drained(told, "b")
+    await until_drained(notices, "b")
     assert {host.name: host.state for host in elastic.statuses()} == {"c": "in the run", "a": "left", "b": "left"}
 
 
@@ -233,11 +233,11 @@ async def test_failed_drain_of_a_leaving_host_is_reported(error: Exception):
             raise error
 
     hosts = LeavingHosts("a", "b")
-    told = hosts.told
+    notices = hosts.notices
     elastic = ElasticHosts(Failing(hosts))  # pyright: ignore[reportArgumentType]
     hosts.is_about_to_go("a")
     await asyncio.sleep(1)  # virtual: all that can happen has
-    (line,) = told
+    (line,) = notices
     assert line.startswith("host a is about to shut down (its worker got SIGTERM), and cannot be drained: ")
     assert str(error) in line
     assert [host.state for host in elastic.statuses()] == ["in the run", "in the run"]
@@ -246,10 +246,10 @@ async def test_failed_drain_of_a_leaving_host_is_reported(error: Exception):
 @pytest.mark.looptime
 async def test_run_ends_once_when_all_hosts_are_leaving():
     hosts, ends = LeavingHosts("a", "b", "c"), list[str]()
-    told = hosts.told
+    notices = hosts.notices
     elastic = ElasticHosts(Processes(hosts), lambda: ends.append("now"))  # pyright: ignore[reportArgumentType]
     hosts.is_about_to_go("a")
-    while hosts.names != ["b", "c"]:  # noqa: ASYNC110  there is no event
+    while hosts.names != ["b", "c"]:  # noqa: ASYNC110  no event to wait for
         await asyncio.sleep(0)
     hosts.is_about_to_go("b")
     assert ends == []
@@ -257,19 +257,19 @@ async def test_run_ends_once_when_all_hosts_are_leaving():
     hosts.may_end.set()
     await asyncio.sleep(1)  # virtual: all that can happen has
     assert ends == ["now"]
-    assert told == ["all hosts of the run were asked to leave (its worker got SIGTERM), so the run ends"]
+    assert notices == ["all hosts of the run were asked to leave (its worker got SIGTERM), so the run ends"]
     assert {host.name: host.state for host in elastic.statuses()} == {"b": "in the run", "c": "in the run", "a": "left"}
 
 
 async def test_all_leaving_hosts_are_drained_if_others_may_join():
     hosts = LeavingHosts("a", "b")
-    told = hosts.told
+    notices = hosts.notices
     hosts.may_end.set()
     elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
     for name in ("a", "b"):
         hosts.is_about_to_go(name)
     for name in ("a", "b"):
-        await until_drained(told, name)
+        await until_drained(notices, name)
     assert {host.state for host in elastic.statuses()} == {"left"}
 
 
@@ -297,7 +297,7 @@ class Supervisor:
         raise ActorDiedError("no room")
 
     async def _clean_up(self) -> None:
-        assert self.running  # it is asked while it is there
+        assert self.running  # the agent still runs
         self.scratch.clear()
 
     async def _terminate(self, keys: tuple[str, ...]) -> None:
@@ -305,7 +305,7 @@ class Supervisor:
 
 
 async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """As a worker, until the run is done with it."""
+    """Serve as a worker until the run disconnects."""
     assert (await receive(reader))["run"]
     send(writer, {"monarch": "tcp://127.0.0.1:1"})
     await reader.read()
@@ -343,4 +343,4 @@ async def test_processes_of_a_lost_host_end_excused() -> None:
     assert remote.excused
     with pytest.raises(ActorDiedError, match="trainer died: nothing is heard of it") as caught:
         await remote.call(None)
-    assert caught.value.excused, "whoever waits for its start knows"
+    assert caught.value.excused, "a caller that waits for its start can tell"

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="fork serv
 
 
 class Server:
-    """Fork server of `forked_program`, which this test ends."""
+    """Fork server of `forked_program`."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.path = folder / "generator"
@@ -33,7 +33,7 @@ class Server:
         self.is_ready = asyncio.run(fork_server.wait_until_ready(folder, "generator"))
 
     def launch(self, **environment: str) -> subprocess.Popen[str]:
-        """Start a launcher. Without a server it runs the module of Monarch, here one of the test that says so."""
+        """Start a launcher. Without a server it runs Monarch's module, for which a fake one stands in here."""
         package = self.folder / "monarch" / "_src" / "actor"
         package.mkdir(parents=True, exist_ok=True)
         for folder in (package, package.parent, package.parent.parent):
@@ -75,7 +75,7 @@ def wait_for_end(pid: int) -> None:
         return
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    assert poll.poll(HANG_S * 1000), "it runs on"
+    assert poll.poll(HANG_S * 1000), "it is still running"
     os.close(descriptor)
 
 
@@ -88,7 +88,7 @@ def test_forked_process_uses_its_launchers_environment_folder_and_streams(server
     assert "HOME" not in environment, "the server's environment is replaced, not extended"
     launcher.communicate("7\n", timeout=HANG_S)
     assert launcher.returncode == 7
-    assert server.launch().communicate("0\n", timeout=HANG_S), "the server goes on"
+    assert server.launch().communicate("0\n", timeout=HANG_S), "the server still works"
 
 
 def test_launcher_ends_by_the_signal_that_killed_its_process(server: Server):

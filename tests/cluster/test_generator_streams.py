@@ -1,4 +1,4 @@
-"""Streams of a rollout worker to a generator whose actor is not reached at first, and then not any more. No process is
+"""Streams of a rollout worker to a generator whose actor is unreachable at first, and again later. No process is
 started."""
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Endpoint:
 
 
 class Generator:
-    """Actor of a generator that answers each request at once, and its handles.
+    """Actor of a generator that answers each request immediately, and its handles.
 
     Attributes:
         problems: Errors of the next calls of `reply_to`.
-        send_problem: Error of sending requests.
-        callers: Each with those that it replaces.
+        send_problem: Error raised when requests are sent.
+        callers: Each caller with the earlier callers that it replaces.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ async def test_reopened_stream_uses_a_new_handle_and_replaces_earlier_callers() 
     generator.send_problem = TypeError("it does not pickle")
     with pytest.raises(RequestError, match="'b' could not be sent"):
         await ask("b")
-    assert connection.is_open, "that was the request's fault"
+    assert connection.is_open, "the request was at fault, not the connection"
     generator.send_problem = ConnectionError("reset")
     with pytest.raises(GenerationError, match="reset"):
         await ask("c")

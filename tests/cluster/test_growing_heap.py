@@ -1,4 +1,4 @@
-"""When garbage is collected: not while a heap grows, and seldom once it has settled."""
+"""Garbage collection that pauses while a heap grows and runs rarely once it has settled."""
 
 import asyncio
 import gc
@@ -36,7 +36,7 @@ def test_settled_heap_collects_by_timer_and_restores_thresholds():
     async def live() -> None:
         with settled_heap():
             old = weakref.ref(aged := Cycle())
-            gc.collect(1)  # it is of the oldest generation then
+            gc.collect(1)  # moves it to the oldest generation
             del aged
             gc.collect(1)
             assert old() is not None
@@ -59,7 +59,7 @@ def test_settled_heap_preserves_objects_frozen_before(is_settled: bool):
         gc.freeze()
     asyncio.run(live())
     assert bool(gc.get_freeze_count()) is is_settled
-    gc.freeze()  # as the others have it
+    gc.freeze()  # as other tests expect
 
 
 def resident_kb() -> int:

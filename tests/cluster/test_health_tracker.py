@@ -1,4 +1,4 @@
-"""Which processes hang, in virtual time: looks at made-up processes."""
+"""Detection of hanging processes, in virtual time with imaginary processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from titan_rl.cluster.liveness.local_processes import TreeUse, used_cpu_between
 LIMIT_S = 10.0
 
 
-def looked(*looks: tuple[bool, bool, bool], at_work: bool = True) -> ProcessHealth:
-    """The signs after looks a second apart: whether it answered, got on, and computed."""
+def health_after(*looks: tuple[bool, bool, bool], at_work: bool = True) -> ProcessHealth:
+    """Health after checks a second apart, each a tuple (answered, made progress, computed)."""
     signs, moves, last = HealthTracker(longest_look_s=2.0), 0, ProcessHealth()
     for now, (answered, moved, computed) in enumerate(looks, start=1):
         moves += moved
@@ -26,24 +26,24 @@ def looked(*looks: tuple[bool, bool, bool], at_work: bool = True) -> ProcessHeal
 def test_silent_process_hangs_at_the_limit_not_before():
     alive = (True, True, False)
     silent = (False, False, False)
-    assert hang_reason([looked(alive, *[silent] * 9)], LIMIT_S) is None
-    assert hang_reason([looked(alive, *[silent] * 10)], LIMIT_S) == (
+    assert hang_reason([health_after(alive, *[silent] * 9)], LIMIT_S) is None
+    assert hang_reason([health_after(alive, *[silent] * 10)], LIMIT_S) == (
         "it hangs: it has neither answered nor computed for 10 s"
     )
 
 
 def test_computing_native_call_that_holds_the_gil_is_no_hang():
-    assert hang_reason([looked((True, True, True), *[(False, False, True)] * 1000)], LIMIT_S) is None
+    assert hang_reason([health_after((True, True, True), *[(False, False, True)] * 1000)], LIMIT_S) is None
 
 
 def test_idle_process_that_answers_does_not_hang():
-    assert hang_reason([looked(*[(True, False, False)] * 1000, at_work=False)], LIMIT_S) is None
+    assert hang_reason([health_after(*[(True, False, False)] * 1000, at_work=False)], LIMIT_S) is None
 
 
 def test_busy_process_without_progress_hangs_although_it_answers():
-    stuck = [(True, False, False)] * 11  # the first answer tells of a move
-    assert hang_reason([looked(*stuck[:-1])], LIMIT_S) is None
-    assert "made no progress for 10 s" in (hang_reason([looked(*stuck)], LIMIT_S) or "")
+    stuck = [(True, False, False)] * 11  # the first answer counts as progress
+    assert hang_reason([health_after(*stuck[:-1])], LIMIT_S) is None
+    assert "made no progress for 10 s" in (hang_reason([health_after(*stuck)], LIMIT_S) or "")
 
 
 def test_waiting_rank_hangs_unless_another_computes():
@@ -90,7 +90,7 @@ def test_silence_timer_expires_after_consecutive_silent_looks(events: list[str])
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=60))
 def test_silence_counts_from_the_last_sign_of_life(looks: list[tuple[bool, bool, bool]]):
-    signs = looked(*looks, at_work=False)
+    signs = health_after(*looks, at_work=False)
     last_sign = max((at for at, (answered, _, computed) in enumerate(looks, 1) if answered or computed), default=0)
     assert signs.silent_s == len(looks) - last_sign
     assert signs.still_s is None

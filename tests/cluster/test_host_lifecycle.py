@@ -1,4 +1,4 @@
-"""Lifecycle of hosts: in any order of events each host is in one state, and changes only as the table allows."""
+"""Lifecycle of hosts: in any order of events each host is in one state, and follows only allowed transitions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOSTNAMES = st.sampled_from(["a", "b"])
 
 
 class Listener(HostListener):
-    """Follows the states by the events alone."""
+    """Reconstructs the states from events alone."""
 
     def __init__(self) -> None:
         self.states: dict[str, HostState] = {}
@@ -36,14 +36,14 @@ class Listener(HostListener):
 
 
 class Lifecycles(RuleBasedStateMachine):
-    """Hosts join, fail to, start, drain, leave and are lost, in any order."""
+    """Hosts that join, fail to join, start, drain, leave and are lost, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lifecycles = HostLifecycles()
         self.listener = Listener()
         self.lifecycles.subscribe(self.listener)
-        self.drained: set[str] = set()  # and neither listed nor up since then
+        self.drained: set[str] = set()  # and neither listed nor up since
 
     def hosts_in(self, *states: HostState) -> list[HostRecord]:
         return [record for record in self.lifecycles if record.state in states]

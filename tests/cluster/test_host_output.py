@@ -1,4 +1,4 @@
-"""What another host's processes say arrives in the run's folder, whole and once."""
+"""Output of processes on other hosts, which is copied to the run's folder exactly once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_rl.core.tracing.recorder import TraceFile
 
 
 class Agent:
-    """Of a host whose files are in a folder here, a few bytes an answer. Silent once its host is gone."""
+    """Agent of a host whose files are in a local folder. Answers a few bytes at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,15 +45,15 @@ def there(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
-def output_of(there: Path, here: Path, told: ConsoleLines) -> tuple[Agent, HostOutput]:
+def output_of(there: Path, here: Path, console: ConsoleLines) -> tuple[Agent, HostOutput]:
     agent = Agent(there)
     here.mkdir(exist_ok=True)
-    return agent, HostOutput(Host("far", "10.0.0.2", agent, key="far"), here, told)
+    return agent, HostOutput(Host("far", "10.0.0.2", agent, key="far"), here, console)
 
 
 @pytest.mark.looptime
 async def test_output_is_copied_as_it_grows_and_completed_at_the_end(there: Path, tmp_path: Path) -> None:
-    _, output = output_of(there, tmp_path / "here", told := ConsoleLines())
+    _, output = output_of(there, tmp_path / "here", console := ConsoleLines())
     log, copy = there / "logs" / "a.log", tmp_path / "here" / "logs" / "a.log"
     log.write_bytes(b"0123")
     collecting = asyncio.ensure_future(output.collect())
@@ -63,17 +63,17 @@ async def test_output_is_copied_as_it_grows_and_completed_at_the_end(there: Path
     collecting.cancel()
     await output.take_rest()
     assert copy.read_bytes() == b"0123456789abcdef"
-    assert told == []
+    assert console == []
 
 
 @pytest.mark.looptime
 async def test_unwritable_folder_warns_once_and_output_catches_up(there: Path, tmp_path: Path) -> None:
-    _, output = output_of(there, tmp_path / "here", told := ConsoleLines())
+    _, output = output_of(there, tmp_path / "here", console := ConsoleLines())
     (there / "logs" / "a.log").write_bytes(b"0123456789")
     (tmp_path / "here" / "logs").write_text("in the way of a folder")
     collecting = asyncio.ensure_future(output.collect())
     await asyncio.sleep(5)
-    assert [text.partition(": ")[0] for text in told] == ["the output of host far cannot be written at the moment"]
+    assert [text.partition(": ")[0] for text in console] == ["the output of host far cannot be written at the moment"]
     assert not collecting.done()
     await output.take_rest()
     (tmp_path / "here" / "logs").unlink()
@@ -84,11 +84,11 @@ async def test_unwritable_folder_warns_once_and_output_catches_up(there: Path, t
 
 @pytest.mark.looptime
 async def test_take_rest_ends_when_the_host_is_gone(there: Path, tmp_path: Path) -> None:
-    agent, output = output_of(there, tmp_path / "here", told := ConsoleLines())
+    agent, output = output_of(there, tmp_path / "here", console := ConsoleLines())
     agent.is_gone = True
     async with asyncio.timeout(5):
         await output.take_rest()
-    assert told == []
+    assert console == []
 
 
 async def test_unreadable_files_do_not_block_others(there: Path) -> None:
@@ -100,13 +100,13 @@ async def test_unreadable_files_do_not_block_others(there: Path) -> None:
 
 @pytest.mark.looptime
 async def test_failed_output_request_is_retried(there: Path, tmp_path: Path) -> None:
-    agent, output = output_of(there, tmp_path / "here", told := ConsoleLines())
+    agent, output = output_of(there, tmp_path / "here", console := ConsoleLines())
     (there / "logs" / "a.log").write_bytes(b"0123")
     agent.problem = OSError("too many open files")
     collecting = asyncio.ensure_future(output.collect())
     await asyncio.sleep(5)
     await output.take_rest()
-    assert [text.partition(": ")[0] for text in told] == ["the output of host far cannot be written at the moment"]
+    assert [text.partition(": ")[0] for text in console] == ["the output of host far cannot be written at the moment"]
     agent.problem = None
     await asyncio.sleep(5)
     collecting.cancel()
@@ -138,8 +138,8 @@ def test_new_pieces_continue_after_the_bytes_already_sent(there: Path) -> None:
 
 @pytest.mark.looptime
 async def test_trace_replaced_by_a_shorter_file_is_copied_exactly(there: Path, tmp_path: Path) -> None:
-    """Behind what a process of the same name wrote on another host before."""
-    _, output = output_of(there, tmp_path / "here", told := ConsoleLines())
+    """The trace follows that of an earlier process of the same name on another host."""
+    _, output = output_of(there, tmp_path / "here", console := ConsoleLines())
     copy = tmp_path / "here" / "trace" / "generator-0.jsonl"
     copy.parent.mkdir()
     copy.write_bytes(b"elsewhere\n")
@@ -154,4 +154,4 @@ async def test_trace_replaced_by_a_shorter_file_is_copied_exactly(there: Path, t
     await output.take_rest()
     assert copy.read_bytes() == b"elsewhere\n" + (there / "trace" / "generator-0.jsonl").read_bytes()
     assert [path.name for path in copy.parent.iterdir()] == [copy.name]
-    assert told == []
+    assert console == []

@@ -1,4 +1,4 @@
-"""Health checks and watchdogs of real processes of this host, and a controller that they report to over a socket."""
+"""Health checks and watchdogs of real processes on this host, and a controller that they report to over a socket."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOCALHOST = "127.0.0.1"
 
 @asynccontextmanager
 async def process(socket: Path) -> AsyncGenerator[asyncio.subprocess.Process]:
-    """A process that answers pings."""
+    """Process that answers pings."""
     program = Path(__file__).with_name("pulsing.py")
     started = await asyncio.create_subprocess_exec(
         sys.executable, str(program), str(socket), stdout=asyncio.subprocess.PIPE
@@ -89,7 +89,7 @@ async def test_reports_the_end_of_a_process_gone_before_its_hello(tmp_path: Path
     async with in_background(watch.run()):
         _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
         writer.write(HELLO.pack(gone.pid))
-        assert await told(ends.queue) == f"{gone.pid}: process {gone.pid} ended"
+        assert await next_of(ends.queue) == f"{gone.pid}: process {gone.pid} ended"
     writer.close()
 
 
@@ -110,14 +110,14 @@ async def test_process_ends_when_its_health_checks_end(tmp_path: Path, caplog: p
     watch = HealthChecks(tmp_path / "s")
     running = asyncio.ensure_future(watch.run())
     async with process(tmp_path / "s") as pulsing:
-        await until(watch.look)  # it is known
+        await until(watch.look)  # it is registered
         running.cancel()
         await asyncio.wait_for(pulsing.wait(), HANG_S)
-    assert not caplog.records, "that is no failure"
+    assert not caplog.records, "this is not a failure"
 
 
 class Controller:
-    """The controller as the owner of a host and the observer of a process there."""
+    """Controller that owns a host and observes a process there."""
 
     def __init__(self, monitor: HostMonitor) -> None:
         self.lost = asyncio.Queue[str]()
@@ -140,7 +140,7 @@ class Controller:
     def checked(self, health: ProcessHealth) -> None: ...
 
 
-async def told(queue: asyncio.Queue[str]) -> str:
+async def next_of(queue: asyncio.Queue[str]) -> str:
     return await asyncio.wait_for(queue.get(), HANG_S)
 
 
@@ -151,10 +151,10 @@ async def test_remote_death_is_reported_with_its_signal(tmp_path: Path):
         async with process(tmp_path / "s") as first, process(tmp_path / "s") as second:
             await controller.watch(first.pid)
             first.kill()
-            assert "SIGKILL" in await told(controller.ends) or first.returncode is not None
+            assert "SIGKILL" in await next_of(controller.ends) or first.returncode is not None
             await controller.watch(second.pid)
             controller.watcher.kill(second.pid)
-            await told(controller.ends)
+            await next_of(controller.ends)
             assert await asyncio.wait_for(second.wait(), HANG_S) == -signal.SIGKILL
         controller.watcher.dismiss()
         assert await asyncio.wait_for(watchdog, HANG_S) == DISMISSED
@@ -167,10 +167,10 @@ async def test_silent_host_is_lost_with_its_processes_and_rejected_later(tmp_pat
         watchdog = asyncio.ensure_future(HostWatchdog(controller.watcher.settings, tmp_path / "s").run())
         async with process(tmp_path / "s") as pulsing:
             await controller.watch(pulsing.pid)
-            watchdog.cancel()  # as if its packets were lost
+            watchdog.cancel()  # as though its packets were lost
             clock.tick_s = 1.0
-            assert await told(controller.lost) == "nothing has been heard of it for 3 s"
-            assert await told(controller.ends) == "host h1 is lost: nothing has been heard of it for 3 s"
+            assert await next_of(controller.lost) == "nothing has been heard of it for 3 s"
+            assert await next_of(controller.ends) == "host h1 is lost: nothing has been heard of it for 3 s"
         again = HostWatchdog(controller.watcher.settings, tmp_path / "again")
         assert await asyncio.wait_for(again.run(), HANG_S) == "nothing has been heard of host h1 for 3 s"
 
@@ -214,7 +214,7 @@ async def test_leaving_host_announces_it_once(tmp_path: Path):
         leaving = tmp_path / "leaving"
         running = asyncio.ensure_future(HostWatchdog(controller.watcher.settings, tmp_path / "s", leaving).run())
         leaving.write_text("SIGTERM")
-        assert await told(controller.leaving) == "SIGTERM"
+        assert await next_of(controller.leaving) == "SIGTERM"
         controller.watcher.dismiss()
         assert await asyncio.wait_for(running, HANG_S) == DISMISSED
         assert controller.leaving.empty()
@@ -232,7 +232,7 @@ async def test_monitor_ignores_a_connection_without_the_token():
 
 
 if not hasattr(os, "pidfd_open"):
-    pytestmark = pytest.mark.skip("the kernel tells nothing of processes here")
+    pytestmark = pytest.mark.skip("this kernel has no pidfd_open")
 
 
 async def test_run_end_with_a_connected_watchdog_logs_nothing(caplog: pytest.LogCaptureFixture):
@@ -241,7 +241,7 @@ async def test_run_end_with_a_connected_watchdog_logs_nothing(caplog: pytest.Log
         reader, writer = await asyncio.open_connection(settings.address, settings.port)
         send(writer, {"token": settings.token})
         send(writer, Report(0).message())
-        assert await asyncio.wait_for(reader.readline(), HANG_S), "it is heard"
+        assert await asyncio.wait_for(reader.readline(), HANG_S), "the monitor answers"
     assert await reader.read() == b""
     writer.close()
     assert not caplog.records

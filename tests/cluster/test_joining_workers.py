@@ -1,4 +1,4 @@
-"""Rollout workers of hosts that join a run and leave it. No process is started, see `test_run_processes`."""
+"""Rollout workers of hosts that join and leave a run. No process is started; see `test_run_processes`."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ pytestmark = pytest.mark.looptime
 
 
 class Cluster:
-    """A run on `trains`, `a` and `b`, whose generators are as many as they may be."""
+    """A run on `trains`, `a` and `b`, which may not start more generators."""
 
     def __init__(self, folder: Path, hosts: HostsConfig, num_workers: int) -> None:
         self.supervisor = Supervisor()
-        self.told = ConsoleLines()
+        self.console = ConsoleLines()
         self.processes: RunProcesses = cluster_of(
             folder,
             self.supervisor,
-            self.told,
+            self.console,
             names=["trains", "a", "b"],
             hosts=hosts,
             rollout=RolloutConfig(num_workers=num_workers),
@@ -51,7 +51,7 @@ class Cluster:
         )
 
     async def join(self, name: str) -> list[str]:
-        """What it brings."""
+        """Add a host, and return the names of the workers that start there."""
         self.processes.hosts.lifecycles.add(host_of(name))
         return await self.processes.join(name)
 
@@ -77,11 +77,11 @@ async def running(folder: Path, hosts: HostsConfig | None = None, num_workers: i
 @pytest.mark.parametrize(
     ("hosts", "num_workers", "expected"),
     [
-        ({}, 4, ["rollout-worker-4", "rollout-worker-5"]),  # a and b have two each
+        ({}, 4, ["rollout-worker-4", "rollout-worker-5"]),  # as a and b have two each
         ({}, 1, ["rollout-worker-1"]),
         ({}, 0, []),
         ({"generate": 1, "play": 2}, 4, ["rollout-worker-4", "rollout-worker-5"]),
-        ({"generate": 2, "play": 1}, 4, []),  # not all that generate play
+        ({"generate": 2, "play": 1}, 4, []),  # not all generator hosts play
     ],
 )
 async def test_joining_host_gets_workers_only_if_generator_hosts_play(
@@ -95,8 +95,8 @@ async def test_joining_host_gets_workers_only_if_generator_hosts_play(
 async def test_joining_host_replaces_lost_rollout_hosts(tmp_path: Path) -> None:
     async with running(tmp_path, HostsConfig(addresses=ADDRESSES, generate=2, play=1), num_workers=2) as cluster:
         await lose(cluster.processes, "b")
-        assert await worker_hosts(cluster.supervisor, 2) == ["a", "a"], "they are needed at once"
-        assert await cluster.join("c") == [], "one host plays"
+        assert await worker_hosts(cluster.supervisor, 2) == ["a", "a"], "they restart at once"
+        assert await cluster.join("c") == [], "one host plays already"
         for name in ("a", "c", "trains"):
             await lose(cluster.processes, name)
             await asyncio.sleep(1)
@@ -113,7 +113,7 @@ async def test_workers_a_host_brought_leave_with_it_and_return_with_the_next(tmp
         await (cluster.drain("c") if end == "drained" else lose(cluster.processes, "c"))
         await asyncio.sleep(1)
         assert cluster.supervisor.started.empty()
-        assert any(f"{brought[0]} is gone: host c is {end}: " in line for line in cluster.told)
+        assert any(f"{brought[0]} is gone: host c is {end}: " in line for line in cluster.console)
         assert await cluster.join("d") == brought
         assert await worker_hosts(cluster.supervisor, 2) == ["d", "d"]
 
@@ -127,17 +127,17 @@ async def test_joining_host_that_starts_no_worker_does_not_end_the_run(tmp_path:
         cluster.supervisor.problems["c"] = problem
         assert await cluster.join("c") == []
         await asyncio.sleep(60)
-        assert [text.partition(": ")[0] for text in cluster.told] == [
+        assert [text.partition(": ")[0] for text in cluster.console] == [
             "rollout-worker-4 does not start on host c",
             "rollout-worker-5 does not start on host c",
         ]
-        assert str(problem) in cluster.told[0]
+        assert str(problem) in cluster.console[0]
         assert await cluster.join("d") == ["rollout-worker-4", "rollout-worker-5"]
 
 
 @pytest.mark.parametrize("problem", NO_START)
 async def test_failed_restarts_of_a_worker_end_the_run_at_max_respawns(tmp_path: Path, problem: Exception) -> None:
-    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  it ends the block
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  the error ends the block
         async with running(tmp_path, num_workers=1) as cluster:
             cluster.supervisor.problems["a"] = problem
             await cluster.processes.hosts.supervisor.failures.put(
@@ -162,10 +162,10 @@ async def test_num_workers_is_kept_when_hosts_leave(tmp_path: Path) -> None:
 
 
 async def play_in_workers_that_die(pool: WorkerPool, excused: Sequence[bool]) -> None:
-    """Play a group in workers each of which dies under it.
+    """Play a group in workers that all die during it.
 
     Args:
-        excused: For each, whether its host goes. The last death must end the group.
+        excused: For each death, whether its host is lost. The last death must end the group.
     """
     ends = list(excused)
 
@@ -196,7 +196,7 @@ async def play_in_workers_that_die(pool: WorkerPool, excused: Sequence[bool]) ->
 
 
 async def test_lost_hosts_do_not_count_against_a_groups_attempts() -> None:
-    """A worker whose host goes is not to blame for its group."""
+    """The group is not to blame for a worker whose host is lost."""
     await play_in_workers_that_die(WorkerPool(max_attempts=2), [True, True, True, False, False])
 
 

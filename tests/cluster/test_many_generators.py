@@ -1,4 +1,4 @@
-"""The run whose cost `benchmarks/scale.py` measures, small."""
+"""A small version of the run that `benchmarks/scale.py` measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Monarch as a worker starts it for a run."""
+"""The Monarch process that a worker starts for a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titan_rl.cluster.hosts.host import connect_to_worker
 from titan_rl.cluster.hosts.monarch_host import READY
 from titan_rl.cluster.hosts.worker_server import WorkerServer, reserved_port
 
-COUNT = 8  # on a busy machine each listens a moment after it has begun to
+COUNT = 8  # several, to load the machine: the race is between reporting ready and listening
 
 
 async def is_reached_once_ready() -> bool:
@@ -68,7 +68,7 @@ def logs_of(worker: Path) -> list[Path]:
 
 @pytest.fixture
 def worker() -> Iterator[Path]:
-    """A worker's folder. Its name, which the log has, is not that of a test that runs at the same time."""
+    """A worker's folder. The log contains its name, which is unique among concurrent tests."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 

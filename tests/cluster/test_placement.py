@@ -1,4 +1,4 @@
-"""Which process goes where, and which GPUs it sees. None is needed to find out."""
+"""Placement of processes on hosts and GPUs. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_generator_of_a_lost_host_takes_only_free_gpus(gpus, size, expected) -> 
 def test_generator_without_gpus_moves_to_a_host_with_room(a_host, expected):
     on = [(ProcessPlace(host),) for host in ("a", "b", "b", "c")]
     last = place_generator_again(0, on, {"trains": (), "plays": ()}, a_host, [ProcessPlace("trains")])
-    assert last == (ProcessPlace("plays"),), "the run cannot go on without"
+    assert last == (ProcessPlace("plays"),), "the run cannot continue without a generator"
     placed = place_generator_again(0, on, {"trains": (), "b": (), "c": ()}, a_host, [ProcessPlace("trains")])
     assert placed == ((ProcessPlace(expected),) if expected else ())
 
@@ -230,7 +230,7 @@ def weights_of(folder: Path, parameters: int) -> None:
     header = json.dumps({"w": {"dtype": "BF16", "shape": [parameters], "data_offsets": [0, 2 * parameters]}}).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + 2 * parameters)  # which takes no room on the disk
+        file.truncate(8 + len(header) + 2 * parameters)  # sparse: takes no disk space
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a host is asked, what of its answers keeps it from taking part, and what is brought to one that lacks files."""
+"""Preflight checks of hosts, and the files that are sent to hosts that lack them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HERE = HostFacts(
 
 
 def problems(sync: bool = False, **facts: object) -> list[str]:
-    """What is said of a host b that answers otherwise than this machine."""
+    """Lines of the error for a host b whose facts differ from this machine's."""
     with pytest.raises(ConfigError) as caught:
         check_hosts(HERE, {"a": HERE, "b": replace(HERE, **facts)}, NEEDS, ROLES, sync=sync)
     title, header, *lines = str(caught.value).splitlines()
@@ -46,7 +46,7 @@ def problems(sync: bool = False, **facts: object) -> list[str]:
 
 def test_check_accepts_hosts_that_have_everything() -> None:
     check_hosts(HERE, {"a": HERE, "b": HERE}, NEEDS, ROLES)
-    check_hosts(HERE, {"a": HERE, "b": replace(HERE, sees_run=False)}, NEEDS, ROLES)  # it does not train
+    check_hosts(HERE, {"a": HERE, "b": replace(HERE, sees_run=False)}, NEEDS, ROLES)  # b does not train
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Monarch listens where this user alone may connect, and says nothing when it starts."""
+"""Monarch listens only on sockets of this user, and prints nothing when it starts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_no_process_listens_on_an_abstract_socket(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-SAYS_MORE = """
+PROGRAM_WITH_STDERR = """
 import os, sys
 from titan_rl.cluster.processes.sockets import LOG_NOTICE, without_log_notice
 os.write(2, b"before\\n")
@@ -68,4 +68,4 @@ except OSError:
 
 
 def test_other_stderr_output_survives_hiding_the_log_notice(tmp_path: Path) -> None:
-    assert started(tmp_path, SAYS_MORE).stderr == "before\nwithin\nafter\n"
+    assert started(tmp_path, PROGRAM_WITH_STDERR).stderr == "before\nwithin\nafter\n"

@@ -1,4 +1,4 @@
-"""What the kernel says of a process that has ended."""
+"""Descriptions of how a process ended."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("collected", [False, True])
 @pytest.mark.parametrize(
-    ("act", "says"),
+    ("act", "description"),
     [
         (lambda process: process.send_signal(signal.SIGSEGV), "was killed by SIGSEGV"),
         (lambda process: process.kill(), "was killed by SIGKILL"),
         (lambda process: process.stdin.write(b"3\n"), "exited with status 3"),
     ],
 )
-def test_exit_description_names_signal_or_status_even_after_reaping(process, act, says, collected):
+def test_exit_description_names_signal_or_status_even_after_reaping(process, act, description, collected):
     if collected and KERNEL < (6, 15):
-        pytest.skip("this kernel forgets it")
+        pytest.skip("this kernel forgets the status once the parent has collected it")
     descriptor = os.pidfd_open(process.pid)
     act(process)
     process.stdin.close()
@@ -45,13 +45,13 @@ def test_exit_description_names_signal_or_status_even_after_reaping(process, act
     else:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     try:
-        assert exit_description(descriptor) == says
+        assert exit_description(descriptor) == description
     finally:
         os.close(descriptor)
 
 
 def test_exit_description_of_a_grandchild_names_the_signal():
-    """Such as a generator, whose parent is a fork server."""
+    """As for a generator, whose parent is a fork server."""
     program = "import os, time; pid = os.fork(); pid and print(pid, flush=True); time.sleep(1000)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

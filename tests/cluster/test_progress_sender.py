@@ -1,4 +1,4 @@
-"""Answers and ends of rollouts on their way from a rollout worker to the controller. Virtual time."""
+"""Answers and finished rollouts that a rollout worker sends to the controller, in virtual time."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class Service:
     """Controller that takes a second for a message.
 
     Args:
-        errors: How the first messages fail.
-        loses_answers: They are recorded, and it is their answers that are lost.
-        num_full: Messages after them whose answer is that the disk does not keep up.
+        errors: Errors of the first messages.
+        loses_answers: The failing messages are recorded; only the replies to them are lost.
+        num_full: Number of later messages answered with "the disk does not keep up".
     """
 
     def __init__(self, errors: Sequence[Exception] = (), *, loses_answers: bool = False, num_full: int = 0) -> None:
@@ -115,7 +115,7 @@ async def test_controller_that_accepts_no_message_fails_the_worker_and_its_reque
     with pytest.raises(ActorDiedError, match="the disk is gone"):
         sender.check()
     assert 20 < clock() <= GIVE_UP_S + 2
-    sender.add_answer("a", answer(1, MOST_UNSENT + 1))  # nothing waits for it
+    sender.add_answer("a", answer(1, MOST_UNSENT + 1))  # nobody waits for it
     with pytest.raises(ActorDiedError):
         await sender.room()
 

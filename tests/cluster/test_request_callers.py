@@ -1,4 +1,4 @@
-"""Several callers of one engine, with their own ports. No process is started."""
+"""Several callers of one engine, each with its own port. No process is started."""
 
 import asyncio
 from typing import Any
@@ -16,7 +16,7 @@ LIMIT_S = 30
 
 
 class Mailbox:
-    """Port of one caller."""
+    """Port of a caller."""
 
     def __init__(self) -> None:
         self.messages: list[FromGenerator] = []

@@ -1,4 +1,4 @@
-"""Roles of processes, and limits on the replacements of each role, which the messages name."""
+"""Roles of processes, and the limit on replacements per role."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,10 +16,10 @@ def test_respawns_are_counted_per_role():
 
 def test_respawn_message_gives_setting_value_and_count():
     respawns = Respawns(2)
-    told = [respawns.take(Role.GENERATOR)[1] for _ in range(3)]
-    assert told[0] == " (1 of hosts.max_respawns = 2)"
-    assert told[1] == " (2 of hosts.max_respawns = 2)"
-    assert "hosts.max_respawns = 2, and 2 were replaced before" in told[2]
+    messages = [respawns.take(Role.GENERATOR)[1] for _ in range(3)]
+    assert messages[0] == " (1 of hosts.max_respawns = 2)"
+    assert messages[1] == " (2 of hosts.max_respawns = 2)"
+    assert "hosts.max_respawns = 2, and 2 were replaced before" in messages[2]
 
 
 @given(st.sampled_from(Role), st.integers(0, 10**6))

@@ -1,4 +1,4 @@
-"""What is told of processes that fail or die. None is started: Monarch's part is played by plain coroutines."""
+"""Handling of processes that fail or die. None is started: plain coroutines stand in for Monarch."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ SILENT = "nothing has been heard of it for 3 s"
 
 
 class Replica(ActorReplica):
-    """Of a process that is not there."""
+    """Replica of a process that does not exist."""
 
     def __init__(self) -> None:
         self.name, self.remote = "generator-0", RemoteProcess("generator-0")
 
 
 class Nobody:
-    """Can tell of no process."""
+    """Watcher that never reports anything."""
 
     def watch(self, pid: int, observer: Any) -> None: ...
 
@@ -69,16 +69,16 @@ class Endpoint:
 
 
 class Supervisor:
-    """Its processes live only on paper, and die when `kill` says so."""
+    """Supervisor of imaginary processes, which die at `kill_next`."""
 
     def __init__(self) -> None:
         self.failures: asyncio.Queue[ProcessFailure] = asyncio.Queue()
         self.started: asyncio.Queue[str] = asyncio.Queue()
         self.host_of: dict[str, str] = {}
-        self.problems: dict[str, Exception] = {}  # by host, why nothing comes up there
-        self.answers = asyncio.Event()  # what is left of a process has ended
-        self.answers.set()
-        self.may_start = asyncio.Event()  # what is spawned comes up
+        self.problems: dict[str, Exception] = {}  # by host, the error of starting a process there
+        self.may_terminate = asyncio.Event()
+        self.may_terminate.set()
+        self.may_start = asyncio.Event()
         self.may_start.set()
         self.spawn = Endpoint(self._spawn)
         self.terminate = Endpoint(self._terminate)
@@ -90,7 +90,7 @@ class Supervisor:
         return Actor(self.may_start, self.problems.get(host))
 
     async def _terminate(self, *args: Any) -> None:
-        await self.answers.wait()
+        await self.may_terminate.wait()
 
     async def kill_next(self) -> None:
         self.failures.put_nowait(ProcessFailure(await self.started.get(), "was killed by SIGKILL"))
@@ -130,20 +130,20 @@ def host_of(name: str) -> Host:
 def cluster_of(
     folder: Path,
     supervisor: Any,
-    told: ConsoleLines,
+    console: ConsoleLines,
     *,
     names: Sequence[str] = ("there",),
     generates: bool = True,
     **settings: Any,
 ) -> RunProcesses:
     settings.setdefault("model", ModelConfig(path="unused", max_context=256))
-    elsewhere = {"addresses": tuple(f"{name}:22222" for name in names)}
-    settings["hosts"] = settings.get("hosts", HostsConfig()).model_copy(update=elsewhere)
+    addresses = {"addresses": tuple(f"{name}:22222" for name in names)}
+    settings["hosts"] = settings.get("hosts", HostsConfig()).model_copy(update=addresses)
     config = RunConfig(
         tasks=[TaskSource(task=Counting())],  # pyright: ignore[reportArgumentType]
         **settings,
     )
-    hosts = Hosts(supervisor, config.hosts, HostNeeds(folder, folder), told)
+    hosts = Hosts(supervisor, config.hosts, HostNeeds(folder, folder), console)
     for name in names:
         hosts.lifecycles.add(host_of(name))
     processes = RunProcesses(
@@ -165,11 +165,11 @@ def cluster_of(
     [(TimeoutError(), "TimeoutError"), (GenerationError(), "GenerationError"), (GenerationError("torn"), "torn")],
 )
 async def test_generator_out_of_service_message_gives_the_reason(tmp_path: Path, error: Exception, reason: str):
-    told, listener = ConsoleLines(), SimpleNamespace(pulled=lambda name: None)
-    processes = cluster_of(tmp_path, None, told)
+    console, listener = ConsoleLines(), SimpleNamespace(pulled=lambda name: None)
+    processes = cluster_of(tmp_path, None, console)
     processes.on_replica_failed(Replica(), error)
     processes.on_replica_failed(AdapterReplica(Replica(), "sort", PublishedWeights(), listener), error)
-    assert told == [
+    assert console == [
         f"generator-0 is out of service until it has the current weights: {reason}",
         f"generator-0 is out of service for the adapter sort until it has the current weights: {reason}",
     ]
@@ -177,12 +177,12 @@ async def test_generator_out_of_service_message_gives_the_reason(tmp_path: Path,
 
 @pytest.mark.parametrize("limit", [0, 2])
 async def test_death_past_max_respawns_ends_the_run(tmp_path: Path, limit: int):
-    told = ConsoleLines()
+    console = ConsoleLines()
     supervisor = Supervisor()
     processes = cluster_of(
         tmp_path,
         supervisor,
-        told,
+        console,
         rollout=RolloutConfig(num_workers=1),
         hosts=HostsConfig(max_respawns=limit),
         generation=GenerationConfig(num_generators=1),
@@ -200,7 +200,7 @@ async def test_death_past_max_respawns_ends_the_run(tmp_path: Path, limit: int):
     )
     assert f"and {limit} were replaced before" in str(error)
     assert str(tmp_path / "logs" / "rollout-worker-0.log") in str(error)
-    deaths = [text for text in told if "died" in text]
+    deaths = [text for text in console if "died" in text]
     assert deaths == [
         f"rollout-worker-0 died: was killed by SIGKILL; starting another ({n} of hosts.max_respawns = {limit})"
         for n in range(1, limit + 1)
@@ -214,18 +214,18 @@ async def lose(processes: RunProcesses, name: str) -> None:
 
 
 async def worker_hosts(supervisor: Supervisor, count: int) -> list[str]:
-    """Where the next ones start."""
+    """Hosts of the next `count` processes that start."""
     return sorted([supervisor.host_of[await supervisor.started.get()] for _ in range(count)])
 
 
 @pytest.mark.looptime
 async def test_workers_of_a_lost_host_restart_elsewhere_uncounted(tmp_path: Path):
-    told = ConsoleLines()
+    console = ConsoleLines()
     supervisor = Supervisor()
     processes = cluster_of(
         tmp_path,
         supervisor,
-        told,
+        console,
         names=["trains", "a", "b", "c"],
         rollout=RolloutConfig(num_workers=6),
         hosts=HostsConfig(max_respawns=0),
@@ -235,22 +235,22 @@ async def test_workers_of_a_lost_host_restart_elsewhere_uncounted(tmp_path: Path
         await processes._start_worker(worker(index))  # pyright: ignore[reportPrivateUsage]
     assert await worker_hosts(supervisor, 6) == ["a", "a", "b", "b", "c", "c"]
     async with in_background(processes.watch()):
-        supervisor.answers.clear()  # nobody there answers
+        supervisor.may_terminate.clear()  # the host does not answer
         began = asyncio.get_running_loop().time()
         await lose(processes, "b")
         assert await worker_hosts(supervisor, 2) == ["a", "c"]
         assert asyncio.get_running_loop().time() - began < 0.01
-        assert f"rollout-worker-1 is gone: host b is lost: {SILENT}; starting another on a" in told
+        assert f"rollout-worker-1 is gone: host b is lost: {SILENT}; starting another on a" in console
 
 
 @pytest.mark.looptime
 async def test_rollout_worker_waits_for_a_host_and_reports_it(tmp_path: Path):
-    told = ConsoleLines()
+    console = ConsoleLines()
     supervisor = Supervisor()
     processes = cluster_of(
         tmp_path,
         supervisor,
-        told,
+        console,
         rollout=RolloutConfig(num_workers=1),
         generation=GenerationConfig(num_generators=1, num_generators_range=(1, 1)),
     )
@@ -259,7 +259,9 @@ async def test_rollout_worker_waits_for_a_host_and_reports_it(tmp_path: Path):
     async with in_background(processes.watch()):
         await lose(processes, "there")
         await asyncio.sleep(1.0)
-        assert told == [f"rollout-worker-0 is gone: host there is lost: {SILENT}; no host that is left has room for it"]
+        assert console == [
+            f"rollout-worker-0 is gone: host there is lost: {SILENT}; no host that is left has room for it"
+        ]
         processes.hosts.lifecycles.add(host_of("other"))
         assert await processes.join("other") == ["rollout-worker-0"]
         assert await worker_hosts(supervisor, 1) == ["other"]
@@ -274,7 +276,7 @@ async def test_worker_that_dies_before_its_host_is_lost_restarts_elsewhere(tmp_p
     )
     await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
     async with in_background(processes.watch()):
-        supervisor.answers.clear()
+        supervisor.may_terminate.clear()
         await supervisor.kill_next()
         await asyncio.sleep(3.0)
         assert supervisor.started.empty()
@@ -284,7 +286,7 @@ async def test_worker_that_dies_before_its_host_is_lost_restarts_elsewhere(tmp_p
 
 
 async def start_and_lose(processes: RunProcesses, supervisor: Supervisor, name: str) -> None:
-    """Start them all, of which one host is gone before anything there is up."""
+    """Start all processes, and lose a host before anything is up."""
     supervisor.may_start.clear()
     starting = asyncio.ensure_future(processes.start())
     await asyncio.sleep(1.0)
@@ -306,12 +308,12 @@ async def test_losing_the_only_training_host_at_start_fails_at_once(tmp_path: Pa
 
 @pytest.mark.looptime
 async def test_run_starts_without_a_lost_host_when_others_suffice(tmp_path: Path):
-    told = ConsoleLines()
+    console = ConsoleLines()
     supervisor = Supervisor()
     processes = cluster_of(
         tmp_path,
         supervisor,
-        told,
+        console,
         names=["a", "b", "c"],
         generates=False,
         hosts=HostsConfig(addresses=("a", "b", "c"), train=2, play=3),
@@ -319,14 +321,14 @@ async def test_run_starts_without_a_lost_host_when_others_suffice(tmp_path: Path
         rollout=RolloutConfig(num_workers=3),
     )
     await start_and_lose(processes, supervisor, "a")
-    assert told == [
+    assert console == [
         f"the trainer starts without a host that is lost: trainer died: host a is lost: {SILENT}",
         f"the run starts without host a: rollout-worker-0 died: host a is lost: {SILENT}",
     ]
     assert processes.names_by_host()["b"] == ["rollout-worker-1", "trainer"]
     async with in_background(processes.watch()):
         await asyncio.sleep(1.0)
-        assert "rollout-worker-0 is there again after 0 s" in told
+        assert "rollout-worker-0 is there again after 0 s" in console
         names = processes.names_by_host()
         assert sorted(names["b"] + names["c"]) == [
             "rollout-worker-0",
@@ -338,7 +340,7 @@ async def test_run_starts_without_a_lost_host_when_others_suffice(tmp_path: Path
 
 
 class Answers:
-    """A generator that came up on a host that joined."""
+    """A generator on a host that has joined."""
 
     name = "generator-1"
 
@@ -362,7 +364,7 @@ async def test_start_timeout_scales_with_weights_and_error_names_the_setting(
     tmp_path: Path, setting: float | None, limit_s: int
 ):
     with (tmp_path / "model.safetensors").open("wb") as weights:
-        weights.truncate(1_000_000_000)  # which takes no room on the disk
+        weights.truncate(1_000_000_000)  # sparse: takes no disk space
     supervisor = Supervisor()
     supervisor.may_start.clear()
     model = ModelConfig(path=str(tmp_path), max_context=256)
@@ -386,7 +388,7 @@ async def test_rollouts_wait_up_to_hosts_wait_s_for_generator_hosts(tmp_path: Pa
     )
     router = processes.router = processes.make_router([])
     async with in_background(processes.watch()):
-        await lose(processes, "trains")  # a generator may come up on any host where no other is left
+        await lose(processes, "trains")  # without another host, a generator may start on any
         for index, host in enumerate(["a", "b"]):
             generator = ProcessId(Role.GENERATOR, index)
             await processes.spawn(generator, ProcessActor, places=[ProcessPlace(host)])
@@ -420,19 +422,19 @@ async def test_unserved_requests_fail_after_hosts_wait_s(tmp_path: Path):
 
 
 class Suspecting(GeneratorRouter):
-    """`AdaptersRouter` that knows the cause of all deaths, once."""
+    """`AdaptersRouter` that knows the cause of the deaths once."""
 
     def __init__(self) -> None:
         super().__init__([Replica()])
         self.at_work: list[frozenset[str]] = []
         self.causes = ["sort"]
-        self.told: list[str] = []
+        self.reasons: list[str] = []
 
     def note_death(self, at_work: frozenset[str]) -> None:
         self.at_work.append(at_work)
 
     def stop_cause(self, why: str) -> str | None:
-        self.told.append(why)
+        self.reasons.append(why)
         return self.causes.pop() if self.causes else None
 
 
@@ -441,7 +443,7 @@ async def never(*args: Any) -> None:
 
 
 class Pulling(ActorReplica):
-    """Replica whose pulls do not end by themselves."""
+    """Replica whose pulls never end."""
 
     def __init__(self, remote: RemoteProcess) -> None:
         self.name, self.remote, self._actor = remote.name, remote, SimpleNamespace(pull=Endpoint(never))
@@ -451,8 +453,8 @@ class Pulling(ActorReplica):
 async def test_generator_deaths_past_the_limit_stop_the_causing_adapter_and_reset_the_count(
     tmp_path: Path,
 ) -> None:
-    told, router = ConsoleLines(), Suspecting()
-    processes = cluster_of(tmp_path, Supervisor(), told, hosts=HostsConfig(max_respawns=1))
+    console, router = ConsoleLines(), Suspecting()
+    processes = cluster_of(tmp_path, Supervisor(), console, hosts=HostsConfig(max_respawns=1))
     processes.router = router
 
     async def die(number: int) -> RemoteProcess:
@@ -472,11 +474,11 @@ async def test_generator_deaths_past_the_limit_stop_the_causing_adapter_and_rese
     for number in range(3):
         count(await die(number))
     assert router.at_work == [{"sort"}] * 3
-    assert told == [
+    assert console == [
         "generator-0 died: was killed by SIGKILL; starting another (1 of hosts.max_respawns = 1)",
         "generator-0 died: was killed by SIGKILL; starting another, without the adapter sort",
         "generator-0 died: was killed by SIGKILL; starting another (1 of hosts.max_respawns = 1)",
     ]
     with pytest.raises(ActorDiedError, match=r"hosts.max_respawns = 1, and 1 was replaced before"):
         count(await die(3))
-    assert len(router.told) == 2
+    assert len(router.reasons) == 2

@@ -1,4 +1,4 @@
-"""SIGSTOP to a rank of the trainer, and to a rollout worker: real processes, checked in virtual time."""
+"""SIGSTOP sent to a trainer rank and to a rollout worker: real processes, checked in virtual time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODEL = ModelConfig(path="policy", max_context=16)
 HANG_TIMEOUT_S = 10.0
 STOPPED = "it has been stopped by a signal for 3 s"
 
-pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="the kernel tells nothing of processes here")
+pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="this kernel has no pidfd_open")
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +42,8 @@ def no_process_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_check, "use_of", lambda pid: TreeUse({}, False))
 
 
-class Looker:
-    """A `Watcher` of processes that answer pings; a second passes with every look."""
+class ManualWatcher:
+    """A `Watcher` of processes that answer pings; each check advances the clock by a second."""
 
     def __init__(self, socket: Path) -> None:
         self.socket = socket
@@ -67,28 +67,28 @@ class Looker:
             while not condition():
                 for pid, signs in self._watch.look().items():
                     self._observers[pid].checked(signs)
-                await asyncio.sleep(0.005)  # those that live answer
+                await asyncio.sleep(0.005)  # live processes answer meanwhile
 
 
 @asynccontextmanager
 async def watched(
     folder: Path, name: str, num_processes: int
-) -> AsyncGenerator[tuple[Looker, RemoteProcess, list[Any]]]:
+) -> AsyncGenerator[tuple[ManualWatcher, RemoteProcess, list[Any]]]:
     """A group of processes that answer pings."""
-    looker, remote = Looker(folder / "s"), RemoteProcess(name, hang_timeout_s=HANG_TIMEOUT_S)
-    running = asyncio.ensure_future(looker.run())
+    watcher, remote = ManualWatcher(folder / "s"), RemoteProcess(name, hang_timeout_s=HANG_TIMEOUT_S)
+    running = asyncio.ensure_future(watcher.run())
     program = str(Path(__file__).with_name("pulsing.py"))
     processes: list[Any] = []
     try:
         for _ in range(num_processes):
             started = await asyncio.create_subprocess_exec(
-                sys.executable, program, str(looker.socket), stdout=asyncio.subprocess.PIPE
+                sys.executable, program, str(watcher.socket), stdout=asyncio.subprocess.PIPE
             )
             processes.append(started)
             assert started.stdout is not None
             assert await asyncio.wait_for(started.stdout.readline(), HANG_S) == b"pulsing\n"
-        remote.watch([process.pid for process in processes], looker)
-        yield looker, remote, processes
+        remote.watch([process.pid for process in processes], watcher)
+        yield watcher, remote, processes
     finally:
         for process in processes:
             if process.returncode is None:
@@ -98,7 +98,7 @@ async def watched(
 
 
 class Endless:
-    """An endpoint that is at something for ever."""
+    """An endpoint whose call never ends."""
 
     def __init__(self) -> None:
         self.called = asyncio.Event()
@@ -114,13 +114,13 @@ class Rank:
 
 
 async def test_sigstopped_rank_ends_the_whole_trainer_and_its_calls(tmp_path: Path):
-    async with watched(tmp_path, "trainer", 2) as (looker, remote, processes):
+    async with watched(tmp_path, "trainer", 2) as (watcher, remote, processes):
         ranks = [Rank(), Rank()]
         trainer = ActorTrainer(remote, ranks, TrainingConfig(data_parallel=2), MODEL)
         call, ended = asyncio.ensure_future(trainer.finish_save()), asyncio.ensure_future(trainer.ended())
         await ranks[1].finish_save.called.wait()
         os.kill(processes[1].pid, signal.SIGSTOP)
-        await looker.until(ended.done)
+        await watcher.until(ended.done)
         assert await ended == f"trainer died: {STOPPED}"
         with pytest.raises(ActorDiedError, match=STOPPED):
             await call
@@ -134,7 +134,7 @@ class Worker:
 
 
 class PromptWorker:
-    """Has every group at once."""
+    """Finishes every group immediately."""
 
     async def call(self, endpoint: Any, order: GroupOrder) -> RolloutGroup:
         group_id = order.group_id
@@ -145,7 +145,7 @@ class PromptWorker:
 
 
 async def test_group_of_a_sigstopped_worker_moves_to_another(tmp_path: Path):
-    async with watched(tmp_path, "rollout-worker-0", 1) as (looker, remote, (process,)):
+    async with watched(tmp_path, "rollout-worker-0", 1) as (watcher, remote, (process,)):
         pool, worker, other = WorkerPool(), Worker(), PromptWorker()
         pool.add(remote, worker)
         sampling = SamplingParams(max_tokens=1)
@@ -155,7 +155,7 @@ async def test_group_of_a_sigstopped_worker_moves_to_another(tmp_path: Path):
         await worker.run_group.called.wait()
         pool.add(other, other)  # pyright: ignore
         os.kill(process.pid, signal.SIGSTOP)
-        await looker.until(playing.done)
+        await watcher.until(playing.done)
         assert [rollout.rollout_id for rollout in (await playing).rollouts] == ["g/0"]
         assert remote.reason == STOPPED
         assert await asyncio.wait_for(process.wait(), HANG_S) == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Where a trainer that died comes up again. No process is started."""
+"""Restarts of a trainer and its moves between hosts. No process is started."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ SETTINGS = TrainerSettings(ModelConfig(path="unused", max_context=16), POLICIES,
 
 
 class Processes:
-    """Remembers what was asked of it, in order."""
+    """Records its calls in order."""
 
-    def __init__(self, told: list[str]) -> None:
-        self.asked: list[str] = []
-        self.hosts = SimpleNamespace(notify=told.append)
+    def __init__(self, notices: list[str]) -> None:
+        self.calls: list[str] = []
+        self.hosts = SimpleNamespace(notify=notices.append)
 
     async def spawn(
         self, process: ProcessId, actor_class: object, *arguments: Any, places: Sequence[ProcessPlace]
     ) -> Any:
-        self.asked.append(f"start on {' '.join(place.host for place in places)}")
+        self.calls.append(f"start on {' '.join(place.host for place in places)}")
         return RemoteProcess(process), [None for _ in places]
 
     async def clear(self, remote: RemoteProcess, timeout_s: float) -> None:
-        self.asked.append("clear")
+        self.calls.append("clear")
 
 
-def processes_on(hosts: dict[str, tuple[str, ...]], told: list[str], wait_s: float) -> tuple[Processes, Any]:
+def processes_on(hosts: dict[str, tuple[str, ...]], notices: list[str], wait_s: float) -> tuple[Processes, Any]:
     places = [ProcessPlace("a"), ProcessPlace("a")]
-    processes: Any = Processes(told)
+    processes: Any = Processes(notices)
     again = lambda: place_trainer_again(TRAINING, places, hosts)  # noqa: E731
     return processes, TrainerProcesses(processes, SETTINGS, again, wait_s=wait_s)
 
@@ -60,11 +60,11 @@ async def test_restart_clears_the_old_trainer_then_starts_on_a_live_host() -> No
     first = await training.start()
     del hosts["a"]
     assert await training.restart() is training.trainer is not first
-    assert processes.asked == ["start on a a", "clear", "start on b b"]
+    assert processes.calls == ["start on a a", "clear", "start on b b"]
 
 
 def settings_of_model(folder: Path, **training: float) -> TrainerSettings:
-    """Of a run that began with the model of a folder."""
+    """Settings of a run whose initial model is in `folder`."""
     save_file({"weight": torch.zeros(8)}, folder / "model.safetensors")
     (folder / "tokenizer.json").write_text("{}")
     model = ModelConfig(path=str(folder), max_context=16)
@@ -98,8 +98,8 @@ def test_trainer_rejects_a_changed_reference_model_or_tokenizer(tmp_path: Path) 
 async def test_trainer_waits_for_a_host_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_processes, "LOOK_S", 0.0)
     hosts: dict[str, tuple[str, ...]] = {"a": ()}
-    told: list[str] = []
-    processes, training = processes_on(hosts, told, 60.0)
+    notices: list[str] = []
+    processes, training = processes_on(hosts, notices, 60.0)
     await training.start()
     hosts.clear()
     restarting = asyncio.ensure_future(training.restart())
@@ -110,8 +110,8 @@ async def test_trainer_waits_for_a_host_and_reports_it(monkeypatch: pytest.Monke
     hosts["c"] = ()
     await restarting
     assert not training.waits_for
-    assert processes.asked[-1] == "start on c c"
-    assert told == [
+    assert processes.calls[-1] == "start on c c"
+    assert notices == [
         "the trainer waits for hosts, 60 s at most: no host that sees the run's folder, and so may train, is left; "
         "`titan-rl hosts RUN add ADDRESS` adds one"
     ]
@@ -128,9 +128,9 @@ async def test_trainer_stops_waiting_for_a_host_at_the_limit() -> None:
 
 async def test_leaving_trainer_is_saved_and_continues_until_a_host_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_processes, "LOOK_S", 0.0)
-    hosts: dict[str, tuple[str, ...]] = {}  # that stay
-    told: list[str] = []
-    processes, training = processes_on(hosts, told, 10.0)
+    hosts: dict[str, tuple[str, ...]] = {}  # those that are not leaving
+    notices: list[str] = []
+    processes, training = processes_on(hosts, notices, 10.0)
     hosts["a"] = ()
     await training.start()
     del hosts["a"]
@@ -142,14 +142,14 @@ async def test_leaving_trainer_is_saved_and_continues_until_a_host_has_room(monk
         for _ in range(20):
             await asyncio.sleep(0)
         assert not finishing.done()
-    assert told == [
+    assert notices == [
         "the trainer waits for hosts, 30 s at most: no host that sees the run's folder, and so may train, is left; "
         "`titan-rl hosts RUN add ADDRESS` adds one"
     ]
     assert training.trainer.is_leaving
     hosts["c"] = ()
     await finishing
-    assert processes.asked == ["start on a a"]
+    assert processes.calls == ["start on a a"]
 
 
 @pytest.mark.looptime

@@ -1,4 +1,4 @@
-"""What is sent of requests arrives as it was."""
+"""Packing and unpacking of the messages of a request stream."""
 
 from dataclasses import MISSING, fields
 
@@ -31,7 +31,7 @@ COMPLETION = Completion(
 def test_unpack_restores_every_field(message: TokenChunk | Completion) -> None:
     for field in fields(message):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        assert getattr(message, field.name) != default, f"{field.name} would not be missed"
+        assert getattr(message, field.name) != default, f"the test would not notice a lost {field.name}"
     assert unpack(pack(message)) == message
 
 

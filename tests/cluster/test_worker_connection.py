@@ -1,4 +1,4 @@
-"""A worker that is to be met, and is not there."""
+"""Connections to a worker that does not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups in other processes, as the controller sees them. No process is started."""
+"""Groups that run in rollout workers, as the controller sees them. No process is started."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ class Endpoint:
 
 
 class Worker:
-    """Process and actor of a worker that runs groups of one, whose message no process could send to another."""
+    """Process and actor of a worker that runs groups of one rollout."""
 
     name = "worker"
     excused = False
@@ -75,7 +75,9 @@ async def play(pool: WorkerPool, generate: Any = None, sample: Any = None, **opt
     return await play(generate or requests(), sample, group_id="g", group_size=1, sampling=SAMPLING, **options)
 
 
-class TellingWorker(Worker):
+class RecordingWorker(Worker):
+    """Records its rollout, whose sample and messages cannot be pickled, before it returns."""
+
     async def run(self, order: GroupOrder) -> RolloutGroup:
         order.sample["lock"] = threading.Lock()
         rollout = Rollout("g/0", "g", 0, order.sample, messages=[{"role": "tool", "content": object}])
@@ -84,18 +86,18 @@ class TellingWorker(Worker):
 
 
 async def test_groups_return_their_own_sample_and_plain_data(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[Any] = []
+    samples: list[Any] = []
 
     def on_finished(rollout: Rollout) -> None:
-        told.append(rollout.sample)
+        samples.append(rollout.sample)
         raise RuntimeError("gone")
 
     sample: dict[str, Any] = {"level": 3}
     with caplog.at_level(logging.WARNING):
-        group = await play(pool_of(TellingWorker()), sample=sample, on_finished=on_finished)
+        group = await play(pool_of(RecordingWorker()), sample=sample, on_finished=on_finished)
     assert group.sample is sample
     assert group.rollouts[0].sample is sample
-    assert told == [sample]
+    assert samples == [sample]
     assert group.rollouts[0].messages == [{"role": "tool", "content": repr(object)}]
     assert "on_finished failed: RuntimeError: gone" in caplog.text
 
@@ -107,8 +109,8 @@ def answer(turn: int, tokens: int = 1, reason: FinishReason = FinishReason.STOP)
 
 
 class DyingWorkers(Worker):
-    """Two workers with one state. The first dies after an answer, and another arrives while the group runs in the
-    second."""
+    """Two workers with shared state. The first dies after an answer; a late answer of it arrives while the group runs
+    in the second."""
 
     async def run(self, order: GroupOrder) -> RolloutGroup:
         first = self.orders[0].key
@@ -121,22 +123,22 @@ class DyingWorkers(Worker):
 
 
 async def test_group_of_a_dead_worker_is_replayed_with_recorded_answers() -> None:
-    journal, told, workers = Journal(), list[Rollout](), DyingWorkers()
+    journal, finished, workers = Journal(), list[Rollout](), DyingWorkers()
     pool = pool_of(workers)
-    playing = asyncio.ensure_future(play(pool, requests(journal), on_finished=told.append))
+    playing = asyncio.ensure_future(play(pool, requests(journal), on_finished=finished.append))
     await asyncio.sleep(0)
     pool.add(workers, workers)  # pyright: ignore
     assert [rollout.rollout_id for rollout in (await playing).rollouts] == ["g/0"]
     assert [answer.completion.request_id for answer in workers.orders[1].known] == ["g/0/0"]
     assert [answer.completion.request_id for answer in journal.answers] == ["g/0/0", "g/0/2"]
-    assert [rollout.error for rollout in told] == [None]
+    assert [rollout.error for rollout in finished] == [None]
 
 
 async def test_group_survives_workers_that_die_together() -> None:
     class KilledTogether(Worker):
         async def call(self, endpoint: Endpoint, *args: Any, timeout_s: float | None = None) -> Any:
             for worker in together:
-                worker.reason = "killed"  # the controller knows all of it before a group is run again
+                worker.reason = "killed"  # the controller knows of all deaths before it runs a group again
             raise ActorDiedError("worker died: killed")
 
     together = [KilledTogether() for _ in range(5)]
@@ -157,13 +159,13 @@ async def test_unreachable_worker_is_ended_and_replaced() -> None:
             worker: Any = Worker()
             pool.add(worker, worker)
 
-    class Deaf:
+    class Unreachable:
         class run_group:
             @staticmethod
             async def call_one(*args: Any) -> None:
                 raise ActorError(ActorDiedError("controller died: connection reset"))
 
-    pool.add(RemoteProcess("rollout-worker-0", Replacing()), Deaf)
+    pool.add(RemoteProcess("rollout-worker-0", Replacing()), Unreachable)
     group = await play(pool)
     assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0"]
     assert ended == ["rollout-worker-0: controller died: connection reset"]

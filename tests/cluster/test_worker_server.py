@@ -1,4 +1,4 @@
-"""Runs that meet a worker. What Monarch would be there is made up; the connections are real."""
+"""Runs that connect to a worker. Its Monarch processes are fakes; the connections are real."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_rl.core.errors import ActorDiedError, ConfigError
 
 
 class Monarchs:
-    """Those that a worker has started. Each lasts until its run `ended`."""
+    """Monarch processes that a worker has started. Each lasts until its event in `running` is set."""
 
     def __init__(self) -> None:
         self.running: list[asyncio.Event] = []
@@ -53,7 +53,7 @@ def monarchs(monkeypatch: pytest.MonkeyPatch) -> Monarchs:
 
 @contextlib.asynccontextmanager
 async def worker(console: Console = LOG) -> AsyncGenerator[int]:
-    """The port of one that takes runs."""
+    """Run a worker, and yield its port."""
     listener = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.ensure_future(WorkerServer(listener, console).serve())
     try:
@@ -64,7 +64,7 @@ async def worker(console: Console = LOG) -> AsyncGenerator[int]:
 
 
 @contextlib.asynccontextmanager
-async def met(run: str, address: str) -> AsyncGenerator[WorkerConnection]:
+async def connected(run: str, address: str) -> AsyncGenerator[WorkerConnection]:
     one = await connect_to_worker(run, address, 30.0)
     try:
         yield one
@@ -73,10 +73,10 @@ async def met(run: str, address: str) -> AsyncGenerator[WorkerConnection]:
 
 
 async def test_naming_a_worker_twice_is_rejected_and_keeps_the_first_monarch(monarchs: Monarchs):
-    async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
+    async with worker() as port, connected("a", f"127.0.0.1:{port}") as first:
         await first.monarch()
-        first.close()  # it is watched from here on
-        async with met("a", f"localhost:{port}") as second:
+        first.close()  # the worker watches it from now on
+        async with connected("a", f"localhost:{port}") as second:
             with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} and localhost:{port} are one worker"):
                 await second.monarch()
         assert [ended.is_set() for ended in monarchs.running] == [False]
@@ -84,31 +84,31 @@ async def test_naming_a_worker_twice_is_rejected_and_keeps_the_first_monarch(mon
 
 async def test_run_waits_until_the_previous_one_has_ended(monarchs: Monarchs, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "MONARCH_TIMEOUT_S", 0.5)
-    async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
+    async with worker() as port, connected("a", f"127.0.0.1:{port}") as first:
         await first.monarch()
         first.close()
-        async with met("b", f"127.0.0.1:{port}") as second:
+        async with connected("b", f"127.0.0.1:{port}") as second:
             with pytest.raises(ActorDiedError, match="is in use by another run"):
                 await second.monarch()
         assert [ended.is_set() for ended in monarchs.running] == [False]
         monkeypatch.setattr(host, "MONARCH_TIMEOUT_S", 30.0)
-        async with met("c", f"127.0.0.1:{port}") as third:
+        async with connected("c", f"127.0.0.1:{port}") as third:
             waiting = asyncio.ensure_future(third.monarch())
             monarchs.running[0].set()
             assert (await waiting).startswith("tcp://127.0.0.1:")
 
 
 async def test_reconnecting_run_gets_a_new_monarch(monarchs: Monarchs):
-    async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
+    async with worker() as port, connected("a", f"127.0.0.1:{port}") as first:
         before = await first.monarch()
-        async with met("a", f"127.0.0.1:{port}") as second:
+        async with connected("a", f"127.0.0.1:{port}") as second:
             assert await second.monarch() != before
         assert monarchs.running[0].is_set()
 
 
 @pytest.mark.usefixtures("monarchs")
 async def test_restarted_worker_has_a_new_id():
-    async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
+    async with worker() as port, connected("a", f"127.0.0.1:{port}") as first:
         await first.monarch()
         assert await worker_id_at(f"127.0.0.1:{port}") == await worker_id_at(f"localhost:{port}") == first.id
         before = first.id
@@ -119,16 +119,16 @@ async def test_restarted_worker_has_a_new_id():
 
 
 async def test_worker_announces_runs_that_come_and_go(monarchs: Monarchs):
-    told: asyncio.Queue[str] = asyncio.Queue()
+    messages: asyncio.Queue[str] = asyncio.Queue()
 
     class Queued(Console):
         def message(self, text: str) -> None:
-            told.put_nowait(text)
+            messages.put_nowait(text)
 
     async with worker(Queued()) as port:
         one = await connect_to_worker("5f0c", f"127.0.0.1:{port}", 30.0, "alphabet")
-        assert await told.get() == "run alphabet is here, from 127.0.0.1"
+        assert await messages.get() == "run alphabet is here, from 127.0.0.1"
         await one.monarch()
         one.close()
         monarchs.running[0].set()
-        assert await told.get() == "run alphabet is gone"
+        assert await messages.get() == "run alphabet is gone"

@@ -1,4 +1,4 @@
-"""What only an accelerator shows. Skipped where there is none."""
+"""bfloat16 training and generation. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has tests of its own")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has its own tests")
 
 
 def test_bfloat16_trainer_learns_and_vllm_agrees(tmp_path: Path) -> None:

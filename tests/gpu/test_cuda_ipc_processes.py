@@ -1,4 +1,4 @@
-"""Weights between two processes through GPU memory. Skipped where there is no GPU."""
+"""Weight transfer between two processes through GPU memory. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport
 from titan_rl.weights.types import NUM_KEPT, Manifest, SlicePosition, TensorSlice
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU; tests/statedict has all but the GPU's own part"
+    not torch.cuda.is_available(), reason="needs a GPU; tests/weights covers the rest of this transport"
 )
 
 READER = """
@@ -78,7 +78,7 @@ Child = subprocess.Popen[bytes]
 
 @contextmanager
 def child(code: str) -> Iterator[Child]:
-    """A process that ends with the block."""
+    """Run a process that ends with the block."""
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with process:
         try:
@@ -93,11 +93,11 @@ def send(process: Child, value: Any) -> None:
     process.stdin.flush()
 
 
-def hear(process: Child) -> Any:
-    """The next answer.
+def receive(process: Child) -> Any:
+    """Return the next answer.
 
     Raises:
-        EOFError: the process has ended.
+        EOFError: The process has ended.
     """
     assert process.stdout is not None
     return pickle.load(process.stdout)
@@ -135,7 +135,7 @@ def test_another_process_reads_each_version(gpu: str) -> None:
 
 
 def test_writer_memory_holds_only_the_kept_versions() -> None:
-    weight = torch.ones(4096, 8192, device="cuda")  # 128 MiB, published in half of that
+    weight = torch.ones(4096, 8192, device="cuda")  # 128 MiB, published as bfloat16 in half of that
     slices = [(f"w{index}", TensorSlice(weight, SlicePosition((0, 0), (4096, 8192)), "bfloat16")) for index in range(4)]
     version_bytes = 4 * weight.nbytes // 2
     torch.cuda.synchronize()
@@ -167,13 +167,13 @@ def test_slow_reader_gets_its_version_and_keeps_no_memory() -> None:
     last = NUM_KEPT + 3
     with child(SLOW_READER) as reader:
         send(reader, publish(0))
-        assert hear(reader) == "w0", "it has the first tensor, and waits"
+        assert receive(reader) == "w0", "it has read the first tensor, and waits"
         for version in range(1, last):
             publish(version)
         send(reader, publish(last))
-        assert hear(reader) == {f"w{index}": [0.0] for index in range(3)}
-        assert hear(reader) == {f"w{index}": [float(last)] for index in range(3)}
-        publish(last + 1)  # collects what no reader has any more
+        assert receive(reader) == {f"w{index}": [0.0] for index in range(3)}
+        assert receive(reader) == {f"w{index}": [float(last)] for index in range(3)}
+        publish(last + 1)  # collects memory that no reader holds any more
         torch.cuda.ipc_collect()
         held = torch.cuda.memory_allocated() - before
         assert held <= NUM_KEPT * version_bytes * 1.01, "also while the reader lives"
@@ -181,7 +181,7 @@ def test_slow_reader_gets_its_version_and_keeps_no_memory() -> None:
 
 
 def test_reader_releases_a_dead_writers_memory_for_the_next() -> None:
-    num_tensors, size = 4, 64 << 20  # floats: 256 MiB a tensor, 1 GiB a version; a context of CUDA has less
+    num_tensors, size = 4, 64 << 20  # floats: 256 MiB a tensor, 1 GiB a version; more than a CUDA context
     version_bytes = 4 * num_tensors * size
     if torch.cuda.mem_get_info()[0] < 8 * version_bytes:
         pytest.skip("needs 8 GiB of GPU memory")
@@ -191,13 +191,13 @@ def test_reader_releases_a_dead_writers_memory_for_the_next() -> None:
         return [tensor.unique().tolist() for _, tensor in pairs]
 
     with child(WRITER) as doomed, child(WRITER) as successor:
-        assert [hear(doomed), hear(successor)] == ["ready", "ready"]
+        assert [receive(doomed), receive(successor)] == ["ready", "ready"]
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         manifests: list[Manifest] = []
         for version in (1, 2):
             send(doomed, (version, num_tensors, size))
-            manifests.append(hear(doomed))
+            manifests.append(receive(doomed))
         assert values(transport.pull(manifests[0])) == [[1.0]] * num_tensors
         begun = transport.pull(manifests[1])
         found = values(islice(begun, 1))
@@ -206,10 +206,10 @@ def test_reader_releases_a_dead_writers_memory_for_the_next() -> None:
         try:
             found += values(begun)
         except StateDictError:
-            found = [[2.0]] * num_tensors  # refused as a whole: nothing was read wrong
+            found = [[2.0]] * num_tensors  # rejected as a whole: no wrong value was read
         assert found == [[2.0]] * num_tensors
         send(successor, (3, num_tensors, size))
-        assert values(transport.pull(hear(successor))) == [[3.0]] * num_tensors
+        assert values(transport.pull(receive(successor))) == [[3.0]] * num_tensors
         torch.cuda.empty_cache()
-        assert free - torch.cuda.mem_get_info()[0] < 1.5 * version_bytes, "of the successor's version alone"
+        assert free - torch.cuda.mem_get_info()[0] < 1.5 * version_bytes, "only the successor's version is held"
     transport.close()

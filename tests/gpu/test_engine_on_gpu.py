@@ -1,4 +1,4 @@
-"""vLLM's engine with CUDA graphs, and whole runs over each transport. Skipped where there is no GPU."""
+"""vLLM's engine with CUDA graphs, and whole runs over each transport. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 from titan_rl.types import SamplingParams
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has tests of its own")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has its own tests")
 
-NEAR = 2e-2  # of mean logprobs in float32, where kernels differ
+NEAR = 2e-2  # tolerance of mean logprobs in float32, as kernels differ
 
 
 def make_trainer(folder: Path) -> TrainerCore:

@@ -1,4 +1,4 @@
-"""Flex attention as a kernel, forward and backward, alone and in compiled blocks. Skipped where there is no GPU."""
+"""Kernel of flex attention, forward and backward, alone and in compiled blocks. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_rl.training.attention.flex_attention import layout_blocks
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has tests of its own")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has its own tests")
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 5e-2)])

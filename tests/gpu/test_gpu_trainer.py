@@ -1,4 +1,4 @@
-"""A trainer on a GPU, by torchtitan. Skipped where there is no GPU."""
+"""Trainer on a GPU, with torchtitan. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has tests of its own")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has its own tests")
 
 
 def test_bfloat16_trainer_learns_and_scores_its_published_weights(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures, tied models, shared prompts and small states, at the sizes of a GPU. Skipped where there is none."""
+"""Mixtures of experts, tied models, shared prompts and small optimizer states at GPU sizes. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from titan_rl.training.attention.flex_attention import layout_blocks
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has tests of its own")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has its own tests")
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
@@ -93,7 +93,7 @@ def test_two_gpus_match_one(small: dict[str, Any], tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     folder = make_tiny_qwen3(tmp_path / "model")
-    by_one = {name: value for name, value in small.items() if name != "offload"}  # takes several
+    by_one = {name: value for name, value in small.items() if name != "offload"}  # offloading needs several ranks
     alone, _ = steps_and_resumed_steps(folder, tmp_path / "one", **by_one)
     for losses, resumed in run_world(on_own_gpu, 2, folder=folder, out=tmp_path / "two", data_parallel=2, **small):
         assert losses == pytest.approx(alone, abs=0.05)

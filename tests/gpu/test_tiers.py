@@ -1,4 +1,4 @@
-"""Which tiers of the tests on GPUs are run, and what is said of the others."""
+"""Tiers of the GPU tests, and the reasons that skipped tiers print."""
 
 from __future__ import annotations
 

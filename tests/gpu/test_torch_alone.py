@@ -1,4 +1,4 @@
-"""What needs torch and a GPU and neither torchtitan, Monarch nor vLLM. Skipped where there is no GPU."""
+"""Tests that need torch and a GPU, but neither torchtitan, Monarch nor vLLM. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titan_rl.training.attention.documents import Document
 from titan_rl.training.attention.flex_attention import layout_blocks
 from titan_rl.training.selected_logprobs import selected_logprobs
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has tests of its own")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has its own tests")
 
 TOKENS, WIDTH = 2048, 256
 
@@ -51,8 +51,8 @@ def scoring_peak(vocabulary: int) -> int:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     selected_logprobs(hidden, weight, targets, ones, chunk_logits=2**22)[0].sum().backward()
-    of_gradients = 6 * weight.numel()  # the head's, which are there whole: float32 as they are summed, then bfloat16
-    return torch.cuda.max_memory_allocated() - before - of_gradients
+    gradients = 6 * weight.numel()  # of the head, kept whole: summed in float32, then converted to bfloat16
+    return torch.cuda.max_memory_allocated() - before - gradients
 
 
 def test_scoring_memory_does_not_grow_with_the_vocabulary() -> None:
@@ -114,6 +114,8 @@ def test_fsdp_keeps_no_bfloat16_layers_between_forward_and_backward(one_rank: No
     loss = model(x).float().square().mean()
     kept = torch.cuda.memory_allocated() - before
     loss.backward()
-    of_layers = layers * width * width * 2
-    print(f"{kept / 2**20:.1f} MiB are kept between the passes; all layers in bfloat16 are {of_layers / 2**20:.0f} MiB")
-    assert kept < of_layers / 3
+    layer_bytes = layers * width * width * 2
+    print(
+        f"{kept / 2**20:.1f} MiB are kept between the passes; all layers in bfloat16 are {layer_bytes / 2**20:.0f} MiB"
+    )
+    assert kept < layer_bytes / 3

@@ -1,6 +1,6 @@
-"""vLLM, as an engine of a user's own, that takes its time and tells that it generates.
+"""Slow vLLM, as a user-defined engine, that signals when it generates.
 
-Each step of it in which requests go on makes `generates-HOST` in the folder that `e2e.slow_loss` calls its gate.
+Each step with unfinished requests makes the file `generates-HOST` in the gate folder of `e2e.slow_loss`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def make(spec: EngineSpec) -> Engine:
     class SlowEngine(VLLMEngine):
         def step(self) -> list[TokenDelta]:
             deltas = super().step()
-            if any(delta.token_ids and delta.finish_reason is None for delta in deltas):  # a probe takes one step
+            if any(delta.token_ids and delta.finish_reason is None for delta in deltas):  # a probe ends in its step
                 (Path(os.environ[GATE]) / f"generates-{socket.gethostname()}").touch()
                 time.sleep(STEP_S)
             return deltas

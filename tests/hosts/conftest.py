@@ -18,20 +18,20 @@ def needs_namespaces() -> None:
 
 @pytest.fixture(scope="module")
 def hosts(needs_namespaces: None) -> Generator[Namespaces]:
-    """Three hosts beside each other, for the tests of a module."""
+    """Three hosts on one network, for the tests of a module."""
     with namespaces(3) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder by which tests and what runs on hosts tell each other how far they are."""
+    """Folder whose files synchronize tests with the processes on hosts."""
     return tmp_path_factory.mktemp("gate")
 
 
 @pytest.fixture(scope="module")
 def workers(hosts: Namespaces, gate: Path, tmp_path_factory: pytest.TempPathFactory) -> list[HostProcess]:
-    """`titan-rl worker` on each of them. What it says is in `worker-NAME.txt`."""
+    """`titan-rl worker` on each host, with its output in `worker-NAME.txt`."""
     folder: Path = tmp_path_factory.mktemp("workers")
 
     def start(host: NamespaceHost) -> HostProcess:

@@ -1,4 +1,4 @@
-"""A controller of scripted generators on real hosts, in a process of its own, which tests tell what to do."""
+"""Controller of scripted generators on real hosts, in its own process, which obeys commands of a test."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ except* TitanRLError as failed:
 
 
 class Run:
-    """A controller that does what it is told, a line each, and says what happens.
+    """Controller process that reads commands and prints events, one a line.
 
     Args:
-        namespaces: the hosts where its generators are.
-        sections: settings beside the usual ones.
+        namespaces: Hosts of its generators.
+        sections: Settings in addition to the usual ones.
     """
 
     def __init__(self, folder: Path, namespaces: Namespaces, **sections: Any) -> None:
@@ -92,27 +92,27 @@ class Run:
         )
         threading.Thread(target=self._read, daemon=True).start()
 
-    def tell(self, text: str) -> None:
+    def send(self, text: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{text}\n")
         self.process.stdin.flush()
 
-    def hears(self, *texts: str) -> str:
-        """The first line from now on that has all of these."""
+    def wait_for(self, *texts: str) -> str:
+        """Wait for a line that contains all of `texts`, and return it."""
         deadline = time.monotonic() + HANG_S
         while (left_s := deadline - time.monotonic()) > 0 and (line := self._next(left_s)):
             self.lines.append(line.strip())
             if all(text in line for text in texts):
                 return line.strip()
-        raise AssertionError(f"it has not said {texts}:\n" + "\n".join(self.lines))
+        raise AssertionError(f"the controller did not print {texts}:\n" + "\n".join(self.lines))
 
-    def hears_all(self, *texts: str) -> None:
-        """From now on a line that has it for each of these, in whatever order."""
+    def wait_for_all(self, *texts: str) -> None:
+        """Wait until each of `texts` was in a line, in any order."""
         wanted = {*texts}
         while wanted:
-            line = self.hears("")
+            line = self.wait_for("")
             wanted = {text for text in wanted if text not in line}
-            assert line, f"it has not said {wanted}"
+            assert line, f"the controller did not print {wanted}"
 
     def _next(self, limit_s: float) -> str:
         with contextlib.suppress(queue.Empty):
@@ -126,12 +126,12 @@ class Run:
         self._said.put("")
 
     def end(self, limit_s: float) -> int:
-        """Its exit status."""
+        """End the controller, and return its exit status."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(limit_s)
 
-    def asked(self, text: str) -> str:
-        """What it answers to a word of its."""
-        self.tell(text)
-        return self.hears(f"{text} ").removeprefix(f"{text} ")
+    def ask(self, text: str) -> str:
+        """Send a command, and return the answer."""
+        self.send(text)
+        return self.wait_for(f"{text} ").removeprefix(f"{text} ")

@@ -1,5 +1,5 @@
-"""Hosts of their own on this machine: namespaces of the kernel, each with an address, shared memory, a hostname and
-process ids. Only root may make them, so that tests which need them are skipped elsewhere."""
+"""Virtual hosts on this machine: kernel namespaces, each with its own address, shared memory, hostname and process ids.
+Only root may make them, so tests that need them are skipped otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOOLS = ("ip", "unshare", "nsenter", "setpriv")
 PORT = 22222
 START_S = 120.0  # on a busy machine
 _SPACES = ("net", "mount", "uts", "ipc", "pid")
-# The first process of a host collects what ends there, and runs until it is killed, which ends all of them.
+# The first process of a host reaps the others, and runs until it is killed, which ends all of them.
 _INIT = (
     "mount -t proc proc /proc && mount -t tmpfs tmpfs /dev/shm && {private} hostname {name} && ip link set lo up "
     "&& echo ready && while :; do sleep 1000 & wait $!; done"
@@ -29,7 +29,7 @@ _INIT = (
 
 
 def why_not() -> str | None:
-    """What keeps this machine from having such hosts; None where nothing does."""
+    """Reason why this machine cannot have such hosts, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "hosts are made of namespaces, which only root may make"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -50,10 +50,10 @@ def why_not() -> str | None:
 
 
 class HostProcess:
-    """A process on a host.
+    """Process on a host.
 
     Attributes:
-        pid: as this machine counts.
+        pid: Process id on this machine.
     """
 
     def __init__(self, outer: subprocess.Popen[str], pid: int) -> None:
@@ -64,18 +64,18 @@ class HostProcess:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
             if number == signal.SIGCONT:
-                self.outer.send_signal(number)  # it stops when its child does
+                self.outer.send_signal(number)  # nsenter stops together with its child
 
     def wait(self, timeout_s: float = 30.0) -> int:
-        """Its exit status."""
+        """Wait for the end, and return the exit status."""
         return self.outer.wait(timeout_s)
 
 
 class NamespaceHost:
-    """One host. It runs until `kill`; `start` makes it anew, with the same name and address and nothing else.
+    """Host that runs until `kill`. `start` then makes an empty one with the same name and address.
 
     Attributes:
-        temporary: where what runs there has its temporary files, which no other host sees.
+        temporary: Folder of temporary files, which no other host sees.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class NamespaceHost:
         ip("link", "set", self._link, "master", self._bridge, "up")
         for command in (
             f"ip link set {peer} name eth0",
-            f"ip link set eth0 address {hardware_address(self.address)}",  # a machine that comes back has its old one
+            f"ip link set eth0 address {hardware_address(self.address)}",  # a rebooted machine keeps its address
             f"ip addr add {self.address}/24 dev eth0",
             "ip link set eth0 up",
         ):
@@ -118,7 +118,7 @@ class NamespaceHost:
     def run(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, output: Path | None = None
     ) -> HostProcess:
-        """Start a process there, in this project."""
+        """Start a process on the host, in this project's folder."""
         with contextlib.ExitStack() as files:
             log = subprocess.DEVNULL if output is None else files.enter_context(output.open("a"))
             process = subprocess.Popen(
@@ -135,10 +135,10 @@ class NamespaceHost:
         return HostProcess(process, _child_of(process.pid))
 
     def ask(self, command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 60.0) -> str:
-        """What a command says there, which ends by itself.
+        """Run a command on the host, and return its output.
 
         Raises:
-            subprocess.CalledProcessError: it fails; its `stdout` has what it said of that, too.
+            subprocess.CalledProcessError: The command failed. `stdout` contains its errors, too.
         """
         done = subprocess.run(
             [*self._enter(*_SPACES)[:-1], f"--wdns={PROJECT}", "--", *command],
@@ -153,10 +153,10 @@ class NamespaceHost:
         return done.stdout
 
     def start_worker(self, output: Path, *options: str, env: Mapping[str, str] | None = None) -> HostProcess:
-        """`titan-rl worker`, once it listens on `worker_address`.
+        """Start `titan-rl worker`, and return once it listens on `worker_address`.
 
         Args:
-            output: what it prints goes there, behind what is there.
+            output: File to which its output is appended.
         """
         before = output.stat().st_size if output.exists() else 0
         command = [sys.executable, "-m", "titan_rl.cli.main", "worker", "--listen", self.worker_address, *options]
@@ -177,11 +177,11 @@ class NamespaceHost:
         return f"{self.address}:{PORT}"
 
     def processes(self) -> list[str]:
-        """The command lines of what runs there, but for the first process of the host and what it waits for."""
+        """Command lines of the host's processes, except for its first process and the `sleep` of that."""
         return list(self._processes().values())
 
     def pids(self, text: str) -> dict[int, int]:
-        """As this machine counts, of the processes there whose command line has a text, by their pids there."""
+        """Pids on this machine, by pid on the host, of processes whose command line contains `text`."""
         found: dict[int, int] = {}
         for pid, line in self._processes().items():
             if text in line:
@@ -191,7 +191,7 @@ class NamespaceHost:
         return found
 
     def _processes(self) -> dict[int, str]:
-        """Their command lines, by pid as this machine counts."""
+        """Command lines by pid on this machine."""
         found: dict[int, str] = {}
         space = os.readlink(f"/proc/{self._init}/ns/pid")
         for entry in Path("/proc").iterdir():
@@ -203,14 +203,14 @@ class NamespaceHost:
         return found
 
     def files(self, folder: str) -> list[str]:
-        """What lies in a folder as that host sees it."""
+        """File names in a folder as the host sees it."""
         return sorted(os.listdir(f"/proc/{self._init}/root{folder}"))
 
     def kill(self) -> None:
-        """End the host whole, as a power failure would."""
+        """End the whole host, as a power failure would."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._init, signal.SIGKILL)
-        for process in self._outer:  # one that is stopped, as its child was, would reap nothing
+        for process in self._outer:  # one that stopped together with its child would not reap it
             process.kill()
         self._outer.clear()
         self._unshare.wait()
@@ -219,24 +219,24 @@ class NamespaceHost:
         subprocess.run(["ip", "link", "del", self._link], capture_output=True)
 
     def link_down(self) -> None:
-        """A partition: nothing reaches it any more, and nothing comes from there."""
+        """Partition the host from the network, in both directions."""
         ip("link", "set", self._link, "down")
 
     def link_up(self) -> None:
         ip("link", "set", self._link, "up")
 
     def received_bytes(self) -> int:
-        """Since its link was made."""
+        """Bytes received since the link was made."""
         return int(Path(f"/sys/class/net/{self._link}/statistics/tx_bytes").read_text())
 
     def cap(self, mbit: int) -> None:
-        """Limit what it sends and receives, in megabits a second."""
+        """Limit the bandwidth of its link in both directions, in Mbit/s."""
         shape = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "200ms"]
         subprocess.run(["tc", "qdisc", "replace", "dev", self._link, *shape], check=True)
         subprocess.run([*self._enter("net"), "tc", "qdisc", "replace", "dev", "eth0", *shape], check=True)
 
     def uncap(self) -> None:
-        """As fast as this machine again."""
+        """Remove the bandwidth limit."""
         subprocess.run(["tc", "qdisc", "del", "dev", self._link, "root"], check=True)
         subprocess.run([*self._enter("net"), "tc", "qdisc", "del", "dev", "eth0", "root"], check=True)
 
@@ -245,10 +245,10 @@ class NamespaceHost:
 
 
 class Namespaces:
-    """Hosts beside each other on a bridge. This process has an address there, too.
+    """Hosts connected by a bridge, on which this process has an address, too.
 
     Attributes:
-        gateway: the address of this process.
+        gateway: Address of this process.
     """
 
     def __init__(self, hosts: Sequence[NamespaceHost], gateway: str) -> None:
@@ -267,17 +267,17 @@ class Namespaces:
 
 @contextlib.contextmanager
 def namespaces(count: int, private: Sequence[Path] = ()) -> Generator[Namespaces]:
-    """Hosts that are gone with the block, whatever ended it.
+    """Make hosts that exist until the block ends.
 
     Args:
-        private: folders of which each host has an empty one of its own; the rest of the file system is shared.
+        private: Folders that are empty and private on each host. The rest of the file system is shared.
     """
     clean_up_after_the_dead()
     stem = f"{PREFIX}{os.getpid()}"
     bridge, network = f"{stem}b{_numbers()}", free_network()
     ip("link", "add", bridge, "type", "bridge")
     hosts: list[NamespaceHost] = []
-    temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: there are sockets in it
+    temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short, as paths of sockets are limited
     try:
         ip("addr", "add", f"{network}.1/24", "dev", bridge)
         ip("link", "set", bridge, "up")
@@ -302,7 +302,7 @@ def _numbers() -> str:
 
 
 def _child_of(pid: int) -> int:
-    """The one child of a process of this machine, once there is one."""
+    """Wait for the single child of a process, and return its pid on this machine."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):
@@ -310,4 +310,4 @@ def _child_of(pid: int) -> int:
             if children:
                 return int(children[0])
         time.sleep(0.001)
-    raise AssertionError(f"process {pid} started nothing")
+    raise AssertionError(f"process {pid} started no child")

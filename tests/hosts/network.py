@@ -1,4 +1,4 @@
-"""What the hosts of tests are connected by: bridges, links and addresses of this machine."""
+"""Network of the virtual hosts: bridges, links and addresses of this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 PREFIX = "trl"
-"""Of the names of all of it."""
+"""Prefix of the names of all bridges and links."""
 
 
 def ip(*arguments: str) -> None:
@@ -19,7 +19,7 @@ def hardware_address(address: str) -> str:
 
 
 def free_network() -> str:
-    """The first three numbers of a network that nobody here has."""
+    """First three numbers of a network that is unused on this machine."""
     taken = subprocess.run(["ip", "-o", "-4", "addr"], capture_output=True, text=True, check=True).stdout
     first = os.getpid() * 7
     for number in range(first, first + 25_600):
@@ -30,7 +30,7 @@ def free_network() -> str:
 
 
 def clean_up_after_the_dead() -> None:
-    """Remove the bridges of test runs that were killed; their hosts ended with them."""
+    """Remove the bridges of killed test runs, whose hosts ended with them."""
     for line in subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout.splitlines():
         name = line.split(": ")[1].partition("@")[0]
         pid = "".join(c for c in name.removeprefix(PREFIX).partition("b")[0] if c.isdigit())

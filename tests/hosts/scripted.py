@@ -1,4 +1,4 @@
-"""Scripted generators on hosts, which need no model, and the program of a controller that sends them requests."""
+"""Scripted generators on hosts, which need no model, and helpers for controllers that send them requests."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from titan_rl.weights.shard_files import OwnedFolder, shard_folder
 
 TESTS = Path(__file__).parents[1]
 GATE = "TITAN_RL_TEST_GATE"
-"""The variable of a worker that has the folder of `make_at_gate`."""
+"""Environment variable of a worker that names the folder of `make_at_gate`."""
 
 
 def make(spec: EngineSpec) -> Engine:
-    """An engine that takes a millisecond a step."""
+    """Engine that takes a millisecond per step."""
     return ScriptedEngine(cost=CostModel(step=0.001))
 
 
 def make_with_memory(spec: EngineSpec) -> Engine:
-    """One that counts down, and whose process owns a piece of its host's shared memory."""
+    """Engine that counts down, and whose process owns some of its host's shared memory."""
     _owned.append(shard_folder(f"of-{spec.generator}"))
     return ScriptedEngine(script=lambda context: context[-1] - 1, cost=CostModel(step=0.001))
 
@@ -47,8 +47,7 @@ _owned: list[OwnedFolder] = []
 
 
 def make_at_gate(spec: EngineSpec) -> Engine:
-    """An engine that starts, as a file says that has the name of its host, and goes on once there is one named
-    `open`."""
+    """Engine that makes a file with the name of its host, and starts once there is a file `open`."""
     gate = Path(os.environ[GATE])
     (gate / socket.gethostname()).touch()
     while not (gate / "open").exists():
@@ -57,7 +56,7 @@ def make_at_gate(spec: EngineSpec) -> Engine:
 
 
 def config(addresses: Sequence[str], **sections: Any) -> RunConfig:
-    """Settings of a run with scripted generators on these workers."""
+    """Settings of a run with scripted generators on the workers at `addresses`."""
     from run.test_controller import Counting
 
     given: dict[str, Any] = {
@@ -70,7 +69,7 @@ def config(addresses: Sequence[str], **sections: Any) -> RunConfig:
 
 
 class Printed(Console):
-    """Console of a program whose output a test reads."""
+    """Console that prints to the stdout that a test reads."""
 
     def message(self, text: str) -> None:
         print(text, flush=True)
@@ -81,7 +80,7 @@ class Printed(Console):
 
 @contextlib.asynccontextmanager
 async def generators(config: RunConfig, folder: Path) -> AsyncGenerator[tuple[Any, Any]]:
-    """The processes and a router of the generators that settings describe."""
+    """Start the generators of a config, and yield their processes and a router."""
     from titan_rl.cluster.run_processes import start_processes
     from titan_rl.run.machine.process_environment import run_environment
     from titan_rl.run.provider_workers import use_monarch
@@ -97,7 +96,7 @@ async def generators(config: RunConfig, folder: Path) -> AsyncGenerator[tuple[An
 
 
 async def ask(router: Any, count: int, tokens: int = 16) -> list[list[int]]:
-    """Send `count` prompts at once, and return the tokens of the answers."""
+    """Send `count` prompts concurrently, and return the tokens of the answers."""
     sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=1.0)
     async with asyncio.timeout(HANG_S):
         answers = await asyncio.gather(
@@ -107,12 +106,12 @@ async def ask(router: Any, count: int, tokens: int = 16) -> list[list[int]]:
 
 
 def processes_of(host: NamespaceHost) -> list[str]:
-    """Command lines of the processes of runs on a host."""
+    """Command lines of a host's processes that belong to runs."""
     return [line for line in host.processes() if "bootstrap_main" in line or "monarch_host" in line]
 
 
 def run_controller(program: str, *arguments: str, timeout_s: float = HANG_S) -> str:
-    """Run a program and return what it prints. It has a process of its own, since Monarch keeps its first socket.
+    """Run a program in a new process, as Monarch keeps its first socket, and return its output.
 
     Args:
         program: Python code that can use all names of this module.

@@ -1,4 +1,4 @@
-"""A host whose clocks are wrong: the run says so, and its trace has what happens there when it does."""
+"""Hosts with wrong clocks, which the run reports and corrects for in its trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if socket.gethostname() == {name!r}:
         setattr(time, clock + "_ns", ns)
     time.time = lambda: time.time_ns() / 1e9
 """
-"""What each Python runs first: on one host its clocks are ahead."""
+"""sitecustomize module that sets the clocks of one host ahead."""
 
 PROGRAM = """
 from titan_rl.core.console import LOG
@@ -39,7 +39,7 @@ async def main():
         settings = config(addresses, generation=GenerationConfig(engine="hosts.scripted:make", num_generators=2))
         async with generators(settings, folder) as (_, router):
             with spans.span("asking", "run", lane="asking"):
-                for _ in range(8):  # for longer than it takes until traces are written
+                for _ in range(8):  # for longer than the interval at which traces are written
                     await ask(router, 8, 200)
 
 asyncio.run(main())
@@ -55,13 +55,13 @@ def test_wrong_clock_is_reported_and_corrected_in_the_trace(hosts: Namespaces, t
     workers = [host.start_worker(tmp_path / f"{host.name}.txt", env={"PYTHONPATH": path}) for host in (right, wrong)]
     (folder := tmp_path / "run").mkdir()
     try:
-        said = run_controller(PROGRAM, str(folder), str(wrong_clocks), right.worker_address, wrong.worker_address)
+        output = run_controller(PROGRAM, str(folder), str(wrong_clocks), right.worker_address, wrong.worker_address)
     finally:
         for worker in workers:
             worker.send(signal.SIGTERM)
             worker.wait()
-    assert f"the clock of host {wrong.name} is 100 s ahead of this machine's, give or take" in said
-    assert f"the clock of host {right.name}" not in said
+    assert f"the clock of host {wrong.name} is 100 s ahead of this machine's, give or take" in output
+    assert f"the clock of host {right.name}" not in output
     traces = Traces(folder / "trace").read()
     (asking,) = traces["controller"].lanes["asking"]
     for name in ("generator-0", "generator-1"):

@@ -1,5 +1,5 @@
-"""The example on three hosts, of which two train and one generates. One of them is drained, which takes the trainer to
-the other two; then one dies, with a rank of the trainer and the rollout worker, which come up on the last."""
+"""The example on three hosts, two for training and one for generation. One is drained, which moves the trainer to the
+other two. Then one dies with a trainer rank and the rollout worker, which restart on the last."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_example_is_bitwise_equal_on_three_hosts_with_a_drain_and_a_death(
         assert "rollout-worker-0 is there again after" in run.output
         computed = Computed.by(run)
         logs = {path.stem for path in (run.folder / "logs").iterdir()}
-        shown = [path for path in run.folder.rglob("*") if path.stat().st_mode & 0o077]
-    assert shown == [], "what other hosts write is for this user alone, too"
+        readable_by_others = [path for path in run.folder.rglob("*") if path.stat().st_mode & 0o077]
+    assert readable_by_others == [], "files written by other hosts are private, too"
     assert listed == [
         [hosts[0].name, hosts[0].worker_address, "in the run", "rollout-worker-0, trainer"],
         [hosts[1].name, hosts[1].worker_address, "in the run", "trainer"],

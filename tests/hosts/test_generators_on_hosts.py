@@ -1,4 +1,4 @@
-"""Generators on hosts of their own, which a controller on none of them uses."""
+"""Generators on hosts other than the controller's."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_consecutive_runs_use_every_host_and_leave_nothing(
     before = [host.files("/dev/shm") for host in hosts]
     for number in range(2):
         run = tmp_path / f"run-{number}"
-        said = run_controller(ASK, str(run), *addresses_of(hosts))
-        assert "answered generator-0 generator-1 generator-2" in said
-        assert "this run listens on" in said
+        output = run_controller(ASK, str(run), *addresses_of(hosts))
+        assert "answered generator-0 generator-1 generator-2" in output
+        assert "this run listens on" in output
         logs = {path.name for path in (run / "logs").iterdir()}
         assert {f"generator-{index}.log" for index in range(3)} <= logs
     for host in hosts:

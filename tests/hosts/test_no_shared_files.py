@@ -1,5 +1,5 @@
-"""A host that shares no file system with the controller's machine: what a run needs is brought there, and what its
-processes write arrives in the run's folder."""
+"""A host that shares no file system with the controller: the run copies model and code there, and collects the logs of
+its processes."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_sync_copies_model_and_code_and_returns_logs(needs_namespaces: None, tmp
         assert lines.keys() == {"model", "module"}
         assert "no such module" in lines["module"] or "ModuleNotFoundError" in lines["module"]
         run = runs / "second"
-        said = run_controller(PROGRAM, str(folder), str(run), "sync", host.worker_address)
-        assert "answered 4" in said, said
+        output = run_controller(PROGRAM, str(folder), str(run), "sync", host.worker_address)
+        assert "answered 4" in output, output
         assert "the model here is of this machine" in (run / "logs" / "generator-0.log").read_text()
         assert "this host has HostFacts" in (run / "logs" / f"host-{host.name}.log").read_text()
         assert [line for line in host.processes() if "bootstrap_main" in line] == []
@@ -72,14 +72,14 @@ def test_sync_copies_model_and_code_and_returns_logs(needs_namespaces: None, tmp
 
 
 @pytest.mark.parametrize(
-    ("listen", "said"),
+    ("listen", "error"),
     [
         ("nonsense:", "--listen 'nonsense:' must be HOST or HOST:PORT"),
         ("203.0.113.7:22222", "--listen 203.0.113.7:22222: Cannot assign requested address; name a free port of an"),
     ],
 )
-def test_invalid_listen_address_error_names_the_problem(listen: str, said: str) -> None:
+def test_invalid_listen_address_error_names_the_problem(listen: str, error: str) -> None:
     command = [sys.executable, "-m", "titan_rl.cli.main", "worker", "--listen", listen]
     done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, timeout=300)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert error in done.stderr

@@ -1,4 +1,4 @@
-"""However a run or a worker ends, its hosts have nothing of it soon after."""
+"""Cleanup on hosts after a run or a worker ends in any way."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Machines:
         return host.start_worker(self._said / f"{host.name}.txt")
 
     def left(self, index: int) -> list[str]:
-        """What there is on a host beside its worker and the worker's own folder."""
+        """Processes and files on a host other than its worker and the worker's folder."""
         host = self.hosts[index]
         processes = processes_of(host)
         unreaped = [f"defunct {pid}" for pid in unreaped_children_of(self.workers[index].pid)]
@@ -88,7 +88,7 @@ def machines(needs_namespaces: None, tmp_path_factory: pytest.TempPathFactory) -
 
 @contextlib.contextmanager
 def run_on(machines: Machines, folder: Path) -> Generator[subprocess.Popen[bytes]]:
-    """A run of generators that own shared memory, once it has trained a step."""
+    """Start a run whose generators own shared memory, and yield it once it has trained a step."""
     said = folder / "said.txt"
     arguments = [str(folder / "runs"), *[host.worker_address for host in machines.hosts]]
     with said.open("w") as output:
@@ -122,8 +122,8 @@ def test_leftovers_of_killed_worker_and_controller_are_removed(machines: Machine
         assert all(host.files("/dev/shm") for host in machines.hosts)
         machines.workers[1].send(signal.SIGKILL)
         machines.workers[1].wait(HANG_S)
-        until(lambda: not processes_of(machines.hosts[1]), lambda: "what it has started ends")
-        assert machines.left(1), "nobody is there who could clear up"
+        until(lambda: not processes_of(machines.hosts[1]), lambda: "its processes end")
+        assert machines.left(1), "without a worker, nothing cleans up"
         machines.workers[1] = machines.start_worker(1)
         assert machines.left(1) == []
         run.kill()

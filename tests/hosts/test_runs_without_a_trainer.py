@@ -1,5 +1,5 @@
-"""A run of the example whose trainer does not come up, and one whose trainer has no host to come up on, which is
-stopped."""
+"""Runs of the example without a trainer: one whose trainer does not start, and one that is stopped while its trainer
+has no host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from titan_rl.core.run_files import read_status
 
 pytestmark = on_more_hosts
 
-SOON_S = 60.0  # engines take their time to end on a busy machine; hosts.wait_s is an hour
+SOON_S = 60.0  # engines end slowly on a loaded machine; hosts.wait_s is an hour
 SETTINGS: dict[str, Any] = {
     "scheduling__max_staleness": 0,
     "validation__num_prompts": 1,
@@ -42,12 +42,12 @@ def test_rank_killed_at_start_ends_the_run(hosts: Namespaces, workers: list[Host
         killed = time.monotonic()
         assert run.wait() == 1, run.output
         assert time.monotonic() - killed < SOON_S
-        assert re.search("trainer died: (the )?process ", run.output)  # whoever notices first
+        assert re.search("trainer died: (the )?process ", run.output)  # depends on who notices first
 
 
 @pytest.fixture
 def mortal(hosts: Namespaces, workers: list[HostProcess], gate: Path, tmp_path: Path) -> Iterator[NamespaceHost]:
-    """The first host. What it is killed for is over once the test is."""
+    """The first host, which the test may kill. It is started again afterwards."""
     yield hosts[0]
     hosts[0].start()
     hosts[0].start_worker(tmp_path / "worker.txt", env={GATE: str(gate)})
@@ -61,7 +61,7 @@ def test_stop_does_not_wait_for_a_host(
 ) -> None:
     (runs := tmp_path / "runs").mkdir()
     for host in hosts.hosts[1:]:
-        host.ask(["mount", "-t", "tmpfs", "tmpfs", str(runs)])  # and so cannot train
+        host.ask(["mount", "-t", "tmpfs", "tmpfs", str(runs)])  # it does not see the run's folder, so it cannot train
     settings = {**SETTINGS, "training__loss": "e2e.slow_loss:slow_grpo", "pythonpath": TESTS_AS_CODE}
     with run_on(hosts, tmp_path, gone=[mortal], training__steps=300, **settings) as run:
         run.wait_for_step(3)

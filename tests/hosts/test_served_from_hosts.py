@@ -1,5 +1,5 @@
-"""`titan-rl serve` and `titan-rl eval` with generators on other hosts, which are scripted; clients and rollouts are
-answered here."""
+"""`titan-rl serve` and `titan-rl eval` with scripted generators on other hosts. The server and the rollouts are on this
+machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command(hosts: Namespaces, *words: str) -> list[str]:
 
 
 def engines_on(hosts: Namespaces) -> list[int]:
-    """How many processes each host has, but for its agent."""
+    """Number of a run's processes on each host, without its agent."""
     return [max(sum("bootstrap_main" in line for line in processes_of(host)) - 1, 0) for host in hosts]
 
 
@@ -43,9 +43,9 @@ def test_serve_uses_engines_on_every_host(hosts: Namespaces, workers: list[HostP
     )
     assert serving.stdout is not None
     try:
-        told = [serving.stdout.readline() for _ in range(2)]
-        assert "OPENAI_BASE_URL=http://127.0.0.1:" in told[1], (told, serving.communicate(timeout=120))
-        url = told[1].split("=")[1].removesuffix(" OPENAI_API_KEY")
+        lines = [serving.stdout.readline() for _ in range(2)]
+        assert "OPENAI_BASE_URL=http://127.0.0.1:" in lines[1], (lines, serving.communicate(timeout=120))
+        url = lines[1].split("=")[1].removesuffix(" OPENAI_API_KEY")
         assert engines_on(hosts) == [1, 1, 1]
         answer = httpx.post(f"{url}/completions", json={"model": "policy", "prompt": "Sort.", "max_tokens": 5})
         assert answer.status_code == 200, answer.text

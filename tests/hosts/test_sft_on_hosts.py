@@ -1,5 +1,5 @@
-"""`titan-rl sft` with a trainer on hosts that are drained, and with one whose ranks are on two hosts. One dies; its
-rank comes up on the third."""
+"""`titan-rl sft` with a trainer on hosts that are drained, and with ranks on two hosts. One of these dies; its rank
+restarts on the third."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ pytestmark = on_more_hosts
 def test_trainer_leaves_drained_hosts_and_waits_for_a_new_one(
     hosts: Namespaces, workers: list[HostProcess], tmp_path: Path
 ) -> None:
-    elsewhere = ",".join(host.worker_address for host in hosts.hosts[:2])
-    with taught(tmp_path, hosts__addresses=elsewhere, hosts__drain_s=1, logging__trace="false") as run:
+    addresses = ",".join(host.worker_address for host in hosts.hosts[:2])
+    with taught(tmp_path, hosts__addresses=addresses, hosts__drain_s=1, logging__trace="false") as run:
         run.wait_for_step(10)
         assert main(["hosts", str(run.folder), "drain", hosts[0].name]) == 0
         run.wait_for(lambda: "trainer is there again after" in run.output)
@@ -42,15 +42,15 @@ def test_trainer_leaves_drained_hosts_and_waits_for_a_new_one(
         assert run.wait() == 0, run.output
         assert read_status(run.folder).waits_for == ""
         assert trained_steps(run) == list(range(1, 59))
-        said = read_hosts(run.folder)
-        assert said is not None
-        became = [(event["host"], event["what"]) for event in said["events"] if event["what"] != "drains"]
-        assert became == [(hosts[0].name, "left"), (hosts[1].name, "left"), (hosts[2].name, "joined")]
+        record = read_hosts(run.folder)
+        assert record is not None
+        events = [(event["host"], event["what"]) for event in record["events"] if event["what"] != "drains"]
+        assert events == [(hosts[0].name, "left"), (hosts[1].name, "left"), (hosts[2].name, "joined")]
 
 
 def test_sft_survives_the_death_of_a_host(hosts: Namespaces, workers: list[HostProcess], tmp_path: Path) -> None:
-    elsewhere = ",".join(host.worker_address for host in hosts)
-    with taught(tmp_path, training__data_parallel=2, hosts__train=2, hosts__addresses=elsewhere) as run:
+    addresses = ",".join(host.worker_address for host in hosts)
+    with taught(tmp_path, training__data_parallel=2, hosts__train=2, hosts__addresses=addresses) as run:
         run.wait_for_step(15)
         hosts[0].kill()
         assert run.wait() == 0, run.output
@@ -65,7 +65,7 @@ def test_sft_survives_the_death_of_a_host(hosts: Namespaces, workers: list[HostP
 
 @contextlib.contextmanager
 def taught(folder: Path, **settings: Any) -> Generator[Run]:
-    """A run of 58 steps."""
+    """SFT run of 58 steps."""
     sft = {"demonstrations": 600, "batch_size": 10, "held_out": 20, "interval": 10, "out": folder / "base"}
     given = {f"sft__{name}": value for name, value in sft.items()}
     with run_training(folder, command="sft", sft__tiny_model__parameters=60_000, **given, **settings) as run:

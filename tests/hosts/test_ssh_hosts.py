@@ -1,4 +1,4 @@
-"""Workers that a real ssh starts on hosts of their own, and that end with whoever had them started."""
+"""Workers that a real ssh starts on virtual hosts, and that end with their controller."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ asyncio.run(main())
 
 
 class Servers:
-    """sshd on each of some hosts.
+    """sshd on several hosts.
 
     Attributes:
-        client_config: of ssh, by which the first hosts are reached as one and two.
+        client_config: Config file of ssh, in which the first hosts are named one and two.
     """
 
     def __init__(self, sshd: str, keys: Path) -> None:
@@ -82,7 +82,7 @@ def servers(hosts: Namespaces, tmp_path_factory: pytest.TempPathFactory) -> Gene
     all_hosts = f"Host *\n  User root\n  IdentityFile {keys}/user\n  UserKnownHostsFile {keys}/known\n"
     made = Servers(sshd, keys)
     made.client_config.write_text("\n".join([*known, all_hosts, "  StrictHostKeyChecking accept-new\n"]))
-    Path("/run/sshd").mkdir(exist_ok=True)  # where sshd gives up its rights
+    Path("/run/sshd").mkdir(exist_ok=True)  # for sshd's privilege separation
     with contextlib.closing(made):
         for host in hosts:
             made.serve(host)
@@ -90,7 +90,7 @@ def servers(hosts: Namespaces, tmp_path_factory: pytest.TempPathFactory) -> Gene
 
 
 class Controller:
-    """A process that has workers on hosts one and two, and says where they listen."""
+    """Process with workers on hosts one and two, which prints their addresses."""
 
     def __init__(self, servers: Servers, folder: Path) -> None:
         self.process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Versions between real hosts: one after the other stalls and dies, and the others have every byte."""
+"""Weight transfer between virtual hosts that stall and die in turn, while the others receive every byte."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_stalled_or_dead_hosts_do_not_delay_others(hosts: Namespaces, writer: TC
         manifest = writer.publish(version, [("w", torch.from_numpy(weights).view(torch.bfloat16))])
         for reader in readers:
             reader.tell_to_pull(manifest)
-            time.sleep(0.05)  # so that they stand in this order
+            time.sleep(0.05)  # so that the chain has this order
         time.sleep(UNDER_WAY_S)
 
     with ends_on(hosts.hosts, hosts.gateway) as (first, second, third):
@@ -55,8 +55,8 @@ def test_stalled_or_dead_hosts_do_not_delay_others(hosts: Namespaces, writer: TC
         assert first.wait()["crc"] == crc
 
         begin(2, readers)
-        hosts[0].link_down()  # of who sends it on to the others
-        assert second.wait()["crc"] == third.wait()["crc"] == crc  # however long that lasts
+        hosts[0].link_down()  # of the host that relays to the others
+        assert second.wait()["crc"] == third.wait()["crc"] == crc  # although the link stays down
         hosts[0].link_up()
         assert first.wait()["crc"] == crc
 

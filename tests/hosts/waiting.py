@@ -1,4 +1,4 @@
-"""How tests of hosts wait for what comes by itself."""
+"""Polling helper for tests of hosts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from background import HANG_S
 
 
 def until(done: Callable[[], object], what: str | Callable[[], object]) -> None:
-    """Returns once it is done.
+    """Poll until `done` returns a true value.
 
     Args:
-        what: is not, for the message.
+        what: Description of the awaited event for the error message.
     """
     deadline = time.monotonic() + HANG_S
     while not done():

@@ -1,5 +1,5 @@
-"""Whole runs of the example on hosts: what they compute, what they leave, and brakes by which a test meets one in the
-middle of what it is at."""
+"""Whole runs of the example on hosts: their results, their leftovers, and a gate that holds the trainer within a
+step."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from titan_rl.cli.main import main
 from titan_rl.cluster.hosts.folders import WORKER
 
 TESTS_AS_CODE = f'["{TESTS}"]'
-"""As `pythonpath`, for settings that name functions of tests."""
+"""`pythonpath` for settings that name functions of tests."""
 
 
 @dataclass(frozen=True)
 class Computed:
-    """The figures of each step, what was played, the names of checkpoints and what is beside them, and the weights."""
+    """Result of a run: figures of each step, transcripts, file names in the checkpoint folder, and the weights."""
 
     numbers: list[list[float]]
     transcripts: list[tuple[str, int, str]]
@@ -46,17 +46,17 @@ class Computed:
 
 
 def listed_hosts(run: Run, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
-    """What `titan-rl hosts` shows of them, by cell."""
+    """Cells of the table that `titan-rl hosts` prints."""
     assert main(["hosts", str(run.folder), "list"]) == 0
     return sorted(re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:])
 
 
 @contextlib.contextmanager
 def run_on(hosts: Namespaces, folder: Path, *, gone: Sequence[NamespaceHost] = (), **settings: Any) -> Iterator[Run]:
-    """A run on hosts that have a worker each. Once it has ended, nothing of it is left on any of them.
+    """Run on hosts with a worker each, and check at the end that nothing is left on them.
 
     Args:
-        gone: are there no more at its end.
+        gone: Hosts that no longer exist at the end.
     """
     before = {host.name: _what_is_on(host) for host in hosts}
     addresses = ",".join(host.worker_address for host in hosts)
@@ -72,7 +72,7 @@ def run_on(hosts: Namespaces, folder: Path, *, gone: Sequence[NamespaceHost] = (
 
 
 def _what_is_on(host: NamespaceHost) -> tuple[int, list[str], list[str]]:
-    """Processes, segments of shared memory, and temporary folders with what is in them, that of the worker, too."""
+    """Number of processes, segments of shared memory, and temporary folders and their files, including the worker's."""
     temporary: list[str] = []
     for folder in host.files(str(host.temporary)):
         name = WORKER if folder.startswith(WORKER) else folder
@@ -81,18 +81,18 @@ def _what_is_on(host: NamespaceHost) -> tuple[int, list[str], list[str]]:
 
 
 def pid_of(run: Run, name: str) -> int:
-    """Of the process of that name; 0 while there is none."""
-    with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):  # nor a folder, yet
+    """Pid of a process of the run, or 0 while it does not exist."""
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):  # its folder may not exist yet
         return run.child(name)
     return 0
 
 
 @dataclass(frozen=True)
 class HeldRun:
-    """A run whose trainer stands in the middle of a step whenever a test does not have it go on.
+    """Run whose trainer is held within a step unless a test lets it continue.
 
     Args:
-        gate: of the loss of `e2e.slow_loss` and the engine of `hosts.brakes`.
+        gate: Folder that synchronizes with the loss of `e2e.slow_loss` and the engine of `hosts.brakes`.
     """
 
     run: Run
@@ -100,41 +100,41 @@ class HeldRun:
     gate: Path
 
     def until_held(self) -> None:
-        """Returns once the trainer is in the middle of the next step."""
+        """Wait until the trainer is held within the next step."""
         self.run.wait_for(lambda: (self.gate / "held").exists())
 
-    def go_on_until(self, moment: Callable[[], bool]) -> None:
-        """Have the trainer go on, until something has come, and stand in the step behind that."""
+    def continue_until(self, moment: Callable[[], bool]) -> None:
+        """Let the trainer continue until `moment` is true, then hold it within the next step."""
         (self.gate / "hold").unlink()
         self.run.wait_for(moment)
         (self.gate / "held").unlink(missing_ok=True)
         (self.gate / "hold").touch()
 
-    def go_on_until_said(self, text: str) -> None:
+    def continue_until_printed(self, text: str) -> None:
         said = len(self.run.output)
-        self.go_on_until(lambda: text in self.run.output[said:])
+        self.continue_until(lambda: text in self.run.output[said:])
 
     @contextlib.contextmanager
-    def says(self, *texts: str) -> Iterator[None]:
-        """What is done in the block has the run say each of these, and train the next step."""
+    def expects(self, *texts: str) -> Iterator[None]:
+        """Check that the run prints each of `texts` after the block, and reaches the next step."""
         said = len(self.run.output)
         yield
         for text in texts:
             self.run.wait_for(lambda text=text: text in self.run.output[said:])
         self.until_held()
 
-    def go_on_until_generating(self, host: NamespaceHost) -> None:
-        """Until an engine there has requests, of which it then takes its time for each token."""
+    def continue_until_generating(self, host: NamespaceHost) -> None:
+        """Continue until an engine on the host has requests, whose tokens it generates slowly."""
         begun = self.gate / f"generates-{host.name}"
         begun.unlink(missing_ok=True)
-        self.go_on_until(begun.exists)
+        self.continue_until(begun.exists)
 
-    def go_on_until_pulling(self, host: NamespaceHost) -> None:
-        """Until some of a version has arrived there."""
+    def continue_until_pulling(self, host: NamespaceHost) -> None:
+        """Continue until part of a version has arrived on the host."""
         before = host.received_bytes()
-        self.go_on_until(lambda: host.received_bytes() - before > 400_000)
+        self.continue_until(lambda: host.received_bytes() - before > 400_000)
 
     def host_of(self, name: str) -> NamespaceHost:
-        """Where a process of the run is."""
+        """Host of a process of the run."""
         pid = self.run.child(name)
         return next(host for host in self.hosts if pid in host.pids("bootstrap_main").values())

@@ -1,4 +1,4 @@
-"""Commands that stand for those of ssh, Slurm and Kubernetes, as files on PATH."""
+"""Fake commands of ssh, Slurm and Kubernetes, as files on PATH."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import pytest
 WORKER = """
 import signal, sys
 address = sys.argv[sys.argv.index("--listen") + 1]
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before anybody knows of it, so that none is missed
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before it reports its address, so that no signal is lost
 print("titan-rl: listening on " + address, flush=True)
 signal.sigwait({signal.SIGTERM})
-print("told to end", flush=True)
+print("got SIGTERM", flush=True)
 sys.exit(143)
 """
-"""What `titan-rl worker --listen ADDRESS` does, as far as a provider knows."""
+"""Fake `titan-rl worker --listen ADDRESS`, as far as a provider can tell."""
 
 
 class Commands:
-    """Makes commands in a folder at the front of PATH. Each notes its arguments and its input first."""
+    """Makes commands in a folder at the front of PATH. Each first records its arguments and input."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder = folder / "bin"
@@ -33,10 +33,11 @@ class Commands:
         monkeypatch.setenv("PATH", f"{self._folder}:{os.environ['PATH']}")
 
     def make(self, name: str, does: str, *, reads: bool = False) -> str:
-        """
+        """Make a command, and return its path.
+
         Args:
-            does: Python, with `argv`.
-            reads: its input, to the end.
+            does: Python code of the command, which can use `argv`.
+            reads: Whether the command reads its input to the end.
         """
         path = self._folder / name
         path.write_text(
@@ -55,7 +56,7 @@ class Commands:
 
 
 def worker_command(folder: Path, program: str = WORKER) -> str:
-    """For `hosts.command`."""
+    """Value of `hosts.command` that runs `program`."""
     path = folder / "worker.py"
     path.write_text(program)
     return f"{sys.executable} -S {path}"

@@ -1,4 +1,4 @@
-"""An address for each host that the others reach, too."""
+"""Addresses of hosts that the other hosts can reach."""
 
 import socket
 

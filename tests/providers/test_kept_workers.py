@@ -1,4 +1,4 @@
-"""Workers that commands here run: they end with the block, and one that fails has another in its place."""
+"""Workers run by local commands: they end with the block, and failed ones are restarted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print("listening on 10.0.0.2:6", flush=True)
 print(os.getpid(), flush=True)
 signal.pause()
 """
-"""A worker on a host that is there when a file is."""
+"""A worker on a host that is reachable while a file exists."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,26 +42,27 @@ def listening(tmp_path: Path, *addresses: str, program: str | None = None) -> li
     return [(f"host{i}", tethered([*command, "--listen", address])) for i, address in enumerate(addresses)]
 
 
-def on_a_host_that_comes(tmp_path: Path) -> tuple[str, list[str]]:
+def on_absent_host(tmp_path: Path) -> tuple[str, list[str]]:
+    """Worker on the host `comes`, which is reachable once the file `there` exists."""
     return "comes", tethered([sys.executable, "-S", "-c", WHEN_THERE, str(tmp_path / "there")])
 
 
 async def test_workers_run_for_the_length_of_the_block(tmp_path: Path) -> None:
-    told = ConsoleLines()
+    console = ConsoleLines()
     commands = listening(tmp_path, "10.0.0.1:5", "10.0.0.2:6")
-    async with kept_workers(commands, tmp_path, told, HANG_S) as kept:
+    async with kept_workers(commands, tmp_path, console, HANG_S) as kept:
         assert isinstance(kept, ChangingWorkers)
         assert list(kept) == await kept.current() == ["10.0.0.1:5", "10.0.0.2:6"]
     log = (tmp_path / "worker-host1.log").read_text().splitlines()
-    assert log == ["titan-rl: listening on 10.0.0.2:6", "told to end"]
-    assert told == []
+    assert log == ["titan-rl: listening on 10.0.0.2:6", "got SIGTERM"]
+    assert console == []
 
 
 async def test_failed_start_error_quotes_the_last_output(tmp_path: Path) -> None:
     fails = "print('warming up')\nraise SystemExit('no such interface')"
-    ill = [(name, [sys.executable, "-S", "-c", fails]) for name in ("host0", "host1")]
+    failing = [(name, [sys.executable, "-S", "-c", fails]) for name in ("host0", "host1")]
     with pytest.raises(ProviderError, match=r"host1 has ended with code 1: no such interface; its log: .*worker-host1"):
-        async with kept_workers(ill, tmp_path, LOG, HANG_S):
+        async with kept_workers(failing, tmp_path, LOG, HANG_S):
             pytest.fail("it began")
 
 
@@ -79,25 +80,26 @@ async def test_missing_command_is_named(tmp_path: Path) -> None:
 
 
 class Kept(Console):
-    """Workers of a host that is there and of one that comes, and what is told of them."""
+    """Workers of a present and of an absent host, and their messages."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.told = ConsoleLines()
+        self.console = ConsoleLines()
         self._changed = asyncio.Event()
         self.workers = KeptWorkers(tmp_path, self)
-        for host, words in (*listening(tmp_path, "10.0.0.1:5"), on_a_host_that_comes(tmp_path)):
+        for host, words in (*listening(tmp_path, "10.0.0.1:5"), on_absent_host(tmp_path)):
             self.workers.keep(host, words)
 
     def warning(self, text: str) -> None:
-        self.told.append(text)
+        self.console.append(text)
         self._changed.set()
 
-    async def hears(self, text: str) -> None:
+    async def wait_for(self, text: str) -> None:
+        """Wait for a message that contains `text`, then forget all messages."""
         async with asyncio.timeout(HANG_S):
-            while not any(text in line for line in self.told):
+            while not any(text in line for line in self.console):
                 self._changed.clear()
                 await self._changed.wait()
-        self.told.clear()
+        self.console.clear()
 
     async def __aenter__(self) -> Kept:
         await self.workers.begin(HANG_S)
@@ -110,13 +112,13 @@ class Kept(Console):
 async def test_host_absent_at_start_gets_its_worker_later(tmp_path: Path) -> None:
     async with Kept(tmp_path) as kept:
         assert list(kept.workers) == await kept.workers.current() == ["10.0.0.1:5"]
-        await kept.hears(
+        await kept.wait_for(
             "the run starts without comes, and will try it again: the worker on comes has ended with code 1"
         )
         (tmp_path / "there").touch()
-        await kept.hears("a worker listens on comes again")
+        await kept.wait_for("a worker listens on comes again")
         assert await kept.workers.current() == ["10.0.0.1:5", "10.0.0.2:6"]
-        assert list(kept.workers) == ["10.0.0.1:5"], "that it began with"
+        assert list(kept.workers) == ["10.0.0.1:5"], "the workers at the start"
 
 
 async def test_failed_worker_is_restarted_when_its_host_returns(tmp_path: Path) -> None:
@@ -125,11 +127,11 @@ async def test_failed_worker_is_restarted_when_its_host_returns(tmp_path: Path) 
         assert list(kept.workers) == ["10.0.0.1:5", "10.0.0.2:6"]
         there.unlink()
         os.kill(await pid_in(tmp_path), signal.SIGKILL)
-        await kept.hears("the worker on comes has ended with code -9")
+        await kept.wait_for("the worker on comes has ended with code -9")
         assert await kept.workers.current() == ["10.0.0.1:5"]
-        await kept.hears("has ended with code 1: no route to host")
+        await kept.wait_for("has ended with code 1: no route to host")
         there.touch()
-        await kept.hears("a worker listens on comes again")
+        await kept.wait_for("a worker listens on comes again")
         assert len(await kept.workers.current()) == 2
 
 
@@ -137,14 +139,14 @@ async def test_repeated_failure_is_reported_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(workers, "FIRST_WAIT_S", 0.001)
     async with Kept(tmp_path) as kept:
         await until(lambda: (tmp_path / "worker-comes.log").read_text().count("no route") >= 4)
-        assert [line for line in kept.told if "no route" in line] == kept.told[:1]
+        assert [line for line in kept.console if "no route" in line] == kept.console[:1]
 
 
 async def test_worker_ended_by_sigterm_is_not_restarted(tmp_path: Path) -> None:
     (tmp_path / "there").touch()
     async with Kept(tmp_path) as kept:
         os.kill(await pid_in(tmp_path), signal.SIGTERM)
-        await kept.hears("the worker on comes has ended as requested, and is not restarted")
+        await kept.wait_for("the worker on comes has ended as requested, and is not restarted")
         assert await kept.workers.current() == ["10.0.0.1:5"]
 
 
@@ -153,12 +155,12 @@ async def test_worker_of_a_released_host_ends(tmp_path: Path) -> None:
         kept.workers.let_go(["host0"])
         assert await kept.workers.current() == []
         assert kept.workers.hosts == {"comes"}
-        await until(lambda: (tmp_path / "worker-host0.log").read_text().endswith("told to end\n"))
-        assert not any("host0" in line for line in kept.told)
+        await until(lambda: (tmp_path / "worker-host0.log").read_text().endswith("got SIGTERM\n"))
+        assert not any("host0" in line for line in kept.console)
 
 
 async def pid_in(tmp_path: Path) -> int:
-    """Of the worker on the host that comes, which says it right after that it listens."""
+    """Pid of the worker on the host `comes`, which it prints after its address."""
     log = tmp_path / "worker-comes.log"
     await until(lambda: len(log.read_text().splitlines()) > 1)
     return int(log.read_text().splitlines()[1])
@@ -166,5 +168,5 @@ async def pid_in(tmp_path: Path) -> int:
 
 async def until(done: Callable[[], bool]) -> None:
     async with asyncio.timeout(HANG_S):
-        while not done():  # noqa: ASYNC110  what is looked at is a file
+        while not done():  # noqa: ASYNC110  polls a file
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Hosts of Kubernetes: manifests that its schemas allow, and what is asked of kubectl."""
+"""Kubernetes provider: its manifests, its kubectl calls and its lookup of pods."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_network_policy_admits_only_pods_of_the_run():
 
 
 def begin(script: str, folder: Path, commands: Commands) -> list[list[str]]:
-    """Run what the controller's pod runs, and say what it calls."""
+    """Run the script of the controller's pod, and return its calls of titan-rl."""
     commands.make("titan-rl", "")
     subprocess.run(["sh", "-c", script], cwd=folder, check=True, timeout=60)
     return [arguments for arguments, _ in commands.calls("titan-rl")]
@@ -98,9 +98,9 @@ def test_config_map_preserves_settings_exactly(text: str):
 def test_job_owns_all_created_objects(commands: Commands):
     commands.make("kubectl", "print('some-uid' if 'get' in argv else '')", reads=True)
     text = kubernetes.render(submission())
-    said = kubernetes.submit(submission(), text)
+    message = kubernetes.submit(submission(), text)
     name = "word-sort-lr-1-1122-180000"
-    assert said.endswith(f"kubectl --context=far delete job {name} stops it")
+    assert message.endswith(f"kubectl --context=far delete job {name} stops it")
     create, get, *patches = commands.calls("kubectl")
     assert create == (["--context=far", "create", "--filename", "-"], text)
     assert get[0][1:4] == ["get", "job", name]
@@ -150,11 +150,11 @@ async def test_current_pods_follow_the_service(monkeypatch: pytest.MonkeyPatch) 
     assert list(pods) == await pods.current() == ["10.0.0.7:700", "10.0.0.8:700"]
     known["a"] = ["10.0.0.8", "10.0.0.9"]
     assert await pods.current() == ["10.0.0.8:700", "10.0.0.9:700"]
-    assert list(pods) == ["10.0.0.7:700", "10.0.0.8:700"], "those that the run began with"
+    assert list(pods) == ["10.0.0.7:700", "10.0.0.8:700"], "the pods at the start"
 
 
 def test_service_selects_only_workers() -> None:
-    """Its addresses are those of hosts: the controller's pod is none."""
+    """The controller's pod is not a host."""
     made = objects(kubernetes.render(submission()))
     selected = made["Service"]["spec"]["selector"].items()
     assert selected <= made["StatefulSet"]["spec"]["template"]["metadata"]["labels"].items()

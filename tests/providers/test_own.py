@@ -1,4 +1,4 @@
-"""A provider of the user's own, as docs/hosts.md has one."""
+"""User-defined provider from docs/hosts.md."""
 
 from pathlib import Path
 
@@ -20,13 +20,13 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProviderSpec:
 
 
 async def test_documented_provider_yields_its_workers(own: ProviderSpec):
-    told = ConsoleLines()
+    console = ConsoleLines()
     provider = find_provider("my_cloud:rented")
-    async with provider.workers(ProviderSpec(own.settings, own.logs, told)) as addresses:
+    async with provider.workers(ProviderSpec(own.settings, own.logs, console)) as addresses:
         assert isinstance(addresses, ChangingWorkers)
         assert list(addresses) == await addresses.current() == ["10.0.0.2:700", "10.0.0.3:700"]
-        assert told == []
-    assert told == ["returning 2 machines"]
+        assert console == []
+    assert console == ["returning 2 machines"]
     assert provider.render is None
 
 

@@ -1,4 +1,4 @@
-"""What tables of providers take: what no scheduler does is refused before anything is submitted."""
+"""Validation of provider settings before anything is submitted."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from titan_rl.config.hosts import KubernetesConfig, ProviderSettings
 @pytest.mark.parametrize(("drain_s", "waits"), [(0, 120), (60, 120), (60.5, 121), (300, 360)])
 def test_worker_drain_time_exceeds_the_hosts(drain_s: float, waits: int) -> None:
     settings = ProviderSettings.model_validate({"command": "titan-rl", "drain_s": drain_s})
-    said = [] if waits == 120 else ["--drain-s", str(waits)]
-    assert worker_command(settings, "10.0.0.2:1") == ["titan-rl", "worker", "--listen", "10.0.0.2:1", *said]
+    options = [] if waits == 120 else ["--drain-s", str(waits)]
+    assert worker_command(settings, "10.0.0.2:1") == ["titan-rl", "worker", "--listen", "10.0.0.2:1", *options]
 
 
 @pytest.mark.parametrize("limit", ["1", "2", "1:59", "0-0:02", "00:02:00"])

@@ -1,4 +1,4 @@
-"""Hosts of Slurm, whose commands are scripts here: the nodes of an allocation, and a job that goes on."""
+"""Slurm provider with fake Slurm commands: the nodes of an allocation, and requeued jobs."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ elif "node" in argv:
 
 @pytest.fixture
 def allocation(tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> ProviderSpec:
-    """Of two nodes, of which slurmctld says what is in files."""
+    """Allocation of two nodes, whose states slurmctld reads from files."""
     commands.make("scontrol", SCONTROL)
     commands.make("srun", SRUN)
     monkeypatch.chdir(tmp_path)
@@ -58,7 +58,7 @@ async def test_each_node_of_an_allocation_has_a_worker(allocation: ProviderSpec,
     assert commands.calls("scontrol") == [(["show", "hostnames", "node[1-2]"], "")]
     nodes = {next(word for word in words if word.startswith("--nodelist")) for words, _ in commands.calls("srun")}
     assert nodes == {"--nodelist=127.0.0.1", "--nodelist=127.0.0.2"}
-    assert (allocation.logs / "worker-127.0.0.2.log").read_text().endswith("told to end\n")
+    assert (allocation.logs / "worker-127.0.0.2.log").read_text().endswith("got SIGTERM\n")
 
 
 @pytest.mark.parametrize("state", ["ALLOCATED+DRAIN", "DRAINING*", "ALLOCATED+FAIL", "FAILING"])
@@ -68,7 +68,9 @@ async def test_drained_node_is_absent_until_resumed(state: str, allocation: Prov
         assert await workers.current() == ["127.0.0.1:700", "127.0.0.2:700"]
         slurmctld_says("node[1-2]", "127.0.0.1 ALLOCATED*", f"127.0.0.2 {state}")
         assert await workers.current() == ["127.0.0.1:700"]
-        assert "told to end" not in (allocation.logs / "worker-127.0.0.2.log").read_text(), "it is moved from first"
+        assert "got SIGTERM" not in (allocation.logs / "worker-127.0.0.2.log").read_text(), (
+            "the run moves away from it first"
+        )
         slurmctld_says("node[1-2]", "127.0.0.1 ALLOCATED", "127.0.0.2 ALLOCATED")
         assert await workers.current() == ["127.0.0.1:700", "127.0.0.2:700"]
 
@@ -83,7 +85,7 @@ async def test_worker_of_a_failed_or_removed_node_ends(nodes: str, state: str, a
         assert await workers.current() == ["127.0.0.1:700"]
         log = allocation.logs / "worker-127.0.0.2.log"
         async with asyncio.timeout(HANG_S):
-            while not log.read_text().endswith("told to end\n"):  # noqa: ASYNC110  a process is waited for
+            while not log.read_text().endswith("got SIGTERM\n"):  # noqa: ASYNC110  waits for a process
                 await asyncio.sleep(0.01)
 
 
@@ -91,7 +93,7 @@ async def test_node_added_to_the_allocation_gets_a_worker(allocation: ProviderSp
     async with slurm.workers(allocation) as workers, asyncio.timeout(HANG_S):
         assert isinstance(workers, ChangingWorkers)
         slurmctld_says("node[1-3]", *[f"127.0.0.{number} ALLOCATED" for number in (1, 2, 3)])
-        while len(await workers.current()) < 3:  # noqa: ASYNC110  a process is waited for
+        while len(await workers.current()) < 3:  # noqa: ASYNC110  waits for a process
             await asyncio.sleep(0.01)
         assert await workers.current() == [f"127.0.0.{number}:700" for number in (1, 2, 3)]
 
@@ -139,7 +141,7 @@ signal.pause()
 
 
 class Job:
-    """The batch script of a run, as Slurm runs it again and again under one number."""
+    """Batch script of a run, which Slurm runs again after each requeue with the same job id."""
 
     def __init__(self, folder: Path, commands: Commands, **settings) -> None:
         self.folder, self._commands = folder, commands
@@ -150,8 +152,13 @@ class Job:
         self.script = folder / "script"
         self.script.write_text(slurm.render(self.submission))
 
-    def turn(self, send: signal.Signals | None = None, ends: int | None = None) -> int:
-        """One turn of the job: its run is sent a signal when it goes, or ends by itself."""
+    def run_once(self, send: signal.Signals | None = None, ends: int | None = None) -> int:
+        """Run the job once, and return its exit code.
+
+        Args:
+            send: Signal to send once the run is ready.
+            ends: Exit code with which the run ends by itself.
+        """
         if ends is not None:
             (self.folder / "ends").write_text(str(ends))
         environment = {**os.environ, "SLURM_JOB_ID": "17", "TMPDIR": str(self.folder)}
@@ -176,9 +183,9 @@ CONFIG = 'name = "it\'s $HOME `date`"\n# END_OF_SETTINGS\n'
 
 def test_job_at_its_time_limit_is_requeued_and_resumes(tmp_path: Path, commands: Commands):
     job = Job(tmp_path, commands)
-    assert job.turn(signal.SIGUSR1) == 143
+    assert job.run_once(signal.SIGUSR1) == 143
     assert job.requeued == [["requeue", "17"]]
-    assert job.turn(ends=0) == 0
+    assert job.run_once(ends=0) == 0
     assert job.said == ["began", "stopped in order", "resumed"]
     assert next(tmp_path.glob("runs/*/settings")).read_text() == CONFIG
     assert (tmp_path / "runs" / "word_sort-17.toml").read_text() == CONFIG
@@ -186,14 +193,14 @@ def test_job_at_its_time_limit_is_requeued_and_resumes(tmp_path: Path, commands:
 
 def test_cancelled_job_stops_gracefully_without_requeue(tmp_path: Path, commands: Commands):
     job = Job(tmp_path, commands)
-    assert job.turn(signal.SIGTERM) == 143
+    assert job.run_once(signal.SIGTERM) == 143
     assert job.said == ["began", "stopped in order"]
     assert job.requeued == []
 
 
 def test_job_exits_with_the_runs_code(tmp_path: Path, commands: Commands):
     job = Job(tmp_path, commands)
-    assert job.turn(ends=1) == 1
+    assert job.run_once(ends=1) == 1
     assert job.requeued == []
 
 
@@ -220,8 +227,8 @@ def test_batch_script_has_the_requested_sbatch_options(tmp_path: Path, commands:
 def test_submit_passes_the_script_to_sbatch(tmp_path: Path, commands: Commands):
     commands.make("sbatch", "print('18;cluster')", reads=True)
     job = Job(tmp_path, commands)
-    said = slurm.submit(job.submission, job.script.read_text())
-    assert said.startswith("job 18 is submitted; its output: runs/word_sort-18.log; ")
+    message = slurm.submit(job.submission, job.script.read_text())
+    assert message.startswith("job 18 is submitted; its output: runs/word_sort-18.log; ")
     assert commands.calls("sbatch") == [(["--parsable"], job.script.read_text())]
     assert (tmp_path / "runs").is_dir()
 

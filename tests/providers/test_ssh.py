@@ -1,4 +1,4 @@
-"""Hosts over ssh, which is a command that runs here what it is to run there."""
+"""ssh provider with a fake ssh that runs remote commands locally."""
 
 import os
 import re
@@ -33,7 +33,7 @@ async def test_each_host_gets_a_worker_at_its_address(tmp_path: Path, commands: 
     given = settings(tmp_path, "alias", "me@far=127.0.0.2")
     async with find_provider("ssh").workers(ProviderSpec(given, tmp_path)) as addresses:
         assert list(addresses) == ["127.0.0.1:700", "127.0.0.2:700"]
-    assert "told to end" in (tmp_path / "worker-me@far.log").read_text()
+    assert "got SIGTERM" in (tmp_path / "worker-me@far.log").read_text()
     for arguments, _ in commands.calls("ssh"):
         assert arguments[:2] == ["-p", "2222"]
         assert "-G" in arguments or "BatchMode=yes" in arguments
@@ -54,9 +54,9 @@ def test_dry_run_prints_valid_shell_commands(tmp_path: Path, commands: Commands)
     assert render is not None
     text = render(Submission(given, "run", "", {}))
     with os.popen(text) as shell:
-        said = shell.read()
-    assert said.startswith("me@far sh -c ")
-    assert said.endswith(f"{given.command} worker --listen 10.0.0.2:700\n")
+        output = shell.read()
+    assert output.startswith("me@far sh -c ")
+    assert output.endswith(f"{given.command} worker --listen 10.0.0.2:700\n")
 
 
 def test_dry_run_resolves_known_hosts_and_marks_others(tmp_path: Path, commands: Commands):
@@ -68,20 +68,20 @@ def test_dry_run_resolves_known_hosts_and_marks_others(tmp_path: Path, commands:
 
 
 @pytest.mark.parametrize(
-    ("says", "message"),
+    ("ssh_output", "message"),
     [
         ("user somebody", "ssh -G far prints no hostname; .*~/.ssh/config"),
         ("hostname far.invalid", r"far\.invalid has no address here: .*hosts\.names = "),
     ],
 )
 async def test_unresolved_host_error_gives_the_fix(
-    says: str, message: str, tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+    ssh_output: str, message: str, tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ):
     def nothing(*_: object, **__: object):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", nothing)
-    commands.make("ssh", f"print({says!r})")
+    commands.make("ssh", f"print({ssh_output!r})")
     with pytest.raises(ProviderError, match=message):
         async with find_provider("ssh").workers(ProviderSpec(settings(tmp_path, "far"), tmp_path)):
             pytest.fail("it began")

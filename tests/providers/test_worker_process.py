@@ -1,4 +1,4 @@
-"""A command that runs a worker ends with the process that started it."""
+"""Commands that run a worker and end with the process that started them."""
 
 import os
 import re
@@ -24,17 +24,17 @@ def test_tethered_command_ends_when_its_starter_is_killed(tmp_path: Path):
     assert starter.stdout is not None
     assert starter.stdout.readline() == "titan-rl: listening on 10.0.0.1:5\n"
     starter.kill()
-    assert starter.stdout.read() == "told to end\n"  # and nobody else has the pipe any more
+    assert starter.stdout.read() == "got SIGTERM\n"  # end of file: no other process holds the pipe
     assert starter.wait(HANG_S) == -signal.SIGKILL
 
 
 def test_tethered_command_starts_in_an_existing_folder(tmp_path: Path):
-    for folder, begun in ((str(tmp_path), str(tmp_path)), (str(tmp_path / "not here"), os.getcwd())):
+    for folder, expected in ((str(tmp_path), str(tmp_path)), (str(tmp_path / "not here"), os.getcwd())):
         with subprocess.Popen(
             tethered(["pwd"], folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
             assert process.stdout is not None
-            assert process.stdout.readline().strip() == begun
+            assert process.stdout.readline().strip() == expected
 
 
 async def test_closed_ssh_connection_is_not_reported_as_a_worker_exit(tmp_path: Path, commands: Commands):

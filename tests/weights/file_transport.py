@@ -1,4 +1,4 @@
-"""A transport as a user would write it: files on a disk that all hosts see, with what titan_rl has for its bytes.
+"""User-defined transport: files on a shared disk, laid out with titan_rl's helpers.
 
 statedict.transport = "file_transport:FileTransport"
 """
@@ -21,7 +21,7 @@ from titan_rl.weights.types import Manifest, Shard
 
 
 class FileTransport:
-    """A file for each version and rank, below the folder that WEIGHTS_ROOT names."""
+    """Writes a file for each version and rank below the folder $WEIGHTS_ROOT."""
 
     def __init__(self, spec: TransportSpec) -> None:
         self._folder = Path(os.environ["WEIGHTS_ROOT"]) / f"{spec.run_id}-{spec.rank}"
@@ -39,7 +39,7 @@ class FileTransport:
         self._is_writer = True
         path = self._folder / str(version)
         try:
-            data.tofile(path)  # readers hear of it by the manifest, once it is whole
+            data.tofile(path)  # readers learn of it from the manifest, once it is complete
         except OSError as error:
             path.unlink(missing_ok=True)
             raise StateDictError(f"no room for version {version} in {self._folder}: {error}") from error
@@ -53,7 +53,7 @@ class FileTransport:
         try:
             data = np.fromfile(shard.location, np.uint8)
         except OSError as error:
-            raise StateDictError(f"{shard.location} is gone: {error}") from error
+            raise StateDictError(f"cannot read {shard.location}: {error}") from error
         if len(data) != shard.num_bytes or checksum(data) != shard.checksum:
             raise StateDictError(f"{shard.location} is not what was published")
         return data

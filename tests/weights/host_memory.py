@@ -1,4 +1,4 @@
-"""Memory of this process in place of a GPU's."""
+"""Host memory of this process that stands in for GPU memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class HostMemory:
-    """What is allocated can be opened by its number, also by who unpickles that. It has garbage until it is written,
-    and again once the writer has freed it."""
+    """Allocator whose buffers are opened by number, also in another process. A buffer contains garbage until it is
+    written, and again once the writer has freed it."""
 
     def __init__(self, room: int = 1 << 40) -> None:
         self.room = room
         self.buffers: list[torch.Tensor] = []
         self.num_held = 0
-        self.num_open = 0  # tensors by which readers hold buffers
+        self.num_open = 0  # tensors with which readers hold buffers
         self.num_waits = 0
 
     def allocate(self, num_bytes: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What tests of transports publish, and a machine that publishes and releases in any order."""
+"""Tensors that tests of transports publish, and a state machine that publishes and releases in any order."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def assert_equal(found: Weights, expected: Weights) -> None:
 
 
 class PublishedVersions(RuleBasedStateMachine):
-    """Versions of any size, of which the last two that are not released can be had.
+    """State machine of versions of any size. The last two can be pulled unless released.
 
     Args:
-        transport: keeps two.
+        transport: Transport that keeps two versions.
     """
 
     def __init__(self, transport: Any) -> None:
@@ -45,7 +45,7 @@ class PublishedVersions(RuleBasedStateMachine):
         self.available = [*self.available, version][-2:]
 
     def drawn(self, data: st.DataObject) -> int:
-        """Any version that was published."""
+        """Draw any published version."""
         return data.draw(st.integers(0, len(self.manifests) - 1))
 
     @precondition(lambda self: self.manifests)

@@ -16,8 +16,8 @@ Weights = dict[str, torch.Tensor]
 def race(
     publish: Callable[[int], Manifest], pull: Callable[[Manifest], Weights], expected: Callable[[int], Weights]
 ) -> set[int]:
-    """The versions that two readers saw during 200 publishes. One gone by the time it is opened is no error; one
-    that is not what was published is."""
+    """Return the versions that two readers saw during 200 publishes. A version that is gone by the time it is opened is
+    not an error; wrong content is."""
     newest = [publish(0)]
     done = threading.Event()
     wrong: list[object] = []

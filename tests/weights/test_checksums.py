@@ -1,4 +1,4 @@
-"""A version is published with checksums of the trainer's tensors, whatever transport takes it."""
+"""Checksums of the trainer's tensors, which are published with each version over any transport."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cut(tensor: torch.Tensor, first: int, last: int, dtype: str | None = None) -
 
 
 def test_converted_slices_combine_to_the_checksums_of_whole_tensors(tmp_path: Path) -> None:
-    matrix, vector = torch.randn(2000, 300), torch.randn(7)  # more than is converted at a time
+    matrix, vector = torch.randn(2000, 300), torch.randn(7)  # the matrix is converted in several parts
     manifests: list[Manifest] = []
     for rank, (first, last) in enumerate(((0, 1999), (1999, 2000))):
         named = [("matrix", cut(matrix, first, last, "bfloat16"))]
@@ -36,7 +36,7 @@ def test_converted_slices_combine_to_the_checksums_of_whole_tensors(tmp_path: Pa
     whole = join(manifests)
     assert published_checksums(whole) == expected
 
-    known = KnownLayouts()  # as they travel
+    known = KnownLayouts()  # as the manifest is sent
     assert published_checksums(known.unpack(pickle.loads(pickle.dumps([pack(whole)])))[0]) == expected
 
 

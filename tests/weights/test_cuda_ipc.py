@@ -1,5 +1,5 @@
-"""The CUDA IPC transport, all but the GPU itself: memory of this process stands in for it. `tests/gpu` has the rest,
-`test_transport_contract.py` what holds of every transport."""
+"""CUDA IPC transport with host memory instead of a GPU's. `tests/gpu` covers the GPU, `test_transport_contract.py` the
+behaviour common to all transports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def transport(tmp_path: Path, memory: HostMemory) -> Iterator[CudaIPCTransport]:
 
 
 def begin(manifest: Manifest, memory: HostMemory) -> Iterator[tuple[str, torch.Tensor]]:
-    """In a reader: what it knows it has unpickled."""
+    """Begin a pull in a reader, which unpickles the manifest."""
     return CudaIPCTransport("reader", memory=memory).pull(pickle.loads(pickle.dumps(manifest)))
 
 
@@ -66,7 +66,7 @@ def test_first_tensor_is_synchronized_before_it_is_yielded(transport, memory) ->
     pairs = begin(transport.publish(1, weights(1).items()), memory)
     next(pairs)
     assert memory.num_waits == 1
-    next(pairs)  # of the thread that loads, on the stream that it loads on
+    next(pairs)  # in the loading thread, on its own stream
     assert memory.num_waits == 1
 
 
@@ -108,7 +108,7 @@ def test_abandoned_pull_holds_no_memory(transport, memory, tmp_path) -> None:
 
 
 def test_failed_check_holds_no_memory(transport, memory) -> None:
-    kept: list[object] = []  # as somebody keeps an error who reports it later
+    kept: list[object] = []  # as a caller keeps an error to report it later
     for version in range(6):
         manifest = transport.publish(version, weights(version).items())
         (shard,) = manifest.shards
@@ -157,7 +157,7 @@ def test_readers_racing_the_writer_see_whole_versions(transport, memory) -> None
 
 
 class Sequences(PublishedVersions):
-    """Any order of publishing in any size, releasing, beginning to read, and reading to the end or not."""
+    """Any order of publishing in any size, releasing, beginning to read, and finishing or abandoning a read."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
@@ -186,7 +186,7 @@ class Sequences(PublishedVersions):
 
     @precondition(lambda self: self.reading)
     @rule()
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         self.reading.pop()
 
     def teardown(self) -> None:

@@ -1,4 +1,4 @@
-"""Layouts of shards are told once, whatever gets lost on the way."""
+"""Layouts of shards, which are sent once, and again if messages get lost."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_rejects_a_manifest_with_an_unknown_layout() -> None:
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=3), st.booleans(), st.booleans())))
 def test_manifests_are_complete_despite_lost_messages(calls: list[tuple[list[int], bool, bool]]) -> None:
-    """A sender that counts on what was answered is understood, whether its message or the answer gets lost."""
-    known, told = KnownLayouts(), frozenset[str]()
+    """The sender omits only layouts that the reader acknowledged, so lost messages and answers do no harm."""
+    known, acknowledged = KnownLayouts(), frozenset[str]()
     for version, (counts, message_lost, answer_lost) in enumerate(calls):
-        packed = pack(manifest(version, *counts), told)
-        told = frozenset()
+        packed = pack(manifest(version, *counts), acknowledged)
+        acknowledged = frozenset()
         if message_lost:
             continue
         assert known.unpack([packed]) == [manifest(version, *counts)]
         if not answer_lost:
-            told = frozenset(packed.digests)
+            acknowledged = frozenset(packed.digests)

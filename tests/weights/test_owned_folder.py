@@ -1,4 +1,4 @@
-"""Folders that others clean up, between any two steps of their owner."""
+"""Owned folders that another process cleans up between any two steps of their owner."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""Probes: made by the trainer, verified by the reader."""
+"""Probes, which the trainer makes and the reader verifies."""
 
 from __future__ import annotations
 
@@ -78,18 +78,18 @@ def test_rejects_a_sequence_without_a_scored_token() -> None:
 
 NUM_PROBES, LENGTH = 32, 32
 BFLOAT16, FLOAT32 = 5e-3, 5e-7
-"""What a logprob of a generator is off by, in nats, as measured with a random Qwen3 on a CPU."""
+"""Error of a generator's logprobs, in nats, measured with a random Qwen3 on a CPU."""
 
 
 class Policy:
-    """The logprobs of probes under versions of a policy of several layers, each of whose updates moves them."""
+    """Logprobs of probes under versions of a policy. The update of each layer moves them."""
 
     def __init__(self, seed: int, *, layers: int = 4, step: float, error: float) -> None:
         self.random = np.random.default_rng(seed)
         self.error = error
         size = NUM_PROBES, LENGTH - 1
         self.start = -self.random.exponential(2.0, size)
-        self.updates = self.random.normal(0, step / layers**0.5, (layers, *size))  # of each step alike
+        self.updates = self.random.normal(0, step / layers**0.5, (layers, *size))  # the same in each step
 
     def trainer(self, version: int) -> NDArray[np.float64]:
         return self.start + version * self.updates.sum(0)
@@ -98,7 +98,7 @@ class Policy:
         return tuple(Probe((7,) * LENGTH, tuple(row)) for row in self.trainer(version).tolist())
 
     def engine(self, version: int, *, lacks: float | NDArray[np.float64] = 0.0) -> list[list[float]]:
-        """Its logprobs of that version, less what it lacks."""
+        """Logprobs of an engine at a version, minus the change `lacks` that it has not loaded."""
         rounding = self.random.normal(0, self.error, self.start.shape)
         return (self.trainer(version) - lacks + rounding).tolist()
 
@@ -117,7 +117,7 @@ def test_correct_swaps_pass_despite_rounding(step: float, error: float) -> None:
 
 
 def test_correct_swaps_pass_when_rounding_hits_the_moving_tokens() -> None:
-    """As it is in a policy that is sure of most tokens."""
+    """As in a policy that is certain of most tokens."""
     for seed in range(20):
         random, swaps = np.random.default_rng(seed), SwapCheck()
         theirs = -(random.exponential(0.5, (NUM_PROBES, LENGTH - 1)) ** 2)
@@ -145,7 +145,7 @@ def test_missing_update_of_one_layer_is_caught_below_the_tolerance(layer: int, e
     check(swaps, policy, 0, policy.engine(0))
     with pytest.raises(VerificationError, match=r"version 1 move .* by 0\.[5-9].* Some of them were not loaded"):
         check(swaps, policy, 1, policy.engine(1, lacks=policy.updates[layer]))
-    margin, missed = check(swaps, policy, 1, policy.engine(1))  # loaded again, and whole
+    margin, missed = check(swaps, policy, 1, policy.engine(1))  # loaded again, completely
     assert missed <= margin < 0.1
 
 
@@ -169,7 +169,7 @@ def test_stuck_weights_are_caught_over_several_small_steps() -> None:
     with pytest.raises(VerificationError):
         keep_pulling()
     assert 1 <= len(margins) < 10
-    assert min(margins) > 0.5, "one step alone tells"
+    assert min(margins) > 0.5, "a single step is enough"
 
 
 def test_layer_never_loaded_is_caught_once_above_rounding() -> None:

@@ -1,4 +1,4 @@
-"""Versions that several processes write: whatever the cut, a reader gets the tensors or an error."""
+"""Versions written by several processes: for any sharding, a reader gets the tensors or an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(tensor: torch.Tensor, begin: int, end: int) -> TensorSlice:
 
 @contextlib.contextmanager
 def published(cut: Cut, version: int = 1) -> Iterator[Manifest]:
-    """Each shard by a writer of its own."""
+    """Publish each shard with its own writer, and yield the joined manifest."""
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(SharedMemoryTransport("shards")) for _ in cut]
         yield join([writer.publish(version, shard) for writer, shard in zip(writers, cut, strict=True)])
@@ -54,7 +54,7 @@ def pull(manifest: Manifest) -> dict[str, torch.Tensor]:
 
 @st.composite
 def boxes(draw: Any, start: tuple[int, ...], shape: tuple[int, ...], depth: int = 3) -> list[tuple[Any, Any]]:
-    """(start, shape) of boxes that make up one, by cutting it in two again and again."""
+    """(start, shape) of boxes that partition a box, by repeatedly cutting it in two."""
     dims = [dim for dim, size in enumerate(shape) if size > 1]
     if not depth or not dims or draw(st.booleans()):
         return [(start, shape)]
@@ -74,7 +74,8 @@ class Version:
 
 @st.composite
 def versions(draw: Any) -> Version:
-    """Tensors cut into boxes and dealt to shards. The first names every tensor, as a trainer's first rank does."""
+    """Tensors cut into boxes and assigned to shards. The first shard names every tensor, as a trainer's first rank
+    does."""
     num_parts = draw(st.integers(1, 4))
     tensors: dict[str, torch.Tensor] = {}
     cut: Cut = [[] for _ in range(num_parts)]
@@ -82,7 +83,7 @@ def versions(draw: Any) -> Version:
         name, shape = f"t{index}", tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
         tensors[name] = torch.randint(0, 100, shape).to(draw(st.sampled_from(DTYPES)))
         for start, size in draw(boxes((0,) * len(shape), shape)):
-            # A scalar has no empty slice to be named by.
+            # A scalar has no empty slice with which the first shard could name it.
             owner = draw(st.integers(0, num_parts - 1)) if shape else 0
             cut[owner].append((name, piece(tensors[name], start, size)))
         if name not in {other for other, _ in cut[0]}:
@@ -108,7 +109,7 @@ def test_random_shardings_read_back_equal_and_in_order(version: Version) -> None
 )
 @settings(max_examples=examples(25), deadline=None)
 def test_threaded_fill_and_sum_matches_a_serial_fill(shapes: list[tuple[int, int]], layout: st.DataObject) -> None:
-    """A block may contain several tensors and a tensor several blocks, as they are, converted or transposed."""
+    """A block may contain several tensors and a tensor several blocks, unchanged, converted or transposed."""
     named: list[tuple[str, torch.Tensor | TensorSlice]] = []
     for index, shape in enumerate(shapes):
         tensor = torch.randint(0, 100, shape).to(layout.draw(st.sampled_from(DTYPES)))
@@ -122,7 +123,7 @@ def test_threaded_fill_and_sum_matches_a_serial_fill(shapes: list[tuple[int, int
     expected, found = np.full((2, size_of(entries)), 170, np.uint8)
     fill(expected, named, entries)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_files, "PART_BLOCKS", 1)  # so that there are many parts
+        patch.setattr(shard_files, "PART_BLOCKS", 1)  # to get many parts
         patch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
         checksum = fill_and_sum(found, named, entries)
     assert np.array_equal(found, expected)
@@ -146,7 +147,7 @@ def shifted(entry: TensorEntry) -> TensorEntry:
 def test_single_fault_in_one_shard_fails_the_pull(version: Version, fault: str, data: st.DataObject) -> None:
     with published(version.cut) as manifest:
         filled = [(p, e) for p, shard in enumerate(manifest.shards) for e in shard.entries if e.num_bytes]
-        if fault == "absent":  # a rank's manifest; the first one is what the others are joined to
+        if fault == "absent":  # the manifest of a rank other than the first, to which the others are joined
             filled = [(shard, entry) for shard, entry in filled if shard]
         if fault in ("lost", "moved"):
             filled = [(shard, entry) for shard, entry in filled if entry.shape]

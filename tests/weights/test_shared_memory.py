@@ -1,5 +1,5 @@
-"""The shared-memory transport: what a reader sees, and what is left. `test_transport_contract.py` has what holds of
-every transport."""
+"""Shared-memory transport: reading and cleanup. `test_transport_contract.py` covers the behaviour common to all
+transports."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pulled(manifest: Manifest) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("held", [0, 1, 3])
 def test_long_lived_reader_sees_each_version_and_keeps_no_memory(transport: SharedMemoryTransport, held: int) -> None:
-    """Whether it lets go of versions at once, so that their files are used again, or holds some."""
+    """Both if it drops versions at once, so that their files are reused, and if it holds some."""
     staying, views = reader(), list[tuple[int, dict[str, torch.Tensor]]]()
     for version in range(12):
         size = 1000 if version % 5 else 2000
@@ -54,7 +54,7 @@ def test_long_lived_reader_sees_each_version_and_keeps_no_memory(transport: Shar
         views = [*views, (version, dict(staying.pull(manifest)))][-held:] if held else []
         for old, found in views:
             assert_equal(found, weights(old, 1000 if old % 5 else 2000))
-    transport.publish(12, weights(12).items())  # takes another file where one is still viewed
+    transport.publish(12, weights(12).items())  # takes another file if one is still viewed
     views.clear()
     folder, maps = str(Path(manifest.shards[0].location).parent), Path("/proc/self/maps").read_text()
     assert not [line for line in maps.splitlines() if folder in line and line.endswith("(deleted)")]
@@ -270,7 +270,7 @@ def test_only_shards_of_a_killed_writer_are_cleaned_up(transport: SharedMemoryTr
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"published\n"
-        assert clean_dead_shards(tmp_path) == []  # it lives
+        assert clean_dead_shards(tmp_path) == []  # its writer is alive
         writer.send_signal(signal.SIGKILL)
         writer.wait(timeout=150)
     (removed,) = clean_dead_shards(tmp_path)
@@ -305,7 +305,7 @@ def test_readers_racing_the_writer_see_whole_versions(transport: SharedMemoryTra
 
 
 class Sequences(PublishedVersions):
-    """Any order of publish, release, pull and dropping of views, against a dict."""
+    """Any order of publishing, releasing, pulling and dropping views, compared with a dict."""
 
     def __init__(self) -> None:
         super().__init__(SharedMemoryTransport("hypothesis", keep=2))

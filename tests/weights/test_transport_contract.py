@@ -1,4 +1,4 @@
-"""The library's transports and one of a user's own, held to what trainer and generators rely on."""
+"""Transport contract of the library's transports and of a user-defined one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TestSharedMemory(InAFolder):
 
 
 class TestCudaIPC(InAFolder):
-    """All but the GPU."""
+    """With host memory instead of a GPU's."""
 
     @pytest.fixture(autouse=True)
     def memory(self) -> None:
@@ -47,7 +47,7 @@ class TestCudaIPC(InAFolder):
         self.gpu.open(manifest.shards[0].remote.handle)[0] ^= 16
 
 
-class TestFilesOfAUser(InAFolder):
+class TestUserDefinedTransport(InAFolder):
     @pytest.fixture(autouse=True)
     def root(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WEIGHTS_ROOT", str(self.path))
@@ -64,7 +64,7 @@ class TestTCP(InAFolder):
 
 
 class TestTCPBetweenHosts(InAFolder):
-    """Every end on a host of its own. Those that are open have there what they have read."""
+    """Each end on its own host, where an open end keeps the versions it has read."""
 
     @pytest.fixture(autouse=True)
     def open_ends(self) -> None:

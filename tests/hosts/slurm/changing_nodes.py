@@ -1,4 +1,4 @@
-"""A job of Slurm whose nodes are drained, resumed, taken away, added and failing, as the provider tells of them."""
+"""Slurm job whose nodes are drained, resumed, removed, added and fail, as the provider reports them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ asyncio.run(main())
 
 
 def nodes_come_and_go(cluster: SlurmCluster, folder: Path, show: Callable[[str], None]) -> None:
-    """
+    """Run the job and change its nodes.
+
     Args:
-        folder: that is made, for what the job says.
+        folder: New folder for the output of the job.
     """
     folder.mkdir()
     (says := folder / "says.txt").touch()
@@ -64,7 +65,7 @@ def nodes_come_and_go(cluster: SlurmCluster, folder: Path, show: Callable[[str],
 
     then(both, "both nodes have workers")
     scontrol(f"NodeName={second.name}", "State=DRAIN", "Reason=test")
-    then(one, "a node that is drained is told as going")
+    then(one, "a drained node is reported as leaving")
     scontrol(f"NodeName={second.name}", "State=RESUME")
     then(both, "it is resumed")
     scontrol(f"JobId={job}", "NumNodes=1")
@@ -79,15 +80,15 @@ def nodes_come_and_go(cluster: SlurmCluster, folder: Path, show: Callable[[str],
 
 
 def _expand(cluster: SlurmCluster, job: str, scontrol: Callable[..., None]) -> None:
-    """By a node of another job, which is how Slurm has it."""
+    """Add a node of another job, which is Slurm's way to expand a job."""
     cluster.run("salloc", "--no-shell", "--nodes=1", f"--dependency=expand:{job}", "--job-name=more")
     scontrol(f"JobId={cluster.run('squeue', '--noheader', '--name=more', '--format=%i').strip()}", "NumNodes=0")
-    with contextlib.suppress(AssertionError):  # without a database of jobs it does so, and says that it does not yet
+    with contextlib.suppress(AssertionError):  # without a job database it succeeds but reports an error
         scontrol(f"JobId={job}", "NumNodes=ALL")
 
 
 def _submitted(cluster: SlurmCluster, folder: Path) -> str:
-    """The number of a job on both nodes, of the provider alone."""
+    """Submit a job on both nodes that only runs the provider, and return its id."""
     program, script = folder / "program.py", folder / "script"
     program.write_text(PROGRAM)
     script.write_text(f"#!/bin/bash\nPYTHONPATH={PROJECT} exec {sys.executable} {program} {folder}\n")
@@ -96,7 +97,7 @@ def _submitted(cluster: SlurmCluster, folder: Path) -> str:
 
 
 def _programs(node: NamespaceHost) -> list[str]:
-    """What runs there beside Slurm."""
+    """Processes of a node other than Slurm's."""
     return [line for line in node.processes() if "slurmd" not in line]
 
 

@@ -1,6 +1,6 @@
-"""A cluster of Slurm in namespaces of this machine: one that submits and schedules, and nodes that run jobs.
+"""Slurm cluster in namespaces of this machine: a login node that submits and schedules, and nodes that run jobs.
 
-Needs Debian's slurmctld, slurmd, slurm-client and munge, none of which it configures or starts as services.
+Needs Debian's slurmctld, slurmd, slurm-client and munge, but neither configures them nor starts them as services.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ PartitionName=all Nodes={names} Default=YES MaxTime=10 State=UP
 
 
 class SlurmCluster:
-    """Commands of Slurm on a node that runs no jobs."""
+    """Slurm cluster, with commands that run on its login node."""
 
     def __init__(self, login: NamespaceHost, nodes: list[NamespaceHost], environment: Mapping[str, str]) -> None:
         self.login, self.nodes = login, nodes
         self._environment = environment
 
     def run(self, *command: str, timeout_s: float = 60.0) -> str:
-        """What a command says there, which must not fail."""
+        """Run a command, which must succeed, and return its output."""
         try:
             return self.login.ask(command, self._environment, timeout_s)
         except subprocess.CalledProcessError as failed:
             raise AssertionError(f"{' '.join(command)} ended with {failed.returncode}: {failed.stdout}") from None
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm knows of a job: JobState, NodeList, ExitCode, Restarts."""
+        """Fields of a job from scontrol, such as JobState, NodeList, ExitCode and Restarts."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_until(self, done: Callable[[], bool], what: str, timeout_s: float) -> float:
-        """Seconds that it took."""
+        """Poll until `done` is true, and return the seconds it took."""
         began = time.monotonic()
         while not done():
             if time.monotonic() - began > timeout_s:
@@ -78,10 +78,10 @@ class SlurmCluster:
 
 @contextlib.contextmanager
 def slurm_cluster(folder: Path, num_nodes: int = 2) -> Generator[SlurmCluster]:
-    """A cluster that is gone with the block.
+    """Run a cluster until the block ends.
 
     Args:
-        folder: for what its daemons write; it is made, and kept.
+        folder: Folder for files of the daemons, which is made and kept.
     """
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
@@ -123,7 +123,7 @@ def _configure(folder: Path, login: NamespaceHost, nodes: list[NamespaceHost], h
 
 
 def _munged(folder: Path) -> subprocess.Popen[bytes]:
-    """What the daemons know each other by; its socket is a file that all of them see."""
+    """Start munged, by which the daemons authenticate each other over a socket file that all of them see."""
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)

@@ -1,11 +1,11 @@
-"""`titan-rl launch` on a real cluster of Slurm with two nodes, in namespaces of this machine: a job that comes to its
-end though one of its nodes is drained, one that is requeued when its time is up, goes on with its run, and is
-cancelled then, one whose workers are all told to end, and one whose nodes come and go.
+"""`titan-rl launch` on a real Slurm cluster with two nodes, in namespaces of this machine. Four jobs run: one completes
+although a node is drained, one is requeued at its time limit, resumes and is cancelled, one has all its workers
+signalled to end, and the nodes of one come and go.
 
     python tests/hosts/slurm/two_nodes.py [CONFIG.toml]
 
-As root, with Debian's slurmctld, slurmd, slurm-client and munge, in about eight minutes. No part of the tests, since
-those install no scheduler. The model of the config has to be there.
+Run it as root, with Debian's slurmctld, slurmd, slurm-client and munge. It takes about eight minutes. It is not part of
+the test suite, which installs no scheduler. The model of the config must exist.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def comes_to_its_end(cluster: SlurmCluster, config: str, runs: Path) -> None:
 
 
 def is_drained(cluster: SlurmCluster, job: str, runs: Path, node: str) -> None:
-    """By a signal to the step of its worker."""
+    """Drain a node with a signal to the step of its worker."""
     listed = cluster.run("squeue", "--steps", f"--job={job}", "--noheader", "--format=%i %N").splitlines()
     (step,) = [words[0] for line in listed if (words := line.split())[1:] == [node] and words[0][-1].isdigit()]
     cluster.run("scancel", "--ctld", "--signal=TERM", step)
@@ -74,21 +74,21 @@ def is_drained(cluster: SlurmCluster, job: str, runs: Path, node: str) -> None:
 
 
 def is_requeued_and_cancelled(cluster: SlurmCluster, config: str, runs: Path) -> None:
-    """Slurm counts a job's time in minutes, and signals up to one before it is asked to."""
+    """Slurm counts a job's time in minutes, and may signal up to a minute early."""
     settings = {"training.steps": 500, "hosts.options": '["--time=4"]'}
     job = launched(cluster, config, runs, settings)
     cluster.wait_until(lambda: cluster.job(job)["Restarts"] == "1", "its time is up, and it is requeued", LIMIT_S)
     before = steps(runs)
     show(f"job {job} is requeued after {before} steps: {cluster.job(job)['JobState']}")
     wait_for(cluster, job, "RUNNING")
-    cluster.wait_until(lambda: steps(runs) > before, "the run goes on", LIMIT_S)
-    show(f"its run goes on: {steps(runs)} steps")
+    cluster.wait_until(lambda: steps(runs) > before, "the run continues", LIMIT_S)
+    show(f"its run continues: {steps(runs)} steps")
     is_cancelled(cluster, job, runs)
     assert len(runs_of(runs)) == 1
 
 
 def is_cancelled(cluster: SlurmCluster, job: str, runs: Path) -> None:
-    """By its controller, which saves while the workers, signalled as well, stay for that."""
+    """The controller saves; the workers, also signalled, stay until it has."""
     cluster.run("scancel", job)
     show(f"scancel {job}")
     wait_for(cluster, job, "CANCELLED")
@@ -99,7 +99,7 @@ def is_cancelled(cluster: SlurmCluster, job: str, runs: Path) -> None:
 
 
 def shows_that_it_was_saved(runs: Path) -> None:
-    """As a run does that was stopped."""
+    """Check that the run was stopped and has saved its last step."""
     assert status(runs)["state"] == "stopped"
     saved = max(path.name for path in (run_of(runs) / "checkpoints").glob("step-*"))
     show(f"{steps(runs)} steps are trained, the newest checkpoint is {saved}")
@@ -107,7 +107,7 @@ def shows_that_it_was_saved(runs: Path) -> None:
 
 
 def ends_with_its_workers(cluster: SlurmCluster, config: str, runs: Path) -> None:
-    """Slurm signals every step, and not the batch script, whose run ends in order all the same."""
+    """Slurm signals every step but not the batch script, whose run still stops gracefully."""
     job = launched(cluster, config, runs, {"training.steps": 500})
     cluster.wait_until(lambda: steps(runs) > 0, "the run has trained a step", LIMIT_S)
     cluster.run("scancel", "--signal=TERM", job)
@@ -120,7 +120,7 @@ def ends_with_its_workers(cluster: SlurmCluster, config: str, runs: Path) -> Non
 
 
 def launched(cluster: SlurmCluster, config: str, runs: Path, settings: dict[str, object]) -> str:
-    """The number of the job."""
+    """Submit a job, and return its id."""
     options = [
         word for key, value in {**SMALL, **settings, "run_dir": runs}.items() for word in (f"--{key}", str(value))
     ]
@@ -152,7 +152,7 @@ def run_of(runs: Path) -> Path:
 
 
 def steps(runs: Path) -> int:
-    """Those of which there is a record."""
+    """Number of the last step in the metrics."""
     found = [path / "metrics.jsonl" for path in runs_of(runs)]
     lines = [line for path in found if path.exists() for line in path.read_text().splitlines()]
     return max((int(json.loads(line)["step"]) for line in lines), default=0)
@@ -163,7 +163,7 @@ def status(runs: Path) -> dict[str, object]:
 
 
 def log_of(runs: Path) -> Path:
-    """Of the job."""
+    """Log file of the job."""
     (log,) = runs.glob("*.log")
     return log
 

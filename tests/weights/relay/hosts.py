@@ -1,4 +1,4 @@
-"""Hosts of a transport in one process, and hosts that misbehave."""
+"""Hosts of a transport within one process, and hosts that misbehave."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_rl.weights.types import Manifest
 
 
 class Hosts:
-    """Makes ends of a transport, each on a host of its own or on one that is named."""
+    """Makes ends of a transport on hosts that are named."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -42,7 +42,7 @@ def arrived(manifest: Manifest) -> Manifest:
 
 
 class OddHost:
-    """A host that says it reads a version, so that the next one is told to read from it, and then does as it likes."""
+    """Host that claims to read a version, so that the next host reads from it, and then misbehaves."""
 
     def __init__(self, name: str, manifest: Manifest) -> None:
         (shard,) = manifest.shards
@@ -66,7 +66,7 @@ class OddHost:
             self.copy.add((delta if crc is None else ChunkDelta(delta.base, encoded, crc),))
 
     def sends_slowly(self, data: np.ndarray, every_s: float, stop: threading.Event) -> None:
-        """The right bytes, a chunk now and then, until it is told to stop."""
+        """Send the correct bytes, a chunk every `every_s` seconds, until `stop` is set."""
         self.copy.data[:] = data
         while not stop.wait(every_s) and not self.copy.is_complete:
             self.copy.add()
@@ -76,5 +76,5 @@ class OddHost:
 
 
 def silent() -> socket.socket:
-    """A server that takes connections and says nothing."""
+    """Server that accepts connections and never answers."""
     return socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Who reads from whom: the trainer sends about once, nobody waits for itself, and who is bad is left alone."""
+"""Relay chain of hosts: the trainer sends about once, there are no cycles, and bad hosts are avoided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A delta makes the new bytes of the old ones, to the bit, or says that it is damaged."""
+"""Deltas, which restore the new bytes from the old ones exactly or are found to be damaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ shares = st.sampled_from([0.0, 1e-5, 0.01, 0.3, 1.0])
 
 
 def changed(seed: int, words: int, share: float, word: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes before and after so many of their words became others, small and large."""
+    """Bytes before and after a share of their words changed, by small and large amounts."""
     rng = np.random.default_rng(seed)
     old = rng.integers(0, 256, 4 * words, np.uint8)
     new = old.copy()

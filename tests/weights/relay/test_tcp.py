@@ -1,4 +1,4 @@
-"""Versions between hosts: once over the trainer's link, of changed bytes, whoever dies on the way."""
+"""TCP transport between hosts: one transfer over the trainer's link, deltas of changed bytes, and failing hosts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def weights(seed: int = 0) -> torch.Tensor:
 
 
 def stepped(tensor: torch.Tensor, seed: int, share: float = 0.02, units: int = 1) -> torch.Tensor:
-    """The same, but for a unit in the last place of a few, or as many as `units`."""
+    """Copy of `tensor` in which a share of the values differs by one to `units` units in the last place."""
     random = torch.Generator().manual_seed(seed)
     at = torch.rand(len(tensor), generator=random) < share
     by = torch.randint(1, units + 1, at.shape, generator=random, dtype=torch.int16)
@@ -51,8 +51,8 @@ def publish(writer: TCPTransport, version: int, tensor: torch.Tensor) -> Manifes
     return arrived(writer.publish(version, [("w", tensor)]))
 
 
-def encoded() -> None:
-    """Wait until the deltas of the last published version are made, as they are between two steps of a run."""
+def wait_until_encoded() -> None:
+    """Wait for the deltas of the last published version, which a run encodes between two steps."""
     for thread in threading.enumerate():
         if thread.name == "encode weights":
             thread.join()
@@ -116,10 +116,10 @@ def test_reader_that_missed_versions_gets_a_chain_of_deltas(hosts: Hosts) -> Non
     writer, reader = hosts.end("t"), hosts.end("h")
     tensor = weights()
     assert read(reader, publish(writer, 1, tensor)).equal(tensor)
-    for version in range(2, 6):  # which the only reader misses, but for the last
+    for version in range(2, 6):  # the only reader misses all but the last
         tensor = stepped(tensor, version)
         manifest = publish(writer, version, tensor)
-        encoded()
+        wait_until_encoded()
         writer.release(version - 2)
     assert read(reader, manifest).equal(tensor)
     assert reader.pull_figures()["received_share"] < 0.4
@@ -133,12 +133,12 @@ def test_host_relays_the_delta_chain_to_one_further_behind(hosts: Hosts) -> None
         for reader, versions in ((first, (1, 3, 4, 5)), (second, (1, 5))):
             if version in versions:
                 assert read(reader, manifest).equal(tensor)
-        encoded()
+        wait_until_encoded()
         writer.release(version - 2)
         sent = writer.sent_bytes
         tensor = stepped(tensor, version)
     assert second.pull_figures()["received_share"] < 0.4
-    assert writer.sent_bytes == sent  # the second host read from the first
+    assert writer.sent_bytes == sent  # the second host reads from the first
 
 
 def test_delta_chain_as_large_as_the_version_is_dropped(hosts: Hosts) -> None:
@@ -148,7 +148,7 @@ def test_delta_chain_as_large_as_the_version_is_dropped(hosts: Hosts) -> None:
     for version in range(2, 10):
         tensor = stepped(tensor, version, share=0.3, units=64)  # a delta is about a sixth of the version
         manifest = publish(writer, version, tensor)
-        encoded()
+        wait_until_encoded()
     assert read(reader, manifest).equal(tensor)
     assert reader.pull_figures()["received_share"] == 1.0
 
@@ -161,7 +161,7 @@ def test_no_delta_is_encoded_without_remote_readers(hosts: Hosts, monkeypatch: p
     writer = hosts.end("t")
     for version in range(1, 4):
         publish(writer, version, weights())
-        encoded()
+        wait_until_encoded()
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -183,14 +183,14 @@ def test_readers_get_exact_bytes_despite_missed_versions(
             writer = hosts.end("t", fanout=fanout, anchor_interval=anchor_interval)
             readers = [hosts.end(f"h{index}") for index in range(3)]
             tensor, has = weights(), dict[int, int]()
-            since = 1  # the first version after which all were small steps
+            since = 1  # first version followed by small steps only
             for version, (reading, change) in enumerate(versions, 1):
                 shares = {"step": 0.02, "big step": 0.3}
                 tensor = weights(version) if change == "jump" else stepped(tensor, version, shares[change])
                 if change != "step" or version % anchor_interval == 0:
                     since = version
                 manifest = publish(writer, version, tensor)
-                encoded()
+                wait_until_encoded()
                 writer.release(version - 2)
                 for index in sorted(reading):
                     assert read(readers[index], manifest).equal(tensor)
@@ -256,7 +256,7 @@ def test_unresponsive_host_is_skipped(hosts: Hosts, monkeypatch: pytest.MonkeyPa
 
 
 def test_slow_host_does_not_delay_others(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would take half a minute."""
+    """The slow host alone would take half a minute."""
     monkeypatch.setattr(host_reader, "TRIAL_S", 0.1)
     writer, readers = hosts.end("t"), [hosts.end("b"), hosts.end("c")]
     manifest = publish(writer, 1, weights())
@@ -277,10 +277,10 @@ def test_another_process_reads_if_the_host_reader_hangs(hosts: Hosts, monkeypatc
     read(hung, publish(writer, 1, weights()))
     (leader,) = hosts.root.glob("h/*-reader/leader")
     with silent() as server:
-        said = leader.read_text()
+        content = leader.read_text()
         leader.write_text(f'{{"address": "127.0.0.1:{server.getsockname()[1]}", "token": ""}}')
         assert read(other, publish(writer, 2, weights(2))).equal(weights(2))
-        leader.write_text(said)
+        leader.write_text(content)
 
 
 def test_released_version_is_an_error(hosts: Hosts) -> None:
@@ -313,10 +313,10 @@ def test_stranger_at_the_trainers_address_is_an_error(hosts: Hosts) -> None:
 def test_pull_timeout_is_an_error(hosts: Hosts) -> None:
     writer, reader = hosts.end("t"), hosts.end("h", timeout_s=0.2)
     manifest = publish(writer, 1, weights())
-    waits_for_ever = OddHost("odd", manifest)
+    silent_host = OddHost("odd", manifest)
     with pytest.raises(StateDictError, match=r"from odd in 0\.\d s: 0 of 5 chunks are here"):
         reader.pull(manifest)
-    waits_for_ever.server.close()
+    silent_host.server.close()
 
 
 def test_pull_without_the_token_is_rejected(hosts: Hosts) -> None:
@@ -336,11 +336,11 @@ def test_reader_follows_a_new_writer(hosts: Hosts) -> None:
             tensor = stepped(weights(attempt), version)
             assert read(reader, publish(writer, version, tensor)).equal(tensor)
         writer.close()
-    assert len(list(hosts.root.glob("h/*"))) == 2  # its own folder and what the last writer wrote
+    assert len(list(hosts.root.glob("h/*"))) == 2  # its own folder and the last writer's
 
 
 def odd_bytes() -> bytes:
-    return struct.pack("<BBI", 2, 1, 0)  # a delta that says nothing changed
+    return struct.pack("<BBI", 2, 1, 0)  # an empty delta
 
 
 ODD = ("is gone", "closes", "zeros", "wrong delta", "wrong sum", "no delta", "withdraws")
