@@ -66,7 +66,7 @@ async def test_late_writes_of_a_cut_off_trainer_never_replace_a_checkpoint(tmp_p
     old, other = Rank("old"), Rank("other")
     cut_off, replacement = trainer_of(old), trainer_of(other)
     await cut_off.begin_save(tmp_path, {"step": 4})
-    cut_off.end("nothing has been heard of its host for 3 s")
+    cut_off.end("no heartbeat of its host for 3 s")
     if old_writes == "before the other":
         old.write()
         assert not (tmp_path / "step-000004").exists()

@@ -184,7 +184,7 @@ async def test_only_the_adapter_active_at_every_death_is_stopped() -> None:
     for at_work in ({"sort", "sum"}, {"sort"}, {"sort", "sum"}):
         routers.note_death(frozenset(at_work))
     assert routers.stop_cause("generator-0 died: was killed by SIGKILL") == "sort"
-    with pytest.raises(ActorDiedError, match="SIGKILL; 3 times a generator that worked for this adapter has died"):
+    with pytest.raises(ActorDiedError, match="SIGKILL; 3 generators died while they worked for this adapter"):
         await stops["sort"]
     assert not stops["sum"].done()
     assert not routers.by_adapter["sort"].replicas, "its requests no longer reach a generator"
@@ -223,8 +223,7 @@ async def test_new_generator_serves_suspect_adapters_one_at_a_time() -> None:
     assert replacement.asked[-1] == "sum"
     assert (await asking["tags"], await asking["sort"]) == (7, 3)
     assert console == [
-        "2 deaths of generators may be caused by one of the adapters sort, sum: generator-0 works for one of them at a "
-        "time first"
+        "2 generator deaths may be caused by one of the adapters sort, sum; generator-0 first serves them one at a time"
     ]
     routers.note_death(frozenset({"sum"}))
     assert routers.stop_cause("generator-0 died") == "sum"

@@ -169,10 +169,10 @@ async def test_silent_host_is_lost_with_its_processes_and_rejected_later(tmp_pat
             await controller.watch(pulsing.pid)
             watchdog.cancel()  # as though its packets were lost
             clock.tick_s = 1.0
-            assert await next_of(controller.lost) == "nothing has been heard of it for 3 s"
-            assert await next_of(controller.ends) == "host h1 is lost: nothing has been heard of it for 3 s"
+            assert await next_of(controller.lost) == "no heartbeat for 3 s"
+            assert await next_of(controller.ends) == "host h1 is lost: no heartbeat for 3 s"
         again = HostWatchdog(controller.watcher.settings, tmp_path / "again")
-        assert await asyncio.wait_for(again.run(), HANG_S) == "nothing has been heard of host h1 for 3 s"
+        assert await asyncio.wait_for(again.run(), HANG_S) == "no heartbeat of host h1 for 3 s"
 
 
 async def test_watchdog_ends_processes_when_their_parent_stays_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -186,7 +186,9 @@ async def test_watchdog_ends_processes_when_their_parent_stays_stopped(tmp_path:
             await asyncio.wait_for(controller.watcher.first_heartbeat.wait(), HANG_S)
             clock.tick_s = 1.0
             assert await asyncio.wait_for(pulsing.wait(), HANG_S) == -signal.SIGKILL
-        assert await asyncio.wait_for(looking, HANG_S) == "what starts processes here has been stopped for 10 s"
+        assert (
+            await asyncio.wait_for(looking, HANG_S) == "the process that starts others here has been stopped for 10 s"
+        )
 
 
 async def test_watchdog_ends_processes_when_the_controller_is_unreachable(tmp_path: Path):
@@ -196,7 +198,7 @@ async def test_watchdog_ends_processes_when_the_controller_is_unreachable(tmp_pa
     watchdog = asyncio.ensure_future(HostWatchdog(settings, tmp_path / "s", clock=clock).run())
     async with process(tmp_path / "s") as pulsing:
         clock.tick_s = 1.0
-        assert "nothing has been heard of the controller for 3 s" in await asyncio.wait_for(watchdog, HANG_S)
+        assert "no message from the controller for 3 s" in await asyncio.wait_for(watchdog, HANG_S)
         await asyncio.wait_for(pulsing.wait(), HANG_S)
     silent.close()
 

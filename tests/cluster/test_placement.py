@@ -130,7 +130,9 @@ def test_context_parallel_ranks_may_span_hosts() -> None:
         ("b", ("0",)),
         ("b", ("1",)),
     ]
-    with pytest.raises(ConfigError, match=r"hosts\.train is 2, and .* is 1 x 3 x 1: each host has as many ranks"):
+    with pytest.raises(
+        ConfigError, match=r"hosts\.train is 2, and .* is 1 x 3 x 1: each host needs the same number of ranks"
+    ):
         place_trainer(training(context_parallel=3), ["a", "b"], gpus)
 
 
@@ -237,7 +239,7 @@ def weights_of(folder: Path, parameters: int) -> None:
     ("settings", "trainer", "generator", "gpu_gib", "expected"),
     [
         ({}, "0", "1", 80, ("cuda_ipc", "on a trainer's GPU of 80")),
-        ({}, "0", "1", 30, ("shared_memory", "18.6 GiB of .* leave activations too little")),
+        ({}, "0", "1", 30, ("shared_memory", "18.6 GiB of .* leave too little for activations")),
         ({}, "0", "1", None, ("shared_memory", "nvidia-smi does not say")),
         ({}, "0", "0", 80, ("shared_memory", "share a GPU")),
         ({}, "", "", 80, ("shared_memory", "not all on GPUs")),

@@ -54,10 +54,10 @@ def test_check_accepts_hosts_that_have_everything() -> None:
     [
         ({"versions": {**HERE.versions, "torch": "2.12.1"}}, "b torch 2.13.0 2.12.1 pip install torch==2.13.0"),
         ({"versions": {**HERE.versions, "vllm": "0.32.0"}}, "b vllm not installed 0.32.0 pip uninstall vllm"),
-        ({"versions": {**HERE.versions, "python": "3.12"}}, "b python 3.11 3.12 run the worker there by Python 3.11"),
+        ({"versions": {**HERE.versions, "python": "3.12"}}, "b python 3.11 3.12 run the worker there with Python 3.11"),
         ({"model": "0b"}, "b model checksum 0a checksum 0b copy the folder there, or set hosts.sync = true"),
         ({"model": None}, "b model checksum 0a no /models/tiny copy the folder there, or set hosts.sync = true"),
-        ({"model": ""}, "b model checksum 0a nothing of a model in /models/tiny copy the folder there, or set hosts"),
+        ({"model": ""}, "b model checksum 0a no model files in /models/tiny copy the folder there, or set hosts"),
         ({"missing": {"my.task": "no such module"}}, "b module my.task found no such module copy its folder there"),
         ({"memory": GIB}, "b memory 3.0 GiB free 1.0 GiB free memory there"),
         ({"shared_memory": GIB}, "b /dev/shm 6.0 GiB free 1.0 GiB mount -o remount,size=12288M /dev/shm"),

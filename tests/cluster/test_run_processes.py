@@ -40,7 +40,7 @@ from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 from titan_rl.weights.types import Manifest, PublishedWeights
 
-SILENT = "nothing has been heard of it for 3 s"
+SILENT = "no heartbeat for 3 s"
 
 
 class Replica(ActorReplica):
@@ -259,9 +259,7 @@ async def test_rollout_worker_waits_for_a_host_and_reports_it(tmp_path: Path):
     async with in_background(processes.watch()):
         await lose(processes, "there")
         await asyncio.sleep(1.0)
-        assert console == [
-            f"rollout-worker-0 is gone: host there is lost: {SILENT}; no host that is left has room for it"
-        ]
+        assert console == [f"rollout-worker-0 is gone: host there is lost: {SILENT}; no remaining host has room for it"]
         processes.hosts.lifecycles.add(host_of("other"))
         assert await processes.join("other") == ["rollout-worker-0"]
         assert await worker_hosts(supervisor, 1) == ["other"]
@@ -371,7 +369,7 @@ async def test_start_timeout_scales_with_weights_and_error_names_the_setting(
     generation = GenerationConfig(start_timeout_s=setting)
     processes = cluster_of(tmp_path, supervisor, ConsoleLines(), model=model, generation=generation)
     began = asyncio.get_running_loop().time()
-    late = rf"^generator-0 died: it did not start within generation\.start_timeout_s = {limit_s}; raise that"
+    late = rf"^generator-0 died: it did not start within generation\.start_timeout_s = {limit_s}; increase it"
     with pytest.raises(ActorDiedError, match=late):
         await processes.spawn(ProcessId(Role.GENERATOR, 0), ProcessActor, places=[ProcessPlace("there")])
     assert asyncio.get_running_loop().time() - began == limit_s

@@ -112,7 +112,7 @@ async def test_trainer_waits_for_a_host_and_reports_it(monkeypatch: pytest.Monke
     assert not training.waits_for
     assert processes.calls[-1] == "start on c c"
     assert notices == [
-        "the trainer waits for hosts, 60 s at most: no host that sees the run's folder, and so may train, is left; "
+        "the trainer waits for hosts, 60 s at most: no host that sees the run's folder is left to train on; "
         "`titan-rl hosts RUN add ADDRESS` adds one"
     ]
 
@@ -143,7 +143,7 @@ async def test_leaving_trainer_is_saved_and_continues_until_a_host_has_room(monk
             await asyncio.sleep(0)
         assert not finishing.done()
     assert notices == [
-        "the trainer waits for hosts, 30 s at most: no host that sees the run's folder, and so may train, is left; "
+        "the trainer waits for hosts, 30 s at most: no host that sees the run's folder is left to train on; "
         "`titan-rl hosts RUN add ADDRESS` adds one"
     ]
     assert training.trainer.is_leaving

@@ -77,7 +77,7 @@ async def test_naming_a_worker_twice_is_rejected_and_keeps_the_first_monarch(mon
         await first.monarch()
         first.close()  # the worker watches it from now on
         async with connected("a", f"localhost:{port}") as second:
-            with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} and localhost:{port} are one worker"):
+            with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} and localhost:{port} are the same worker"):
                 await second.monarch()
         assert [ended.is_set() for ended in monarchs.running] == [False]
 
@@ -127,8 +127,8 @@ async def test_worker_announces_runs_that_come_and_go(monarchs: Monarchs):
 
     async with worker(Queued()) as port:
         one = await connect_to_worker("5f0c", f"127.0.0.1:{port}", 30.0, "alphabet")
-        assert await messages.get() == "run alphabet is here, from 127.0.0.1"
+        assert await messages.get() == "run alphabet has connected from 127.0.0.1"
         await one.monarch()
         one.close()
         monarchs.running[0].set()
-        assert await messages.get() == "run alphabet is gone"
+        assert await messages.get() == "run alphabet has ended"

@@ -152,7 +152,7 @@ async def test_worker_ended_by_sigterm_is_not_restarted(tmp_path: Path) -> None:
 
 async def test_worker_of_a_released_host_ends(tmp_path: Path) -> None:
     async with Kept(tmp_path) as kept:
-        kept.workers.let_go(["host0"])
+        kept.workers.release(["host0"])
         assert await kept.workers.current() == []
         assert kept.workers.hosts == {"comes"}
         await until(lambda: (tmp_path / "worker-host0.log").read_text().endswith("got SIGTERM\n"))

@@ -103,7 +103,7 @@ async def test_lost_host_rejoins_once_it_answers(run_dir: Path, caplog: pytest.L
     async with in_background(reconciler.watch()):
         await asyncio.sleep(10 * RETRY_S)
         assert hosts.inside == {H1: "in the run"}
-        assert caplog.messages == messages == [f"the host at {H2} is not taken in: no worker answers"]
+        assert caplog.messages == messages == [f"the host at {H2} cannot join: no worker answers"]
         assert 9 <= hosts.tries.count(H2) <= 11
         hosts.up.add(H2)
         hosts.lose(H1)
@@ -392,7 +392,7 @@ async def test_failed_join_reports_its_error(run_dir: Path):
         file.write(b'{"id": "a", "do": "add", "what": "10.0.0.2"}\n')
     async with in_background(reconciler.watch()):
         await asyncio.sleep(2 * RETRY_S)
-    assert messages == [f"the host at {H1} is not taken in: OSError: [Errno 28] no room on that host"]
+    assert messages == [f"the host at {H1} cannot join: OSError: [Errno 28] no room on that host"]
     states = msgspec.json.decode((run_dir / "hosts.json").read_bytes(), type=HostStates)
     assert states.answers == {"a": "OSError: [Errno 28] no room on that host"}
 

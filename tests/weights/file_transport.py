@@ -53,7 +53,7 @@ class FileTransport:
         try:
             data = np.fromfile(shard.location, np.uint8)
         except OSError as error:
-            raise StateDictError(f"cannot read {shard.location}: {error}") from error
+            raise StateDictError(f"{shard.location} is gone: {error}") from error
         if len(data) != shard.num_bytes or checksum(data) != shard.checksum:
             raise StateDictError(f"{shard.location} is not what was published")
         return data

@@ -177,8 +177,8 @@ def router_options(
 ) -> dict[str, Any]:
     """Make the keyword arguments of `GeneratorRouter`, except the strategy.
 
-    A shard whose worker answers nothing for `generation.stall_timeout_s`, because an environment blocks its event loop,
-    is given up like a generator that is silent for that long.
+    A shard whose worker does not answer for `generation.stall_timeout_s`, because an environment blocks its event loop,
+    is abandoned like a generator that is silent for that long.
 
     Args:
         wait_s: Longest time that requests wait for enough generators, in seconds.

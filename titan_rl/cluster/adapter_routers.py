@@ -74,8 +74,8 @@ class AdapterRouters:
     async def _work_alone(self, replica: ActorReplica, suspects: Sequence[str]) -> bool:
         """Have a replica work for one adapter after another. Returns whether it has survived."""
         self._console.warning(
-            f"{self._num_deaths} deaths of generators may be caused by one of the adapters {', '.join(suspects)}: "
-            f"{replica.name} works for one of them at a time first"
+            f"{self._num_deaths} generator deaths may be caused by one of the adapters {', '.join(suspects)}; "
+            f"{replica.name} first serves them one at a time"
         )
         for adapter in suspects:
             if not await self._join_all(replica, [adapter]):
@@ -100,7 +100,7 @@ class AdapterRouters:
         self._stopped.add(adapter)
         for replica in (router := self.by_adapter[adapter]).replicas:  # a last request would end another generator
             router.remove_replica(replica.name)
-        error = ActorDiedError(f"{why}; {count} times a generator that worked for this adapter has died")
+        error = ActorDiedError(f"{why}; {count} generators died while they worked for this adapter")
         self._failures.pop(adapter).set_exception(error)
         return adapter
 

@@ -192,7 +192,7 @@ class GeneratorActor(ProcessActor):
             follow_leader(rank, self._open)
         except BaseException:
             # The first rank waits for this one inside a collective, and only the end of the process interrupts that.
-            logger.exception("rank %d cannot go on", self._spec.rank)
+            logger.exception("rank %d failed", self._spec.rank)
             os._exit(1)
 
     @concurrent_endpoint
@@ -263,8 +263,8 @@ class GeneratorActor(ProcessActor):
         if share and not probes.margin <= MAX_MARGIN:
             why = "the engine cannot be read back" if result.readback is None else describe(result.readback)
             logger.warning(
-                "version %d is unverified: %s, and the probes' margin is %.2g, where %g or less would tell it from the "
-                "version before",
+                "version %d is unverified: %s, and the probes' margin is %.2g, too wide to distinguish it from the "
+                "previous version; the limit is %g",
                 *(result.version, why, probes.margin, MAX_MARGIN),
             )
             return share

@@ -132,7 +132,7 @@ class GeneratorProcesses(SupervisedProcesses):
         if self._losses and len(self.replicas) < least:
             reasons = "; ".join(self._losses.values())
             raise ActorDiedError(
-                f"{reasons}; of the generators {len(self.replicas)} came up, and generation.num_generators_range "
+                f"{reasons}; only {len(self.replicas)} generators have started, and generation.num_generators_range "
                 f"begins with {least}"
             )
         for host, why in self._losses.items():
@@ -191,15 +191,15 @@ class GeneratorProcesses(SupervisedProcesses):
     def on_replica_failed(self, replica: Replica, error: Exception) -> None:
         """Handle the failure of a replica in the router. A dead or hanging engine does not recover, so its process is
         ended even if it lives."""
-        whose = ""
+        scope = ""
         if isinstance(replica, AdapterReplica):
-            replica, whose = replica.shared, f" for the adapter {replica.adapter}" if replica.adapter else ""
+            replica, scope = replica.shared, f" for the adapter {replica.adapter}" if replica.adapter else ""
         if not isinstance(replica, ActorReplica) or replica.remote.reason is not None:
             return
         if isinstance(error, EngineDeadError | EngineStalledError):
             replica.remote.end(reason(error))
         else:
-            self._notify(f"{replica.name} is out of service{whose} until it has the current weights: {reason(error)}")
+            self._notify(f"{replica.name} is out of service{scope} until it has the current weights: {reason(error)}")
 
     async def watch(self) -> None:
         """Replace processes that die, until cancelled. Meanwhile the router continues the requests of a dead generator
@@ -233,7 +233,7 @@ class GeneratorProcesses(SupervisedProcesses):
             await asyncio.wait([clearing], timeout=LOOK_S)
         if not self._place(process):
             self._lost.add(process)
-            self._notify(f"{process} is gone: {gone.reason}; no host that is left has room for it")
+            self._notify(f"{process} is gone: {gone.reason}; no remaining host has room for it")
             return
         if self._host_of(process) != host:
             self._notify(f"{process} is gone: {gone.reason}; starting another on {self._host_of(process)}")

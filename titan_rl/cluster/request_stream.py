@@ -180,7 +180,7 @@ class RequestServer:
                     self._send([message])
                 return
             request_id = messages[0].request_id
-            logger.exception("what came of request %r could not be sent", request_id)
+            logger.exception("the result of request %r could not be sent", request_id)
             # Otherwise its caller would wait for a completion that is never sent.
             problem = GenerationError(f"its answer could not be sent: {error!r}")
             self._port.send([pack(RequestFailed(request_id, problem))])
@@ -302,7 +302,7 @@ class RequestClient:
 
     async def _receive(self) -> None:
         """Receive the generator's messages until its process ends or this is cancelled."""
-        reason = f"nobody listens to {self._remote.name} any more"
+        reason = f"the connection to {self._remote.name} is closed"
         try:
             while True:
                 async with self._remote.alive():
@@ -312,8 +312,8 @@ class RequestClient:
         except ActorDiedError as error:
             reason = str(error)
         except Exception as error:
-            logger.exception("what %s sends cannot be read", self._remote.name)
-            self._remote.end(f"what it sends cannot be read: {error!r}")
+            logger.exception("messages of %s cannot be read", self._remote.name)
+            self._remote.end(f"its messages cannot be read: {error!r}")
             reason = f"{self._remote.name} died: {self._remote.reason}"
         finally:
             self.ended = reason

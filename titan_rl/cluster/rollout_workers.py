@@ -352,9 +352,9 @@ class WorkerPool:
         alone = sample_alone(sample)
 
         def report(rollout: Rollout) -> None:
-            which = rollout.sibling, rollout.seat
-            if on_finished is not None and which not in reported:
-                reported.add(which)
+            position = rollout.sibling, rollout.seat
+            if on_finished is not None and position not in reported:
+                reported.add(position)
                 rollout.sample = alone
                 with self._callbacks.guarded("on_finished"):
                     on_finished(rollout)
@@ -417,7 +417,7 @@ class WorkerPool:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            raise ActorDiedError(f"no rollout worker came up within {self._wait_s:g} s") from None
+            raise ActorDiedError(f"no rollout worker started within {self._wait_s:g} s") from None
         return min(taking, key=lambda remote: self._load[remote])
 
     def _takes(self, remote: RemoteProcess) -> bool:

@@ -220,7 +220,9 @@ class SupervisedProcesses(HostListener):
                 remote.watch([pid], self.hosts[place.host].watcher)
             await remote.call_all([rank.start for rank in ranks], timeout_s=limit_s)
         except NoAnswerError as error:
-            late = f"it did not start within generation.start_timeout_s = {limit_s:g}; raise that if it still loads"
+            late = (
+                f"it did not start within generation.start_timeout_s = {limit_s:g}; increase it if it was still loading"
+            )
             remote.end(late)
             await self.clear(remote)
             raise ActorDiedError(f"{process} died: {late}", excused=remote.excused) from error

@@ -84,13 +84,13 @@ class KnownLayouts:
         """Unpack manifests, which may be those of several shards of one version.
 
         Raises:
-            StateDictError: a layout is neither known nor sent. The cache is unchanged.
+            StateDictError: A layout is neither known nor sent. The cache is unchanged.
         """
         packed = list(packed)
         layouts = self._layouts | {layout.digest: layout for one in packed for layout in one.layouts}
         digests = {digest for one in packed for digest in one.digests}
         if lacking := digests - layouts.keys():
-            raise StateDictError(f"a manifest came without the layouts {sorted(lacking)}, which are not known here")
+            raise StateDictError(f"a manifest lacks the layouts {sorted(lacking)}, which are not known here")
         self._layouts = {digest: layouts[digest] for digest in digests}
         return [
             replace(
@@ -110,7 +110,7 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
     The first manifest names every tensor, even if its shard has no part of it, so that readers notice a missing shard.
 
     Raises:
-        StateDictError: there is no manifest, or the manifests have different versions.
+        StateDictError: There is no manifest, or the manifests have different versions.
     """
     versions = sorted({manifest.version for manifest in manifests})
     if len(versions) != 1:
@@ -124,7 +124,7 @@ def slices_by_name(manifest: Manifest) -> dict[str, list[tuple[int, TensorEntry]
     Example: `{"model.norm.weight": [(0, TensorEntry(...)), (1, TensorEntry(...))]}`
 
     Raises:
-        StateDictError: slices of a tensor differ in dtype or whole shape, lie outside it, overlap or leave a gap.
+        StateDictError: Slices of a tensor differ in dtype or whole shape, lie outside it, overlap or leave a gap.
     """
     found: dict[str, list[tuple[int, TensorEntry]]] = {}
     for index, shard in enumerate(manifest.shards):

@@ -38,7 +38,7 @@ class OwnedFolder:
     """A new folder `<prefix><random>` in `root`, locked by this process.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: The folder cannot be made.
     """
 
     def __init__(self, prefix: str, root: Path) -> None:
@@ -94,7 +94,7 @@ def shard_folder(run_id: str, root: Path | None = None) -> OwnedFolder:
     """Make a folder for one writer's shards. The run and process ids in its name are only for people.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: The folder cannot be made.
     """
     return OwnedFolder(f"{PREFIX}{run_id}-{os.getpid()}-", root or shard_root())
 
@@ -166,7 +166,7 @@ class ShardFile:
     The writer owns the exclusive lock from creation until `publish`, and again after `reclaim`.
 
     Raises:
-        OSError: there is no space for the file, or it cannot be made.
+        OSError: There is no space for the file, or it cannot be made.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -191,7 +191,7 @@ class ShardFile:
             except OSError as error:
                 root = self.path.parent.parent
                 free = f"{shutil.disk_usage(root).free / 1e6:.1f} MB are free"
-                fix = f"{free}; make room there, for a container by --shm-size"
+                fix = f"{free}; make room there, or increase --shm-size of a container"
                 raise OSError(error.errno, f"{error.strerror}, {fix}", str(root)) from None
         mapping = mmap.mmap(self._file, size, flags=mmap.MAP_SHARED | _POPULATE)
         self.data: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)[:num_bytes]
@@ -224,7 +224,7 @@ def lock_published(path: Path) -> int:
     descriptor is closed.
 
     Raises:
-        StateDictError: the shard is gone.
+        StateDictError: The shard is gone.
     """
     try:
         file = os.open(path, os.O_RDONLY)
@@ -294,7 +294,7 @@ class ShardStore(Generic[S]):
         of the version is left.
 
         Raises:
-            StateDictError: the version is published already, there is no space, or the store is closed. Nothing of the
+            StateDictError: The version is published already, there is no space, or the store is closed. Nothing of the
                 version is left.
         """
         try:
@@ -326,7 +326,7 @@ class ShardStore(Generic[S]):
         """The shard of a published version.
 
         Raises:
-            KeyError: the version is not published.
+            KeyError: The version is not published.
         """
         with self._lock:
             return self._published[version]
@@ -409,7 +409,7 @@ class ShardReader:
 
     def __init__(self) -> None:
         self._mapped: dict[tuple[int, int, int], _MappedFile] = {}  # by device, inode and size
-        self._lock = threading.RLock()  # the garbage collector may call `_let_go` anywhere
+        self._lock = threading.RLock()  # the garbage collector may call `_unlock` anywhere
 
     def open(self, path: Path, num_bytes: int, expected_checksum: int) -> NDArray[np.uint8]:
         """Map a published shard and verify it. Its bytes cannot change as long as anything views them.
@@ -420,41 +420,41 @@ class ShardReader:
             Bytes of the file.  # [num_bytes] or more
 
         Raises:
-            StateDictError: the shard is gone, or its size or checksum differs.
+            StateDictError: The shard is gone, or its size or checksum differs.
         """
         file = lock_published(path)
         try:
             size = os.fstat(file).st_size
             if size != max(num_bytes, ALIGNMENT):
-                raise StateDictError(f"{path} has {size} bytes, its manifest says {num_bytes}")
+                raise StateDictError(f"{path} has {size} bytes, but its manifest says {num_bytes}")
             data = np.frombuffer(self._mapping_of(file, path), np.uint8)
         except BaseException:
             os.close(file)
             raise
-        weakref.finalize(data, self._let_go, file).atexit = False
+        weakref.finalize(data, self._unlock, file).atexit = False
         found = checksum(data[:num_bytes])
         if found != expected_checksum:
-            raise StateDictError(f"{path} has checksum {found:#010x}, its manifest says {expected_checksum:#010x}")
+            raise StateDictError(f"{path} has checksum {found:#010x}, but its manifest says {expected_checksum:#010x}")
         return data
 
     def _mapping_of(self, locked: int, path: Path) -> mmap.mmap:
         stat = os.fstat(locked)
         key = stat.st_dev, stat.st_ino, stat.st_size
         with self._lock:
-            self._drop_nameless()
+            self._drop_unlinked()
             if (file := self._mapped.get(key)) is None:
                 file = self._mapped[key] = _MappedFile(path, stat)
             return file.mapping
 
-    def _let_go(self, locked: int) -> None:
+    def _unlock(self, locked: int) -> None:
         """Release the lock of a version that nothing views any more."""
         os.close(locked)
         with self._lock:
-            self._drop_nameless()
+            self._drop_unlinked()
 
-    def _drop_nameless(self) -> None:
-        """Drop the mappings of files without a name, which are never published again: they would keep the memory."""
-        self._mapped = {key: file for key, file in list(self._mapped.items()) if file.has_name}
+    def _drop_unlinked(self) -> None:
+        """Drop the mappings of unlinked files, which are never published again but would keep their memory."""
+        self._mapped = {key: file for key, file in list(self._mapped.items()) if file.is_linked}
 
 
 class _MappedFile:
@@ -472,5 +472,5 @@ class _MappedFile:
         self.mapping = mmap.mmap(self._file, expected.st_size, flags=flags, prot=mmap.PROT_READ)
 
     @property
-    def has_name(self) -> bool:
+    def is_linked(self) -> bool:
         return os.fstat(self._file).st_nlink > 0

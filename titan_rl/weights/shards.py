@@ -28,7 +28,7 @@ def lay_out(named: Named) -> tuple[TensorEntry, ...]:
     """Lay the tensors out one after the other, each at a multiple of `ALIGNMENT`.
 
     Raises:
-        StateDictError: a tensor or a slice of it appears twice.
+        StateDictError: A tensor or a slice of it appears twice.
     """
     entries: dict[tuple[str, tuple[int, ...] | None], TensorEntry] = {}
     offset = 0
@@ -136,7 +136,7 @@ def assemble(
         copy: Whether to copy also tensors that one shard has whole, instead of returning views of it.
 
     Raises:
-        StateDictError: the slices in the manifest do not make up the tensors or do not fit the bytes; or raised by
+        StateDictError: The slices in the manifest do not make up the tensors or do not fit the bytes; or raised by
             `open_shard`.
     """
     tensors = slices_by_name(manifest)

@@ -90,7 +90,7 @@ class Manifest:
     shards: tuple[Shard, ...]
     probes: tuple[Probe, ...] = ()
     tolerance: float = 1e-5  # largest mean difference allowed between a probe's logprobs and the reader's
-    pinned: int | None = None  # older version that engines which pin versions keep beside this one
+    pinned: int | None = None  # older version that engines with pinned versions keep in addition to this one
 
 
 @runtime_checkable
@@ -108,7 +108,7 @@ class StateDictTransport(Protocol):
             named_tensors: (name, tensor) pairs, or (name, `TensorSlice`) if this process has only a slice of a tensor.
 
         Raises:
-            StateDictError: the version was published already, or there is no space for it.
+            StateDictError: The version was published already, or there is no space for it.
         """
         ...
 
@@ -119,7 +119,7 @@ class StateDictTransport(Protocol):
         shard are right.
 
         Raises:
-            StateDictError: the version, or a shard of it, is gone or does not match the manifest.
+            StateDictError: The version, or a shard of it, is gone or does not match the manifest.
         """
         ...
 
@@ -173,7 +173,7 @@ class PublishedWeights:
         """Replace the version that readers pull.
 
         Raises:
-            StateDictError: the version is older than the newest announced one. Versions never go back.
+            StateDictError: The version is older than the newest announced one. Versions never go back.
         """
         if self._manifest is not None and manifest.version < self._manifest.version:
             raise StateDictError(
@@ -188,10 +188,10 @@ class PublishedWeights:
 
         Args:
             version: The newest version.
-            pinned: Whether readers keep the version in their engines beside later ones.
+            pinned: Whether readers keep the version in their engines in addition to later ones.
 
         Raises:
-            UnavailableWeightsError: the version is not the newest.
+            UnavailableWeightsError: The version is not the newest.
         """
         self._held = self.manifest_of(version)
         self._pinned = version if pinned else None
@@ -205,7 +205,7 @@ class PublishedWeights:
         """The manifest of the newest version, or of the held one.
 
         Raises:
-            UnavailableWeightsError: the version is neither the newest nor the held one.
+            UnavailableWeightsError: The version is neither the newest nor the held one.
         """
         if self._held is not None and self._held.version == version:
             return self._held

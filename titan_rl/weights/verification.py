@@ -49,7 +49,7 @@ def published_checksums(manifest: Manifest) -> dict[str, TensorChecksum]:
     """Checksum of each tensor by its Hugging Face name. Empty if a shard has no checksums.
 
     Raises:
-        StateDictError: the slices of a tensor do not make it up, or a shard has more or fewer checksums than tensors.
+        StateDictError: The slices of a tensor do not make it up, or a shard has more or fewer checksums than tensors.
     """
     if not all(shard.box_checksums or not shard.entries for shard in manifest.shards):
         return {}
@@ -101,8 +101,8 @@ def make_probes(score: Score, sequences: Sequence[Sequence[int]]) -> tuple[Probe
     Example: `make_probes(score, [[444, 27, 301]])` may give `(Probe((444, 27, 301), (-1.1, -0.4)),)`.
 
     Raises:
-        ValueError: a sequence has fewer than two tokens; the first token has no logprob.
-        StateDictError: the trainer's own logprobs are not finite, or their number is wrong.
+        ValueError: A sequence has fewer than two tokens; the first token has no logprob.
+        StateDictError: The trainer's own logprobs are not finite, or their number is wrong.
     """
     for ids in sequences:
         if len(ids) < 2:
@@ -174,7 +174,7 @@ class SwapCheck:
             score: Scores sequences with the loaded weights.
 
         Raises:
-            VerificationError: the distance is above the manifest's tolerance or not a number, or the logprobs have not
+            VerificationError: The distance is above the manifest's tolerance or not a number, or the logprobs have not
                 changed with the trainer's.
             StateDictError: `score` returned too few or too many logprobs.
         """
@@ -222,7 +222,7 @@ def _compare(now: _Scored, before: _Scored, version: int) -> tuple[float, float]
     """The margin and the missing part of the change. None if the trainer's logprobs did not change.
 
     Raises:
-        VerificationError: the missing part exceeds the margin.
+        VerificationError: The missing part exceeds the margin.
     """
     change, found = now.trainer - before.trainer, now.reader - before.reader
     size = float(np.linalg.norm(change))

@@ -144,7 +144,7 @@ class Hosts:
         self._token = RunToken(needs.run_dir)
         self._expected: HostFacts
         self._outputs: dict[str, HostOutput] = {}
-        self._giving_up: set[asyncio.Task[None]] = set()
+        self._detaching: set[asyncio.Task[None]] = set()
         self._numbers = count()
 
     def __getitem__(self, name: str) -> Host:
@@ -192,14 +192,14 @@ class Hosts:
             for agent, worker in zip(agents, workers, strict=True)
         ]
         try:
-            return await self._take_in(joining, begins)
+            return await self._attach_all(joining, begins)
         finally:
             left = [host_joining for host_joining in joining if not host_joining.record.is_present]
             for host_joining in left:
                 self.lifecycles.join_failed(host_joining.record, host_joining.lost if host_joining.has_answered else "")
-            await asyncio.gather(*[host_joining.give_back() for host_joining in left])
+            await asyncio.gather(*[host_joining.abandon() for host_joining in left])
 
-    async def _take_in(self, joining: Sequence[JoiningHost], begins: bool) -> list[Host]:
+    async def _attach_all(self, joining: Sequence[JoiningHost], begins: bool) -> list[Host]:
         question = self._question()
         with self._token.shown():
             self._expected = await in_thread(collect_facts, question)
@@ -238,7 +238,7 @@ class Hosts:
         left_out = [each.left_out for each in joining if each.left_out]
         lacks = [*self.config.too_few_of(len(joining) - len(left_out))] if begins else []
         if begins and self._needs.trains and all(each.left_out for each in joining[: self.config.train]):
-            lacks.append("no host is left of those that were to train")
+            lacks.append("all training hosts are lost")
         if left_out and (lacks or not begins):
             raise ActorDiedError("; ".join([*left_out, *lacks]))
         return [each for each in joining if not each.left_out]
@@ -303,13 +303,13 @@ class Hosts:
             return
         host = record.host
         host.link.end(reason)
-        task = asyncio.ensure_future(self._give_up(host))
-        self._giving_up.add(task)
-        task.add_done_callback(self._giving_up.discard)
+        task = asyncio.ensure_future(self._detach_lost(host))
+        self._detaching.add(task)
+        task.add_done_callback(self._detaching.discard)
         if record.is_present:
             self._release(host, HostState.LOST, reason)
 
-    async def _give_up(self, host: Host) -> None:
+    async def _detach_lost(self, host: Host) -> None:
         """Detach a host from the supervisor, so that nothing waits for its processes to stop."""
         with contextlib.suppress(ActorDiedError):
             await call(self.supervisor.detach, host.key, who="supervisor", timeout_s=CLOSE_TIMEOUT_S)
@@ -317,7 +317,7 @@ class Hosts:
     async def close(self) -> None:
         """Detach all hosts other than this machine."""
         await all_of([self._leave(host) for host in self if not host.is_here])
-        await asyncio.gather(*self._giving_up)
+        await asyncio.gather(*self._detaching)
 
     async def _leave(self, host: Host) -> None:
         if host.name in self.names:  # else it was lost meanwhile

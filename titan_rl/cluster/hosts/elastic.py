@@ -99,7 +99,7 @@ class ElasticHosts(HostListener):
         """
         if not self._hosts.config.elsewhere:
             raise ConfigError(
-                "the run uses this machine alone, and other hosts cannot reach it: start it with hosts.addresses"
+                "the run uses only this machine, which other hosts cannot reach: start it with hosts.addresses"
             )
         record = self.lifecycles.of(address)
         if record.is_present or record.state is HostState.JOINING:
@@ -112,7 +112,7 @@ class ElasticHosts(HostListener):
         finally:
             if record.state is HostState.STARTING:
                 self.lifecycles.move(record, HostState.UP)
-        brings = f" with {', '.join(started)}" if started else ", and nothing is started there"
+        brings = f" with {', '.join(started)}" if started else ", without processes"
         self.notify(f"host {name} at {address} has joined{brings}")
 
     async def is_new(self, address: str) -> bool:
@@ -261,7 +261,7 @@ class HostReconciler:
         if addresses_file is not None:
             self._lists.append(_List(AddressFile(addresses_file), "its address is no longer in the file of addresses"))
         if provided is not None:
-            self._lists.append(_List(provided, "its provider has it no more"))
+            self._lists.append(_List(provided, "its provider no longer lists it"))
         self._notify = hosts.notify
         self._answers: dict[str, str] = {}
         self._written: HostStates | None = None
@@ -335,7 +335,7 @@ class HostReconciler:
         except Exception as error:  # including errors of that machine, whose disk may be full
             if record.complaint != (why := reason(error)):
                 record.complaint = why
-                self._notify(f"the host at {record.address} is not taken in: {why}")
+                self._notify(f"the host at {record.address} cannot join: {why}")
         else:
             record.complaint = ""
 

@@ -156,8 +156,8 @@ def code_files(folder: Path) -> list[Path]:
     size = sum(path.stat().st_size for path in files)
     if size > MOST_CODE:
         raise ConfigError(
-            f"hosts.sync: {folder}, of `pythonpath`, has {size >> 20} MiB, and code is at most {MOST_CODE >> 20}; set "
-            "`pythonpath` to a folder of modules alone"
+            f"hosts.sync: {folder} in `pythonpath` has {size >> 20} MiB, but code may have at most {MOST_CODE >> 20}; "
+            "set `pythonpath` to folders that contain only modules"
         )
     return sorted(files)
 

@@ -147,8 +147,7 @@ class WorkerConnection:
                 raise
             raise ActorDiedError(
                 f"the process that listens at {self.worker} does not respond like a worker of this titan_rl version; "
-                "check which "
-                f"process it is, and start `titan-rl worker --listen {self.worker}` there"
+                f"check which process it is, and start `titan-rl worker --listen {self.worker}` there"
             ) from None
 
     async def is_lost(self) -> bool:
@@ -174,7 +173,7 @@ class WorkerConnection:
                 self.id = str(message.get("id", ""))
                 self._is_busy = bool(message.get("busy"))
                 if (known := message.get("known")) and not self._monarch.done():
-                    problem = f"{known} and {self.worker} are one worker, and this run has it; name each worker once"
+                    problem = f"{known} and {self.worker} are the same worker, which this run uses; list it once"
                     self._monarch.set_exception(ConfigError(problem))
                     self._monarch.exception()  # marks it as retrieved
                 if message.get("monarch") and not self._monarch.done():
@@ -188,7 +187,7 @@ class WorkerConnection:
             await asyncio.sleep(BEAT_S)
             if self._silence.look(clock()):
                 break
-        self.link.end(f"nothing has been heard of it for {self._silence_s:g} s")
+        self.link.end(f"no heartbeat for {self._silence_s:g} s")
 
 
 async def connect_to_worker(run: str, worker: str, silence_s: float, name: str = "") -> WorkerConnection:
@@ -390,7 +389,7 @@ class JoiningHost:
         host.ping_socket = await host.link.call(begin, watcher.settings, timeout_s=ATTACH_TIMEOUT_S)
         async with host.link.alive(GREETING_S):
             await watcher.first_heartbeat.wait()
-        self._end_meeting()
+        self._disconnect()
 
     @property
     def has_answered(self) -> bool:
@@ -406,7 +405,7 @@ class JoiningHost:
         """Reason why the host is lost; "" while it is not known to be."""
         return (self._connection and self._connection.link.reason) or ""
 
-    async def give_back(self) -> None:
+    async def abandon(self) -> None:
         """Remove everything that the run has on the host after a failed join, if the host can be reached."""
         limits: dict[str, Any] = {"who": f"host at {self.worker}", "timeout_s": CLOSE_TIMEOUT_S}
         try:
@@ -417,9 +416,9 @@ class JoiningHost:
                     await call(self._agent.clean_up, **limits)
                     await call(self._supervisor.terminate, (self.key,), **limits)
         finally:
-            self._end_meeting()
+            self._disconnect()
 
-    def _end_meeting(self) -> None:
+    def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
 

@@ -69,7 +69,7 @@ def place_trainer(training: TrainingConfig, hosts: Sequence[str], gpus: GPUs) ->
     if num_ranks % len(hosts) or num_ranks // len(hosts) % training.tensor_parallel:
         raise ConfigError(
             f"hosts.train is {len(hosts)}, and {_COUNTS} is {training.data_parallel} x {training.context_parallel} x "
-            f"{training.tensor_parallel}: each host has as many ranks as the others, and those that share a tensor; "
+            f"{training.tensor_parallel}: each host needs the same number of ranks, and all ranks of a tensor; "
             f"set training.data_parallel to a multiple of {len(hosts)}, or hosts.train to 1"
         )
     a_host = num_ranks // len(hosts)
@@ -108,7 +108,7 @@ def place_trainer_again(
             room = {host: free[host] if len(free[host]) >= a_host else gpus[host] for host in chosen}
             return place_trainer(training, chosen, room)
     raise ConfigError(
-        "no host that sees the run's folder, and so may train, is left; `titan-rl hosts RUN add ADDRESS` adds one"
+        "no host that sees the run's folder is left to train on; `titan-rl hosts RUN add ADDRESS` adds one"
     )
 
 
@@ -222,7 +222,7 @@ def choose_transport(
     if config.generation.engine != "vllm":
         return "shared_memory", "an engine other than vllm may not read weights that are in GPU memory"
     if not {gpu for place in trainer for gpu in place.gpus}.isdisjoint(gpu for place in others for gpu in place.gpus):
-        return "shared_memory", "trainer and generators share a GPU, which has no room to spare for two more versions"
+        return "shared_memory", "trainer and generators share a GPU, which has no room for two more versions"
     total = gpu_bytes()
     if total is None:
         return "shared_memory", "nvidia-smi does not say whether the trainer's GPU has room for two more versions"
@@ -231,14 +231,14 @@ def choose_transport(
     need = each * count / config.training.num_ranks
     memory = f"{need / 2**30:.1f} GiB of parameters and published versions on a trainer's GPU of {total / 2**30:.0f}"
     if need > ROOM * total:
-        return "shared_memory", f"{memory} leave activations too little"
+        return "shared_memory", f"{memory} leave too little for activations"
     return "cuda_ipc", f"trainer and generators have GPUs of one host, with room: {memory}"
 
 
 def _check(field: str, num_ranks: int, host: str, gpus: Sequence[str]) -> None:
     if num_ranks > len(gpus):
         raise ConfigError(
-            f"{field} is {num_ranks} on a host and each rank needs a GPU of its own; set it to {len(gpus)} or less, as "
+            f"{field} is {num_ranks} on a host and each rank needs its own GPU; set it to {len(gpus)} or less, as "
             f"{host} has no more"
         )
 

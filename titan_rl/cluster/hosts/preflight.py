@@ -294,7 +294,7 @@ def check_hosts(
         if not sync:
             different += _file_differences(expected, name, facts, needs)
         if name in roles.train and not facts.sees_run:
-            fix = "name hosts first that see it, or set run_dir to a folder of a file system that all share"
+            fix = "list hosts that see it first, or set run_dir to a folder on a shared file system"
             different.append(HostDifference(name, "run_dir", f"{needs.run_dir}", "not there", fix))
         different += _memory_differences(expected.model_bytes, name, facts, roles)
     different += _gpu_differences(found, "training", roles.train, needs.train_gpus)
@@ -313,7 +313,7 @@ def _version_differences(expected: HostFacts, name: str, facts: HostFacts) -> It
 
 def _install(package: str, wanted: str) -> str:
     if package == "python":
-        return f"run the worker there by Python {wanted}"
+        return f"run the worker there with Python {wanted}"
     if package == "titan_rl":
         return "install the same titan_rl there"
     return f"pip uninstall {package}" if wanted == MISSING else f"pip install {package}=={wanted}"
@@ -321,7 +321,7 @@ def _install(package: str, wanted: str) -> str:
 
 def _file_differences(expected: HostFacts, name: str, facts: HostFacts, needs: HostNeeds) -> Iterator[HostDifference]:
     if facts.model != expected.model:
-        nothing = f"no {needs.model}" if facts.model is None else f"nothing of a model in {needs.model}"
+        nothing = f"no {needs.model}" if facts.model is None else f"no model files in {needs.model}"
         found = f"checksum {facts.model}" if facts.model else nothing
         fix = "copy the folder there, or set hosts.sync = true"
         yield HostDifference(name, "model", f"checksum {expected.model}", found, fix)
@@ -353,7 +353,7 @@ def _gpu_differences(
     having = [name for name in hosts if name in found and found[name].gpus]
     for name in hosts:
         if having and name in found and len(found[name].gpus) < needed:
-            fix = "leave the host out, give it another role, or see CUDA_VISIBLE_DEVICES of its worker"
+            fix = "leave the host out, give it another role, or check CUDA_VISIBLE_DEVICES of its worker"
             yield HostDifference(name, f"GPUs, {what}", f"{needed}", f"{len(found[name].gpus)}", fix)
 
 

@@ -64,7 +64,7 @@ class WorkerServer:
                   {"id": "c81e", "known": "gpu-1:22222"}: the run is already here under another address
 
     The run closes the connection once its watchdog watches the host. The Monarch process then ends with the last of the
-    run's processes, or when the run connects again, which it does after giving the host up, perhaps unnoticed by the
+    run's processes, or when the run connects again, which it does after it has lost the host, perhaps unnoticed by the
     host. A client that names no run receives only the id.
 
     Args:
@@ -158,11 +158,11 @@ class WorkerServer:
 
     @contextlib.contextmanager
     def _announced(self, guest: _Guest, controller: str) -> Generator[None]:
-        self._console.message(f"run {guest.name} is here, from {controller}")
+        self._console.message(f"run {guest.name} has connected from {controller}")
         try:
             yield
         finally:
-            self._console.message(f"run {guest.name} is gone")
+            self._console.message(f"run {guest.name} has ended")
 
 
 async def _end_before(others: list[asyncio.Task[None]], reader: asyncio.StreamReader) -> bool:

@@ -194,11 +194,11 @@ class HostWatchdog:
             if now - looked_at >= LOOK_S:
                 looked_at, self._health = now, self._watch.look()
             if self._silence.look(now):
-                self._end(f"nothing has been heard of the controller for {self._settings.lease_s:g} s")
+                self._end(f"no message from the controller for {self._settings.lease_s:g} s")
             if not is_stopped(os.getppid()):  # nobody else would notice that it cannot start processes
                 self._starter.reset()
             if self._starter.look(now):
-                self._end(f"what starts processes here has been stopped for {self._settings.lease_s:g} s")
+                self._end(f"the process that starts others here has been stopped for {self._settings.lease_s:g} s")
 
     def _end(self, reason: str) -> None:
         if not self._over.done():
@@ -229,7 +229,7 @@ class HostWatchdog:
                     if (error := attempt.exception()) is None:
                         return attempt.result()
                     if isinstance(error, ConnectionRefusedError):
-                        self._end("the controller has ended: its host answers, and nobody listens there")
+                        self._end("the controller has ended: its host answers, but nothing listens there")
                 if done:
                     await asyncio.sleep(BEAT_S)
         finally:
@@ -292,7 +292,7 @@ class _Host:
     silence: SilenceTimer
     watcher: RemoteWatcher
     loop: asyncio.AbstractEventLoop
-    over: str = ""  # reason why the host is given up
+    over: str = ""  # reason why the host is lost or dismissed
     writer: asyncio.StreamWriter | None = None
     kill: set[int] = field(default_factory=set[int])
 
@@ -368,8 +368,8 @@ class HostMonitor:
         now = self._clock.now()
         for host in self._hosts.values():
             if not host.over and host.silence.look(now):
-                host.over = f"nothing has been heard of host {host.name} for {self._silence_s:g} s"
-                call_in(host.loop, host.watcher.lose, f"nothing has been heard of it for {self._silence_s:g} s")
+                host.over = f"no heartbeat of host {host.name} for {self._silence_s:g} s"
+                call_in(host.loop, host.watcher.lose, f"no heartbeat for {self._silence_s:g} s")
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

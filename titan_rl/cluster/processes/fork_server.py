@@ -13,7 +13,7 @@ The server of the last kind imports torch and then forks the others, so that all
 end with it. A server runs no threads and computes nothing, so a forked process is like a new one. If a server dies, so
 do its processes, and their replacements are started without it.
 
-This file runs as a program of its own, and imports the rest of titan_rl only when it needs it.
+This file also runs as a standalone program, so it imports the rest of titan_rl only when it needs it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def fork_servers(kinds: Sequence[str]) -> Generator[None]:
             listeners[kind].bind(f"{folder}/{kind}{STARTING}")
             listeners[kind].listen(128)
         errors = own.enter_context((Path(folder) / ERRORS).open("wb"))
-        # -P keeps Python from searching for modules in this file's folder. A session of its own keeps Ctrl-C away.
+        # -P keeps Python from searching for modules in this file's folder. The new session protects it from Ctrl-C.
         server = subprocess.Popen(
             [sys.executable, "-P", __file__, str(os.getpid()), folder]
             + [f"{kind}={listener.fileno()}" for kind, listener in listeners.items()],

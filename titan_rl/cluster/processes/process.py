@@ -93,7 +93,7 @@ class ProcessActor(AnsweringActor):
 
     Attributes:
         work: Progress of its work, which health checks watch.
-        fork_kind: Kind of the fork server for its process; None starts the process anew.
+        fork_kind: Kind of the fork server for its process; None starts the process without one.
     """
 
     fork_kind: ClassVar[str | None] = None

@@ -25,9 +25,9 @@ def addresses_of(
         ProviderError: A name cannot be resolved here.
     """
     found = {name: (known or {}).get(name) or _resolved(name, fix) for name in names}
-    elsewhere = next((address for address in found.values() if not names_this_machine(address)), None)
-    if elsewhere is not None:
-        own = source_towards(elsewhere)
+    remote = next((address for address in found.values() if not names_this_machine(address)), None)
+    if remote is not None:
+        own = source_towards(remote)
         found = {name: own if names_this_machine(address) else address for name, address in found.items()}
     return found
 

@@ -145,11 +145,11 @@ class AllocatedWorkers:
         return [address for address in stay if address is not None]
 
     async def _look(self) -> None:
-        """Look at the nodes of the allocation. A node that is being drained keeps its worker while its processes
+        """Update the nodes of the allocation. A node that is being drained keeps its worker while its processes
         move."""
         nodes = await nodes_of(self._job)
         self._going = nodes.going
-        self._kept.let_go(self._kept.hosts - {*nodes.present})
+        self._kept.release(self._kept.hosts - {*nodes.present})
         fresh = [node for node in nodes.present if node not in self._kept.hosts]
         for node, words in await _commands_of(self._settings, fresh):
             self._kept.keep(node, words)

@@ -113,7 +113,7 @@ class WorkerProcess:
                     self._address.set_result(listens[1].decode())
                 recent = recent[-KEPT:]
         code = await self._process.wait()
-        last = recent.decode(errors="replace").strip().rpartition("\n")[2] or "it said nothing"
+        last = recent.decode(errors="replace").strip().rpartition("\n")[2] or "it printed nothing"
         ended = f"the worker on {self.host} has ended with code {code}: {last}"
         if self._address.done() and code == SSH_FAILED and Path(self._words[0]).name == "ssh":
             where = f"{self.host}, of the worker at {self._address.result()},"  # as `titan-rl hosts` shows it
@@ -188,8 +188,8 @@ class KeptWorkers:
         kept = self._kept[host] = _Kept(words)
         kept.keeping = asyncio.create_task(self._keep(host, kept), name=f"worker on {host}")
 
-    def let_go(self, hosts: Iterable[str]) -> None:
-        """Start no more workers on these hosts. The current ones are told to end, which may take a while."""
+    def release(self, hosts: Iterable[str]) -> None:
+        """Stop keeping workers on these hosts. The current ones are asked to end, which may take a while."""
         for host in [*hosts]:
             keeping = self._kept.pop(host).keeping
             keeping.cancel()
@@ -198,7 +198,7 @@ class KeptWorkers:
 
     async def close(self) -> None:
         """End all workers, and wait until they have ended."""
-        self.let_go(self.hosts)
+        self.release(self.hosts)
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def begin(self, wait_s: float) -> None:
@@ -242,7 +242,7 @@ class KeptWorkers:
             await backoff.pause()
 
     async def _run(self, host: str, kept: _Kept) -> str | None:
-        """Run a worker until it ends. Returns the reason of its failure; None if it was told to end."""
+        """Run a worker until it ends. Returns the reason of its failure; None if it was asked to end."""
         worker = WorkerProcess(host, kept.words, self._log_of(host), self._console)
         try:
             await worker.start()

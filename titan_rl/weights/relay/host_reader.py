@@ -45,7 +45,7 @@ from titan_rl.weights.types import NUM_KEPT
 
 TRIAL_S = 1.0  # seconds between two comparisons of a sender one hop from the trainer with the trainer itself
 MUCH_FASTER = 3.0  # ratio of rates from which on the trainer is much faster
-TELLING_BYTES = 1 << 18  # fewer bytes say little about the rate
+MIN_TRIAL_BYTES = 1 << 18  # fewer bytes do not measure the rate
 
 
 class SlowError(Exception):
@@ -61,7 +61,7 @@ class Pace:
     def compare(self, bytes_per_s: float, trial_bytes: int, trial_s: float) -> bool:
         """Whether the trainer, which sent `trial_bytes` in `trial_s` seconds, is much faster than `bytes_per_s`. The
         rate of a small delta says little about the link and is not kept."""
-        if trial_bytes >= TELLING_BYTES:
+        if trial_bytes >= MIN_TRIAL_BYTES:
             self.of_trainer = trial_bytes / trial_s
         return bytes_per_s * MUCH_FASTER < trial_bytes / trial_s
 
@@ -83,11 +83,11 @@ class PaceWatch:
         self._every_s = hops * TRIAL_S
         self._begin()
 
-    def came(self, num_bytes: int) -> None:
+    def note_bytes(self, num_bytes: int) -> None:
         """Note that bytes have arrived.
 
         Raises:
-            SlowError: it is time to compare the sender with the trainer.
+            SlowError: It is time to compare the sender with the trainer.
         """
         self._bytes += num_bytes
         if time.monotonic() - self._began < self._every_s:
@@ -145,7 +145,7 @@ class Download:
             from_trainer: Whether to read all bytes from the trainer.
 
         Raises:
-            StateDictError: the trainer no longer has the version, or cannot be reached in time.
+            StateDictError: The trainer no longer has the version, or cannot be reached in time.
         """
         if from_trainer:
             self._base = None
@@ -186,7 +186,7 @@ class Download:
                 f"version {version} could not be read from {sender or 'the trainer'} in "
                 f"{self._timeout_s - left_s:.1f} s: {error}"
             ) from error
-        logger.info("version %d is read from another host than %s: %s", version, sender or "the trainer", error)
+        logger.info("version %d is read from a host other than %s: %s", version, sender or "the trainer", error)
         if sender:
             self._avoid.append(sender)
         else:
@@ -210,7 +210,7 @@ class Download:
         """Read the next `count` chunks, by default all.
 
         Raises:
-            SlowError: see `PaceWatch.came`.
+            SlowError: See `PaceWatch.note_bytes`.
         """
         remote = self._remote
         with connect(address) as connection:
@@ -222,7 +222,7 @@ class Download:
             while copy.ready < last:
                 head = receive_head(connection)
                 if watch is not None:
-                    watch.came(0)
+                    watch.note_bytes(0)
                 if time.monotonic() > self._deadline:
                     raise ConnectionLostError(f"{copy.ready} of {copy.num_chunks} chunks are here")
                 if head.kind is Kind.WAIT:
@@ -250,18 +250,18 @@ class Download:
     def _receive(self, connection: socket.socket, memory: memoryview, watch: PaceWatch | None) -> None:
         for num_bytes in receive_into(connection, memory):
             if watch is not None:
-                watch.came(num_bytes)
+                watch.note_bytes(num_bytes)
 
     def _apply(self, copy: ShardCopy, step: ChunkDelta, *, is_first: bool) -> None:
         base = self._base
         if base is None or (is_first and step.base != base.version):
-            raise ConnectionLostError("a delta that was not asked for")
+            raise ConnectionLostError("a delta that was not requested")
         chunk = copy.chunk(copy.ready)
         if is_first:
             chunk[:] = base.chunk(copy.ready)
         try:
             if zlib.crc32(step.encoded) != step.crc:
-                raise StateDictError("a delta of weights has another checksum than its sender says")
+                raise StateDictError("a delta of weights does not match the checksum that its sender reports")
             apply_delta(step.encoded, chunk)
         except StateDictError as error:
             self._base = None  # this chunk and the rest are read whole
@@ -291,7 +291,7 @@ class Rendezvous:
         """Try to become the process that reads for its host; return whether it succeeded.
 
         Raises:
-            OSError: the folder cannot be made.
+            OSError: The folder cannot be made.
         """
         self._folder.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -358,7 +358,7 @@ class HostReader:
         timeout_s: Time limit for one shard.
 
     Raises:
-        StateDictError: the reader cannot listen at `interface`.
+        StateDictError: The reader cannot listen at `interface`.
     """
 
     def __init__(self, run_id: str, root: Path | None, *, name: str, interface: str, timeout_s: float) -> None:
@@ -382,7 +382,7 @@ class HostReader:
         """Return the shard on this host, and read it if it is not there yet. Concurrent callers share one transfer.
 
         Raises:
-            StateDictError: the shard could not be read, or differs from what was published.
+            StateDictError: The shard could not be read, or differs from what was published.
         """
         key_version = wanted.remote.key, wanted.remote.version
         with self._lock:
@@ -415,7 +415,7 @@ class HostReader:
     def _fetch(self, wanted: WantedShard) -> ReadShard:
         remote = wanted.remote
         self._server.admit(remote.token)
-        self._forget_writers_but(wanted.keys)
+        self._forget_other_writers(wanted.keys)
         with self._lock:
             store = self._stores.get(remote.key)
             if store is None:
@@ -451,12 +451,12 @@ class HostReader:
         download.run(copy, from_trainer=True)
         if checksum(data) != wanted.checksum:
             raise StateDictError(
-                f"version {version} from {wanted.remote.address} has another checksum than its manifest says: it was "
+                f"version {version} from {wanted.remote.address} does not match the checksum in its manifest: it was "
                 "overwritten while it was read"
             )
         self._server.offer(key, copy)
 
-    def _forget_writers_but(self, keys: Collection[str]) -> None:
+    def _forget_other_writers(self, keys: Collection[str]) -> None:
         """Remove the shards of earlier trainers."""
         with self._lock:
             gone = {key: self._stores.pop(key) for key in self._stores.keys() - set(keys)}

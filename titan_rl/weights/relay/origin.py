@@ -134,7 +134,7 @@ class ShardOrigin:
         anchor_interval: Versions that are a multiple of this number are sent whole; 1 makes no deltas.
 
     Raises:
-        StateDictError: the server cannot listen at `interface`.
+        StateDictError: The server cannot listen at `interface`.
     """
 
     def __init__(self, interface: str, *, fanout: int, anchor_interval: int) -> None:

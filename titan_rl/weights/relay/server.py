@@ -57,7 +57,7 @@ def connect(address: str) -> socket.socket:
     """Connect to a server.
 
     Raises:
-        ConnectionLostError: nobody answers at this address.
+        ConnectionLostError: Nobody answers at this address.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -78,8 +78,8 @@ def receive(connection: socket.socket) -> dict[str, Any]:
     """Receive the next message.
 
     Raises:
-        ConnectionLostError: the other end is gone, is silent, or breaks the protocol.
-        StateDictError: the other end reports that the request failed.
+        ConnectionLostError: The other end is gone, is silent, or breaks the protocol.
+        StateDictError: The other end reports that the request failed.
     """
     (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
     if length > _MOST:
@@ -87,9 +87,9 @@ def receive(connection: socket.socket) -> dict[str, Any]:
     try:
         message = json.loads(_receive(connection, length))
     except ValueError as error:
-        raise ConnectionLostError(f"no message: {error}") from error
+        raise ConnectionLostError(f"not a message: {error}") from error
     if not isinstance(message, dict):
-        raise ConnectionLostError("a message that is no object")
+        raise ConnectionLostError("a message that is not an object")
     if "error" in message:
         raise StateDictError(str(message["error"]))
     return message
@@ -99,8 +99,8 @@ def ask(address: str, message: dict[str, Any]) -> dict[str, Any]:
     """Send one message and return the answer. The other end may first report that it is still working on it.
 
     Raises:
-        ConnectionLostError: the other end did not answer.
-        StateDictError: see `receive`.
+        ConnectionLostError: The other end did not answer.
+        StateDictError: See `receive`.
     """
     with connect(address) as connection:
         send(connection, message)
@@ -126,8 +126,8 @@ def receive_head(connection: socket.socket) -> Head:
     """Receive the header of the next chunk.
 
     Raises:
-        ConnectionLostError: the other end is gone, is silent, or breaks the protocol.
-        StateDictError: the other end reports a failure.
+        ConnectionLostError: The other end is gone, is silent, or breaks the protocol.
+        StateDictError: The other end reports a failure.
     """
     kind, index, num_bytes, crc, base = _HEAD.unpack(_receive(connection, _HEAD.size))
     if kind == Kind.FAILED:
@@ -135,20 +135,20 @@ def receive_head(connection: socket.socket) -> Head:
     try:
         return Head(Kind(kind), index, num_bytes, crc, base)
     except ValueError as error:
-        raise ConnectionLostError(f"no chunk: {error}") from error
+        raise ConnectionLostError(f"not a chunk: {error}") from error
 
 
 def receive_into(connection: socket.socket, memory: memoryview) -> Iterator[int]:
     """Receive exactly enough bytes to fill the memory, and yield the size of each piece as it arrives.
 
     Raises:
-        ConnectionLostError: the other end is gone or silent.
+        ConnectionLostError: The other end is gone or silent.
     """
     while len(memory):
         try:
             received = connection.recv_into(memory)
         except OSError as error:
-            raise ConnectionLostError(f"nothing came for {SILENCE_S:g} s, or {error}") from error
+            raise ConnectionLostError(f"no data for {SILENCE_S:g} s, or {error}") from error
         if not received:
             raise ConnectionLostError("the other end closed the connection")
         memory = memory[received:]
@@ -168,7 +168,7 @@ def _send_all(connection: socket.socket, data: bytes | memoryview) -> None:
         while len(view):
             view = view[connection.send(view) :]
     except OSError as error:
-        raise ConnectionLostError(f"the other end takes nothing: {error}") from error
+        raise ConnectionLostError(f"the other end accepts no data: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class RelayServer:
         answers: Handlers of requests, by name. Each request is handled in a new thread.
 
     Raises:
-        StateDictError: the server cannot listen at this address.
+        StateDictError: The server cannot listen at this address.
     """
 
     def __init__(self, interface: str, **answers: Answer) -> None:
@@ -205,9 +205,7 @@ class RelayServer:
             family = socket.AF_INET6 if ":" in interface else socket.AF_INET
             self._listening = socket.create_server((interface, 0), family=family, backlog=256)
         except OSError as error:
-            raise StateDictError(
-                f"{interface} cannot be listened on: {error}; is it an address of this host?"
-            ) from error
+            raise StateDictError(f"cannot listen on {interface}: {error}; is it an address of this host?") from error
         host, port, *_ = self._listening.getsockname()
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.sent_bytes = 0
@@ -282,9 +280,9 @@ class RelayServer:
                 else:
                     self._send_answer(connection, message)
         except (ConnectionLostError, StateDictError) as error:
-            logger.debug("a reader of weights went away: %s", error)
+            logger.debug("a reader of weights disconnected: %s", error)
         except Exception:
-            logger.exception("a reader of weights was not answered")
+            logger.exception("a request of a reader of weights failed")
         finally:
             with self._lock:
                 self._connections.discard(connection)
@@ -326,8 +324,8 @@ class RelayServer:
             except StateDictError as error:
                 found.append({"error": str(error)})
             except Exception as error:
-                logger.exception("a question about weights was not answered")
-                found.append({"error": f"it was not answered: {error!r}"})
+                logger.exception("a request about weights failed")
+                found.append({"error": f"the request failed: {error!r}"})
             finally:
                 done.set()
 

@@ -51,7 +51,7 @@ def apply_delta(encoded: bytes, data: NDArray[np.uint8]) -> None:
     """Turn the old chunk into the new one, in place.
 
     Raises:
-        StateDictError: the bytes are not a delta of such a chunk; `data` is unchanged.
+        StateDictError: The bytes are not a delta of such a chunk; `data` is unchanged.
     """
     try:
         word, gap, count = _HEADER.unpack_from(encoded)
@@ -61,7 +61,7 @@ def apply_delta(encoded: bytes, data: NDArray[np.uint8]) -> None:
         size = count * (gap + word)
         body = zstandard.ZstdDecompressor().decompress(encoded[_HEADER.size :], max_output_size=size)
         if len(body) != size or word * count > len(data):
-            raise ValueError(f"{len(body)} bytes say {count} changes of {len(data)} bytes")
+            raise ValueError(f"{len(body)} bytes for {count} changes of {len(data)} bytes")
         gaps = _words(body[: count * gap], unsigned).astype(np.int64)
         at = np.cumsum(gaps + 1) - 1
         words = data.view(signed)
@@ -176,7 +176,7 @@ class ShardCopy:
         """Wait for a chunk. Returns whether it is ready within `timeout_s` seconds.
 
         Raises:
-            StateDictError: the copy has been withdrawn.
+            StateDictError: The copy has been withdrawn.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ready > index or self._problem is not None, timeout_s)

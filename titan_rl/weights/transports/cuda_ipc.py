@@ -1,4 +1,4 @@
-"""Weights from one process to the others of its host, through GPU memory."""
+"""CUDA IPC transport: weights for processes on the writer's host, through GPU memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CudaMemory:
     IPC weight transfer. The other process may see other GPUs than this one.
 
     Raises:
-        StateDictError: this process has no GPU.
+        StateDictError: This process has no GPU.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class DeviceShard(ShardFile):
     """A shard in device memory. Its file has no content, but the name and the locks.
 
     Raises:
-        OSError: see `ShardFile`; also if the device has not enough free memory.
+        OSError: See `ShardFile`; also if the device has not enough free memory.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class ReadLock:
     """Reader's lock on a published shard, which is not written to until the lock is closed or garbage-collected.
 
     Raises:
-        StateDictError: the shard is gone.
+        StateDictError: The shard is gone.
     """
 
     def __init__(self, path: Path) -> None:
@@ -199,8 +199,8 @@ class CudaIPCTransport:
         memory: Memory to use; by default that of the current GPU.
 
     Raises:
-        StateDictError: this process has no GPU.
-        ValueError: see `ShardStore`.
+        StateDictError: This process has no GPU.
+        ValueError: See `ShardStore`.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class CudaIPCTransport:
         """Copy the tensors into a shard on the GPU and make it visible.
 
         Raises:
-            StateDictError: the version is published already, a tensor or a slice of it appears twice, there is not
+            StateDictError: The version is published already, a tensor or a slice of it appears twice, there is not
                 enough memory, or the transport is closed. Nothing of the version is left.
         """
         named = list(named_tensors)
@@ -235,11 +235,11 @@ class CudaIPCTransport:
         stream of the thread that takes it.
 
         Raises:
-            StateDictError: a shard of the version is gone, its size, layout or checksum differs from the manifest's, or
+            StateDictError: A shard of the version is gone, its size, layout or checksum differs from the manifest's, or
                 the slices of a tensor do not make it up.
         """
         locks: list[ReadLock] = []
-        self._give_up(manifest)
+        self._close_stale(manifest)
 
         def open_shard(shard: Shard) -> torch.Tensor:
             if not shard.num_bytes:
@@ -255,7 +255,7 @@ class CudaIPCTransport:
         return self._until_read(pairs, locks)
 
     def hold(self, version: int | None) -> None:
-        """Keep a version beside the newest ones; see `ShardStore.hold`."""
+        """Keep a version in addition to the newest ones; see `ShardStore.hold`."""
         self._store.hold(version)
 
     def release(self, version: int) -> None:
@@ -275,10 +275,10 @@ class CudaIPCTransport:
         except RuntimeError as error:  # raised by CUDA
             raise StateDictError(f"the GPU memory of {shard.location} cannot be read: {error}") from error
         if found is None:
-            raise StateDictError(f"{shard.location} has {len(buffer)} bytes, its manifest says {shard.num_bytes}")
+            raise StateDictError(f"{shard.location} has {len(buffer)} bytes, but its manifest says {shard.num_bytes}")
         if found != shard.checksum:
             raise StateDictError(
-                f"{shard.location} has checksum {found:#010x}, its manifest says {shard.checksum:#010x}"
+                f"{shard.location} has checksum {found:#010x}, but its manifest says {shard.checksum:#010x}"
             )
         return buffer
 
@@ -290,8 +290,8 @@ class CudaIPCTransport:
                 self._opened[key] = self._memory.open(exported.handle)
             return self._opened[key]
 
-    def _give_up(self, manifest: Manifest) -> None:
-        """Close buffers that their writer has given up, because an open buffer keeps the writer's memory allocated."""
+    def _close_stale(self, manifest: Manifest) -> None:
+        """Close buffers that their writer no longer uses, because an open buffer keeps the memory allocated."""
         exported: list[ExportedBuffer] = [shard.remote for shard in manifest.shards]
         kept = {(each.writer, slot) for each in exported for slot in each.slots}
         with self._lock:

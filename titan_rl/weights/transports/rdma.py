@@ -1,4 +1,5 @@
-"""Weights for readers on any host: through shared memory on the writer's host, and by Monarch's RDMA on others."""
+"""RDMA transport: weights for readers on any host, through shared memory on the writer's host and Monarch's RDMA on
+others."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class RDMATransport(SharedMemoryTransport):
         """Publish a version; see `SharedMemoryTransport.publish`.
 
         Raises:
-            StateDictError: see `SharedMemoryTransport.publish`; also if the memory cannot be exposed.
+            StateDictError: See `SharedMemoryTransport.publish`; also if the memory cannot be exposed.
         """
         manifest = super().publish(version, named_tensors)
         self._drop_withdrawn()
@@ -68,7 +69,7 @@ class RDMATransport(SharedMemoryTransport):
         """(name, tensor) pairs: views of the writer's memory on its host, and verified copies on others.
 
         Raises:
-            StateDictError: see `SharedMemoryTransport.pull`; also if the bytes did not arrive in time.
+            StateDictError: See `SharedMemoryTransport.pull`; also if the bytes did not arrive in time.
         """
         return assemble(manifest, lambda shard: self._open(shard, manifest.version))
 
@@ -84,7 +85,7 @@ class RDMATransport(SharedMemoryTransport):
             raise StateDictError(f"version {version} could not be read from {shard.host}: {error}") from error
         if (found := checksum(data)) != shard.checksum:
             raise StateDictError(
-                f"version {version} from {shard.host} has checksum {found:#010x}, its manifest says "
+                f"version {version} from {shard.host} has checksum {found:#010x}, but its manifest says "
                 f"{shard.checksum:#010x}: it was overwritten while it was read"
             )
         return data

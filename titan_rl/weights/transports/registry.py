@@ -1,4 +1,4 @@
-"""Transports by name: the library's, or yours as "module:function".
+"""Registry of weight transports: the built-in ones by name, or the user's own as "module:function".
 
 Importing this module imports no transport; the functions that make transports import them.
 """
@@ -84,14 +84,14 @@ BY_NAME = {
     "rdma": TransportKind(_rdma),
     "cuda_ipc": TransportKind(_cuda_ipc, needs_gpus=True, spans_hosts=False),
 }
-"""The library's transports, by their names in `statedict.transport`."""
+"""Built-in transports, by their names in `statedict.transport`."""
 
 
 def find_transport(name: str) -> TransportKind:
     """Look up the kind of transport that `statedict.transport` names.
 
     Raises:
-        ConfigError: there is no transport of that name.
+        ConfigError: There is no transport of that name.
     """
     found: Any = find_function("statedict.transport", name, BY_NAME)
     return found if isinstance(found, TransportKind) else TransportKind(found)
@@ -101,13 +101,13 @@ def make_transport(name: str, spec: TransportSpec) -> StateDictTransport:
     """Make an end of a transport.
 
     Raises:
-        ConfigError: there is no transport of that name, or the result is not a `StateDictTransport`.
-        Exception: raised by the function that makes it.
+        ConfigError: There is no transport of that name, or the result is not a `StateDictTransport`.
+        Exception: Raised by the function that makes it.
     """
     transport: Any = find_transport(name)(spec)
     if not isinstance(transport, StateDictTransport):
         raise ConfigError(
-            f"statedict.transport = {name!r} gave {transport!r}, which is no StateDictTransport; see "
+            f"statedict.transport = {name!r} returned {transport!r}, which is not a StateDictTransport; see "
             "titan_rl.weights.types"
         )
     return transport

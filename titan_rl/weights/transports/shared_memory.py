@@ -1,4 +1,4 @@
-"""Weights from one process to the others of its host, through shared memory."""
+"""Shared-memory transport: weights for processes on the writer's host."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SharedMemoryTransport:
         """Copy the tensors, from any device, into a shard and make it visible.
 
         Raises:
-            StateDictError: the version is published already, a tensor or a slice of it appears twice, there is no
+            StateDictError: The version is published already, a tensor or a slice of it appears twice, there is no
                 space, or the transport is closed. Nothing of the version is left.
         """
         named = list(named_tensors)
@@ -58,7 +58,7 @@ class SharedMemoryTransport:
         """Verify every shard, and return an iterator of (name, tensor) pairs.
 
         Raises:
-            StateDictError: a shard of the version is gone, its size, layout or checksum differs from the manifest's, or
+            StateDictError: A shard of the version is gone, its size, layout or checksum differs from the manifest's, or
                 the slices of a tensor do not make it up.
         """
         return assemble(manifest, self.open_shard)
@@ -76,12 +76,12 @@ class SharedMemoryTransport:
         """The memory of a published version.  # [num_bytes]
 
         Raises:
-            KeyError: the version is not published.
+            KeyError: The version is not published.
         """
         return self._store.shard_of(version).data
 
     def hold(self, version: int | None) -> None:
-        """Keep a version beside the newest ones; see `ShardStore.hold`."""
+        """Keep a version in addition to the newest ones; see `ShardStore.hold`."""
         self._store.hold(version)
 
     def release(self, version: int) -> None:

@@ -1,4 +1,5 @@
-"""Weights for generators on several hosts: shared memory on each host, and TCP between hosts, once for each version."""
+"""TCP transport: weights for generators on several hosts, through shared memory on each host and one TCP transfer of
+each version between hosts."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ class TCPTransport(SharedMemoryTransport):
         """Publish a version; see `SharedMemoryTransport.publish`.
 
         Raises:
-            StateDictError: see `SharedMemoryTransport.publish`; also if `interface` is not an address of this host.
+            StateDictError: See `SharedMemoryTransport.publish`; also if `interface` is not an address of this host.
         """
         if self._origin is not None:
             self._origin.settle()
@@ -102,7 +103,7 @@ class TCPTransport(SharedMemoryTransport):
         """(name, tensor) pairs that view this host's shared memory.
 
         Raises:
-            StateDictError: see `SharedMemoryTransport.pull`; also if the bytes did not arrive in time.
+            StateDictError: See `SharedMemoryTransport.pull`; also if the bytes did not arrive in time.
         """
         remote = [shard for shard in manifest.shards if shard.num_bytes and not is_on_host(shard, self._host)]
         read: dict[str, ReadShard] = {}
@@ -166,7 +167,7 @@ class TCPTransport(SharedMemoryTransport):
                     silences += not isinstance(error.__cause__, ConnectionRefusedError)
             if time.monotonic() > deadline:
                 raise StateDictError(
-                    f"no process of host {self._host} has read version {shard.remote.version} in {self._timeout_s:g} s"
+                    f"no process on host {self._host} has read version {shard.remote.version} in {self._timeout_s:g} s"
                 )
             time.sleep(RETRY_S)
 
