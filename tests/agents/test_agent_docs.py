@@ -57,7 +57,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentTask:
 
 
 @asynccontextmanager
-async def playing(task: AgentTask, folder: Path) -> AsyncIterator[Callable[[], asyncio.Task[RolloutGroup]]]:
+async def playing(task: AgentTask, folder: Path) -> AsyncIterator[Play]:
     """Yield a function that plays a group with a policy that always answers correctly."""
     tokenizer, renderer = load_tokenizer(str(BASE)), chat_template_renderer()
     reply = [*tokenizer.encode(ANSWER, add_special_tokens=False), renderer.get_stop_token_ids()[0]]

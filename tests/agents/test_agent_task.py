@@ -326,9 +326,7 @@ Ask = Callable[..., Coroutine[Any, Any, list[int]]]
 
 
 @asynccontextmanager
-async def harness(
-    it: Stage, folder: Path, generate: Any
-) -> AsyncIterator[Callable[..., Coroutine[Any, Any, list[int]]]]:
+async def harness(it: Stage, folder: Path, generate: Any) -> AsyncIterator[Ask]:
     """Yield a function that asks as the harness of a rollout and returns the tokens of the answers."""
     server = json.loads(addresses(folder)[0].read_text())
     running = asyncio.create_task(it.group(size=1, generate=generate))

@@ -10,7 +10,7 @@ from background import HANG_S
 from depth import on_more_hosts
 from hosts.controller import Run
 from hosts.namespaces import HostProcess, NamespaceHost, Namespaces
-from hosts.scripted import GATE
+from hosts.scripted import GATE, processes_of
 from hosts.waiting import until
 
 ENGINES: dict[str, Any] = {"engine": "hosts.scripted:make_at_gate", "num_generators": 3}
@@ -19,10 +19,6 @@ SOON_S = 60.0  # generous for a loaded machine; calls alone time out after over 
 
 def start_worker(host: NamespaceHost, gate: Path):
     return host.start_worker(gate.parent / f"worker-{host.name}.txt", env={GATE: str(gate)})
-
-
-def spawned(host: NamespaceHost) -> list[str]:
-    return [line for line in host.processes() if "bootstrap_main" in line or "monarch_host" in line]
 
 
 @on_more_hosts
@@ -44,7 +40,7 @@ def test_run_starts_without_dead_hosts_which_rejoin_later(
     start_worker(first, gate)
     run.wait_for(f"host {first.name} at {first.worker_address} has joined with generator-")
     assert run.end(HANG_S) == 0
-    until(lambda: not spawned(first) and not spawned(third), "the run's processes on the other hosts end")
+    until(lambda: not processes_of(first) and not processes_of(third), "the run's processes on the other hosts end")
     second.start()
     start_worker(second, gate)
     for file in gate.iterdir():
@@ -64,4 +60,4 @@ def test_death_of_a_needed_host_fails_the_start_and_cleans_up(
     run.wait_for("failed: ", f"host {second.name}", "generation.num_generators_range begins with 3")
     assert run.end(HANG_S) == 0
     assert time.monotonic() - killed < SOON_S
-    until(lambda: not spawned(first) and not spawned(third), "what the run had on the others ends")
+    until(lambda: not processes_of(first) and not processes_of(third), "the run's processes on the other hosts end")

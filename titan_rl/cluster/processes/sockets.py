@@ -61,7 +61,7 @@ def bind_below(folder: Path) -> bool:
 
     callback = _Bind(bind)
     replacement = ctypes.cast(callback, ctypes.c_void_p).value or 0
-    slots = [(slot, writable) for slot, writable in _words(original)]
+    slots = list(_words(original))
     if not slots or not all(_put(libc, slot, replacement, writable) for slot, writable in slots):
         return False
     _callbacks.append(callback)
