@@ -130,6 +130,6 @@ async def test_export_replaces_the_previous_one_and_keeps_other_files(tmp_path: 
 @pytest.mark.parametrize("host_is_lost", [True, False])
 async def test_trainer_death_is_excused_only_if_its_host_is_lost(host_is_lost: bool):
     trainer = trainer_of(Rank("only"))
-    trainer.remote.end("nothing is heard of it", excused=host_is_lost)
-    assert await trainer.ended() == "trainer died: nothing is heard of it"
+    trainer.remote.end("no heartbeat", excused=host_is_lost)
+    assert await trainer.ended() == "trainer died: no heartbeat"
     assert trainer.excused is host_is_lost

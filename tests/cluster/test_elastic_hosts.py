@@ -338,9 +338,9 @@ async def test_processes_of_a_lost_host_end_excused() -> None:
     with HostMonitor("127.0.0.1", silence_s=3, lease_s=15) as monitor:
         watcher = monitor.expect("h1", Owner(remote))
         remote.watch([4242], watcher)
-        watcher.lose("nothing is heard of it")
-    assert remote.reason == "nothing is heard of it"
+        watcher.lose("no heartbeat")
+    assert remote.reason == "no heartbeat"
     assert remote.excused
-    with pytest.raises(ActorDiedError, match="trainer died: nothing is heard of it") as caught:
+    with pytest.raises(ActorDiedError, match="trainer died: no heartbeat") as caught:
         await remote.call(None)
     assert caught.value.excused, "a caller that waits for its start can tell"

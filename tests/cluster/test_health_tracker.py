@@ -75,11 +75,11 @@ def test_pause_of_the_checker_does_not_count_as_silence():
     assert not contact.look(3600.0)
 
 
-@given(st.lists(st.sampled_from(["heard", "look"]), max_size=60))
+@given(st.lists(st.sampled_from(["reset", "look"]), max_size=60))
 def test_silence_timer_expires_after_consecutive_silent_looks(events: list[str]):
     contact, now, since = SilenceTimer(3.0, 0.5, now=0.0), 0.0, 0
     for event in events:
-        if event == "heard":
+        if event == "reset":
             contact.reset()
             since = 0
         else:

@@ -41,17 +41,17 @@ SLOW_READER = """
 import pickle, sys, torch
 from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport
 
-def tell(value):
+def answer(value):
     pickle.dump(value, sys.stdout.buffer)
     sys.stdout.buffer.flush()
 
 transport = CudaIPCTransport("slow")
 pairs = transport.pull(pickle.load(sys.stdin.buffer))
 name, tensor = next(pairs)
-tell(name)
+answer(name)
 later = pickle.load(sys.stdin.buffer)  # sent once the writer has moved on
-tell({name: tensor.unique().tolist()} | {name: tensor.unique().tolist() for name, tensor in pairs})
-tell({name: tensor.unique().tolist() for name, tensor in transport.pull(later)})
+answer({name: tensor.unique().tolist()} | {name: tensor.unique().tolist() for name, tensor in pairs})
+answer({name: tensor.unique().tolist() for name, tensor in transport.pull(later)})
 sys.stdin.buffer.read()
 """
 

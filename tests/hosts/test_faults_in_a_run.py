@@ -78,14 +78,14 @@ def in_a_step(held: HeldRun) -> HeldRun:
 
 @moments
 def test_link_down_for_two_seconds_loses_no_host(until_moment: UntilMoment, in_a_step: HeldRun) -> None:
-    host, said = in_a_step.host_of("generator-0"), len(in_a_step.run.output)
+    host, begin = in_a_step.host_of("generator-0"), len(in_a_step.run.output)
     until_moment(in_a_step, host)
     host.link_down()
     time.sleep(2.0)
     host.link_up()
     in_a_step.until_held()
-    assert "is lost" not in in_a_step.run.output[said:]
-    assert "is gone" not in in_a_step.run.output[said:]
+    assert "is lost" not in in_a_step.run.output[begin:]
+    assert "is gone" not in in_a_step.run.output[begin:]
 
 
 @moments

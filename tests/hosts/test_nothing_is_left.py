@@ -58,14 +58,14 @@ sys.exit(run_training(settings, components=Components(trainer=Steps(), renderer=
 class Machines:
     """Two hosts with a worker each."""
 
-    def __init__(self, hosts: Namespaces, said: Path) -> None:
+    def __init__(self, hosts: Namespaces, logs: Path) -> None:
         self.hosts = hosts
-        self._said = said
+        self._logs = logs
         self.workers = [self.start_worker(index) for index in range(len(hosts))]
 
     def start_worker(self, index: int) -> HostProcess:
         host = self.hosts[index]
-        return host.start_worker(self._said / f"{host.name}.txt")
+        return host.start_worker(self._logs / f"{host.name}.txt")
 
     def left(self, index: int) -> list[str]:
         """Processes and files on a host other than its worker and the worker's folder."""
@@ -89,9 +89,9 @@ def machines(needs_namespaces: None, tmp_path_factory: pytest.TempPathFactory) -
 @contextlib.contextmanager
 def run_on(machines: Machines, folder: Path) -> Generator[subprocess.Popen[bytes]]:
     """Start a run whose generators own shared memory, and yield it once it has trained a step."""
-    said = folder / "said.txt"
+    log = folder / "run.log"
     arguments = [str(folder / "runs"), *[host.worker_address for host in machines.hosts]]
-    with said.open("w") as output:
+    with log.open("w") as output:
         run = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, *arguments],
             env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{PROJECT}"},
@@ -100,12 +100,12 @@ def run_on(machines: Machines, folder: Path) -> Generator[subprocess.Popen[bytes
             cwd=PROJECT,
         )
     try:
-        until(lambda: " 1/" in said.read_text() or run.poll() is not None, said.read_text)
+        until(lambda: " 1/" in log.read_text() or run.poll() is not None, log.read_text)
         yield run
     finally:
         run.kill()
         run.wait()
-        print(said.read_text())
+        print(log.read_text())
 
 
 @on_more_hosts

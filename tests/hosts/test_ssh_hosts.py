@@ -100,7 +100,7 @@ class Controller:
             text=True,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         )
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.begins_with = self._next("begins")
 
     def now(self) -> list[str]:
@@ -126,8 +126,8 @@ class Controller:
             first, *rest = line.split()
             if first == word:
                 return rest
-            self.said.append(line.strip())
-        raise AssertionError(f"it ended: {self.said}")
+            self.messages.append(line.strip())
+        raise AssertionError(f"it ended: {self.messages}")
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_ssh_worker_restarts_when_its_host_returns(hosts: Namespaces, servers: S
         servers.serve(hosts[1])
         until(lambda: controller.now() == [one, two], "the host is back, with a worker")
         assert controller.end() == 0
-    assert controller.said[0].startswith("the run starts without two, and will try it again: the worker on two has")
+    assert controller.messages[0].startswith("the run starts without two, and will try it again: the worker on two has")
     assert not any(workers(host) for host in hosts)
 
 

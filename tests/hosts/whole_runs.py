@@ -111,16 +111,16 @@ class HeldRun:
         (self.gate / "hold").touch()
 
     def continue_until_printed(self, text: str) -> None:
-        said = len(self.run.output)
-        self.continue_until(lambda: text in self.run.output[said:])
+        begin = len(self.run.output)
+        self.continue_until(lambda: text in self.run.output[begin:])
 
     @contextlib.contextmanager
     def expects(self, *texts: str) -> Iterator[None]:
         """Check that the run prints each of `texts` after the block, and reaches the next step."""
-        said = len(self.run.output)
+        begin = len(self.run.output)
         yield
         for text in texts:
-            self.run.wait_for(lambda text=text: text in self.run.output[said:])
+            self.run.wait_for(lambda text=text: text in self.run.output[begin:])
         self.until_held()
 
     def continue_until_generating(self, host: NamespaceHost) -> None:

@@ -129,10 +129,10 @@ else:
     (run / "run_state.json").touch()
     (run / "settings").write_text(pathlib.Path(words[0]).read_text())
 def stop(*_):
-    with open(run / "said", "a") as said: said.write("stopped in order\\n")
+    with open(run / "events", "a") as events: events.write("stopped in order\\n")
     sys.exit(143)
 signal.signal(signal.SIGTERM, stop)
-with open(run / "said", "a") as said: said.write("resumed\\n" if "--resume" in words else "began\\n")
+with open(run / "events", "a") as events: events.write("resumed\\n" if "--resume" in words else "began\\n")
 if pathlib.Path("ends").exists():
     sys.exit(int(pathlib.Path("ends").read_text()))
 print("ready", flush=True)
@@ -170,8 +170,8 @@ class Job:
         return script.wait(HANG_S)
 
     @property
-    def said(self) -> list[str]:
-        return (self.folder / "runs" / "20260101-000000-word_sort-17" / "said").read_text().splitlines()
+    def events(self) -> list[str]:
+        return (self.folder / "runs" / "20260101-000000-word_sort-17" / "events").read_text().splitlines()
 
     @property
     def requeued(self) -> list[list[str]]:
@@ -186,7 +186,7 @@ def test_job_at_its_time_limit_is_requeued_and_resumes(tmp_path: Path, commands:
     assert job.run_once(signal.SIGUSR1) == 143
     assert job.requeued == [["requeue", "17"]]
     assert job.run_once(ends=0) == 0
-    assert job.said == ["began", "stopped in order", "resumed"]
+    assert job.events == ["began", "stopped in order", "resumed"]
     assert next(tmp_path.glob("runs/*/settings")).read_text() == CONFIG
     assert (tmp_path / "runs" / "word_sort-17.toml").read_text() == CONFIG
 
@@ -194,7 +194,7 @@ def test_job_at_its_time_limit_is_requeued_and_resumes(tmp_path: Path, commands:
 def test_cancelled_job_stops_gracefully_without_requeue(tmp_path: Path, commands: Commands):
     job = Job(tmp_path, commands)
     assert job.run_once(signal.SIGTERM) == 143
-    assert job.said == ["began", "stopped in order"]
+    assert job.events == ["began", "stopped in order"]
     assert job.requeued == []
 
 

@@ -38,11 +38,11 @@ def test_tethered_command_starts_in_an_existing_folder(tmp_path: Path):
 
 
 async def test_closed_ssh_connection_is_not_reported_as_a_worker_exit(tmp_path: Path, commands: Commands):
-    says = 'print("titan-rl: listening on 10.0.0.2:700\\nMonarch logs somewhere")'
-    commands.make("ssh", f"{says}\nsys.exit(255)\n")
+    prints = 'print("titan-rl: listening on 10.0.0.2:700\\nMonarch logs somewhere")'
+    commands.make("ssh", f"{prints}\nsys.exit(255)\n")
     for word, ended in (
         ("ssh", r"^ssh's connection to gpu-2, of the worker at 10.0.0.2:700, has ended; see .*gpu-2.log$"),
-        (commands.make("other", f"{says}\nsys.exit(255)\n"), "^the worker on gpu-2 has ended with code 255: Monarch"),
+        (commands.make("other", f"{prints}\nsys.exit(255)\n"), "^the worker on gpu-2 has ended with code 255: Monarch"),
     ):
         process = WorkerProcess("gpu-2", [word], tmp_path / "worker-gpu-2.log", print)
         await process.start()

@@ -32,11 +32,11 @@ class Printed(Console):
 async def main():
     spec = ProviderSpec(ProviderSettings(provider="slurm"), Path(sys.argv[1]), Printed(), 60)
     async with slurm.workers(spec) as there:
-        said = ""
+        before = ""
         while True:
-            if (now := " ".join(sorted(await there.current()))) != said:
+            if (now := " ".join(sorted(await there.current()))) != before:
                 print("now", now, flush=True)
-                said = now
+                before = now
             await asyncio.sleep(0.5)
 
 asyncio.run(main())
@@ -50,7 +50,7 @@ def nodes_come_and_go(cluster: SlurmCluster, folder: Path, show: Callable[[str],
         folder: New folder for the output of the job.
     """
     folder.mkdir()
-    (says := folder / "says.txt").touch()
+    (output := folder / "output.txt").touch()
     job = _submitted(cluster, folder)
     first, second = cluster.nodes
     one, both = f"{first.address}:22222", f"{first.address}:22222 {second.address}:22222"
@@ -60,7 +60,7 @@ def nodes_come_and_go(cluster: SlurmCluster, folder: Path, show: Callable[[str],
         cluster.run("scontrol", "update", *words)
 
     def then(now: str, what: str) -> None:
-        took = cluster.wait_until(lambda: _now(says) == now, what, LIMIT_S)
+        took = cluster.wait_until(lambda: _now(output) == now, what, LIMIT_S)
         show(f"{what}, after {took:.1f} s")
 
     then(both, "both nodes have workers")
@@ -76,7 +76,7 @@ def nodes_come_and_go(cluster: SlurmCluster, folder: Path, show: Callable[[str],
     then(one, "a node fails")
     cluster.run("scancel", job)
     cluster.wait_until(lambda: not any(map(_programs, cluster.nodes)), "nothing of it is left", LIMIT_S)
-    show(says.read_text())
+    show(output.read_text())
 
 
 def _expand(cluster: SlurmCluster, job: str, scontrol: Callable[..., None]) -> None:
@@ -92,7 +92,7 @@ def _submitted(cluster: SlurmCluster, folder: Path) -> str:
     program, script = folder / "program.py", folder / "script"
     program.write_text(PROGRAM)
     script.write_text(f"#!/bin/bash\nPYTHONPATH={PROJECT} exec {sys.executable} {program} {folder}\n")
-    options = ["--nodes=2", "--no-kill", f"--output={folder}/says.txt"]
+    options = ["--nodes=2", "--no-kill", f"--output={folder}/output.txt"]
     return cluster.run("sbatch", "--parsable", *options, str(script)).strip()
 
 
@@ -101,6 +101,6 @@ def _programs(node: NamespaceHost) -> list[str]:
     return [line for line in node.processes() if "slurmd" not in line]
 
 
-def _now(says: Path) -> str | None:
-    said = [line.removeprefix("now ") for line in says.read_text().splitlines() if line.startswith("now ")]
-    return said[-1] if said else None
+def _now(output: Path) -> str | None:
+    lists = [line.removeprefix("now ") for line in output.read_text().splitlines() if line.startswith("now ")]
+    return lists[-1] if lists else None

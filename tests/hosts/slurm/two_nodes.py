@@ -126,9 +126,9 @@ def launched(cluster: SlurmCluster, config: str, runs: Path, settings: dict[str,
     ]
     command = [sys.executable, "-m", "titan_rl.cli.main", "launch", config, *options]
     show(f"$ titan-rl launch {' '.join(command[4:])}")
-    said = cluster.run(*command)
-    show(said)
-    (number,) = re.findall(r"job (\d+) is submitted", said)
+    output = cluster.run(*command)
+    show(output)
+    (number,) = re.findall(r"job (\d+) is submitted", output)
     return number
 
 

@@ -203,15 +203,15 @@ class Hosts:
         question = self._question()
         with self._token.shown():
             self._expected = await in_thread(collect_facts, question)
-            met = await self._on_each(joining, lambda host_joining: host_joining.look(question), begins)
+            inspected = await self._on_each(joining, lambda host_joining: host_joining.look(question), begins)
         taken = [record.name for record in self.lifecycles if self.lifecycles.named(record.name) is record]
-        names = free_names([host_joining.facts.hostname for host_joining in met], taken)
-        for host_joining, name in zip(met, names, strict=True):
+        names = free_names([host_joining.facts.hostname for host_joining in inspected], taken)
+        for host_joining, name in zip(inspected, names, strict=True):
             host_joining.become(name)
         roles = self._needs.roles(self.config, [*self.names, *names], begins=begins)
-        found = {host_joining.host.name: host_joining.facts for host_joining in met}
+        found = {host_joining.host.name: host_joining.facts for host_joining in inspected}
         check_hosts(self._expected, found, self._needs, roles, sync=self.config.sync)
-        for host_joining in met:
+        for host_joining in inspected:
             self._compare_clocks(host_joining)
         state = HostState.UP if begins else HostState.STARTING
         prepared = await self._on_each(joining, lambda host_joining: self._prepare(host_joining, state), begins)

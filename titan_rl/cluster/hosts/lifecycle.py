@@ -45,7 +45,7 @@ TRANSITIONS: Mapping[HostState, frozenset[HostState]] = {
 
 
 class Demand(Enum):
-    """Demand of a run for a host, whatever state the host is in."""
+    """Demand of a run for a host, independent of the host's state."""
 
     NONE = auto()  # it may stay, and is not tried again once it has ended
     WANTED = auto()  # it is tried while it is not part of the run
