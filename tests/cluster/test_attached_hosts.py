@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.cluster.hosts.agent import Had, RunOnHost, new_pieces
+from titan_rl.cluster.hosts.agent import Received, RunOnHost, new_pieces
 from titan_rl.cluster.hosts.attached_hosts import Hosts
 from titan_rl.cluster.hosts.preflight import Clocks, FactsRequest, HostFacts, HostNeeds, collect_facts
 from titan_rl.cluster.liveness.heartbeat import HostMonitor, Report, WatchdogSettings, receive, send
@@ -85,8 +85,8 @@ class FarHost:
             send(writer, Report(number).message())
             await asyncio.sleep(0.1)
 
-    async def _new_output(self, had: Had) -> Any:
-        return new_pieces(self.folder, had)
+    async def _new_output(self, received: Received) -> Any:
+        return new_pieces(self.folder, received)
 
     async def _clean_up(self) -> None:
         if self._beating is not None:

@@ -127,8 +127,8 @@ def test_new_pieces_continue_after_the_bytes_already_sent(there: Path) -> None:
         (there / name).write_text(text)
     first = new_pieces(there, {}, most_bytes=4)
     assert [(piece.name, piece.begin, piece.data) for piece in first] == [("logs/a.log", 0, b"0123")]
-    had = {"logs/a.log": (first[0].file, 4)}
-    rest = new_pieces(there, had, most_bytes=7)
+    received = {"logs/a.log": (first[0].file, 4)}
+    rest = new_pieces(there, received, most_bytes=7)
     assert [(piece.name, piece.begin, piece.data) for piece in rest] == [
         ("logs/a.log", 4, b"456789"),
         ("trace/a.jsonl", 0, b"{"),

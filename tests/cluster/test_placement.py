@@ -64,22 +64,22 @@ def test_generators_on_one_host_take_the_gpus_the_trainer_leaves(
 @given(
     hosts=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     train=st.integers(1, 3),
-    a_host=st.integers(1, 3),
+    per_host=st.integers(1, 3),
     generators=st.integers(1, 9),
     size=st.sampled_from([1, 2]),
 )
-def test_ranks_never_share_gpus_and_generators_are_spread(hosts, train, a_host, generators, size) -> None:
+def test_ranks_never_share_gpus_and_generators_are_spread(hosts, train, per_host, generators, size) -> None:
     names = [f"host-{index}" for index in range(len(hosts))]
     gpus = {name: tuple(map(str, range(count))) for name, count in zip(names, hosts, strict=True)}
     train = min(train, len(hosts))
     roles = Roles.of(HostsConfig(train=train), names)
-    few = next((name for name in roles.train if len(gpus[name]) < a_host), None)
+    few = next((name for name in roles.train if len(gpus[name]) < per_host), None)
     if few is not None:
         with pytest.raises(ConfigError, match=rf"data_parallel.* {few} has no more"):
-            place_trainer(training(train * a_host), roles.train, gpus)
+            place_trainer(training(train * per_host), roles.train, gpus)
         return
-    trainer = place_trainer(training(train * a_host), roles.train, gpus)
-    assert len({(place.host, place.gpus) for place in trainer}) == train * a_host
+    trainer = place_trainer(training(train * per_host), roles.train, gpus)
+    assert len({(place.host, place.gpus) for place in trainer}) == train * per_host
     used = [host for index, host in enumerate(roles.generate) if index < generators]
     if any(len(gpus[host]) < size for host in used):
         with pytest.raises(ConfigError, match=r"generation\.tensor_parallel_size is 2 on a host"):
@@ -215,12 +215,12 @@ def test_generator_of_a_lost_host_takes_only_free_gpus(gpus, size, expected) -> 
     assert all(set(place.gpus) == {gpu for _, gpu in expected} for place in placed)
 
 
-@pytest.mark.parametrize(("a_host", "expected"), [(1, None), (2, "c"), (3, "b")])
-def test_generator_without_gpus_moves_to_a_host_with_room(a_host, expected):
+@pytest.mark.parametrize(("per_host", "expected"), [(1, None), (2, "c"), (3, "b")])
+def test_generator_without_gpus_moves_to_a_host_with_room(per_host, expected):
     on = [(ProcessPlace(host),) for host in ("a", "b", "b", "c")]
-    last = place_generator_again(0, on, {"trains": (), "plays": ()}, a_host, [ProcessPlace("trains")])
+    last = place_generator_again(0, on, {"trains": (), "plays": ()}, per_host, [ProcessPlace("trains")])
     assert last == (ProcessPlace("plays"),), "the run cannot continue without a generator"
-    placed = place_generator_again(0, on, {"trains": (), "b": (), "c": ()}, a_host, [ProcessPlace("trains")])
+    placed = place_generator_again(0, on, {"trains": (), "b": (), "c": ()}, per_host, [ProcessPlace("trains")])
     assert placed == ((ProcessPlace(expected),) if expected else ())
 
 

@@ -222,9 +222,9 @@ class GeneratorProcesses(SupervisedProcesses):
                 if self.hosts.takes(self._host_of(remote.process)):
                     self._count_death(remote)
                 self._forget(remote)
-                background.create_task(self._bring_back(remote, background))
+                background.create_task(self._replace(remote, background))
 
-    async def _bring_back(self, gone: RemoteProcess, background: asyncio.TaskGroup) -> None:
+    async def _replace(self, gone: RemoteProcess, background: asyncio.TaskGroup) -> None:
         """Start a process in place of one that ended, or on another host if its host is gone."""
         process, clock = gone.process, asyncio.get_running_loop().time
         began, host = clock(), self._host_of(process)
@@ -290,10 +290,10 @@ class GeneratorProcesses(SupervisedProcesses):
         chosen = self._places.join(host, self.hosts[host].gpus, lost)
         processes = [*[ProcessId(Role.GENERATOR, index) for index in chosen], *self._others_of(host)]
         self._lost.difference_update(processes)
-        serve = await asyncio.gather(*[self._bring(process, host) for process in processes])
+        serve = await asyncio.gather(*[self._start_joined(process, host) for process in processes])
         return [str(process) for process, serves in zip(processes, serve, strict=True) if serves]
 
-    async def _bring(self, process: ProcessId, host: str) -> bool:
+    async def _start_joined(self, process: ProcessId, host: str) -> bool:
         """Start one process on a host that has joined. If that fails, the run continues without it."""
         if host not in self.hosts.names:
             self._lost.add(process)

@@ -177,12 +177,12 @@ class RunProcesses(GeneratorProcesses):
     def _others_of(self, host: str) -> Sequence[ProcessId]:
         """Choose rollout workers for a host that joins: those that the run lacks, and as many as other hosts with
         workers have, if all generating hosts have workers or fewer hosts have workers than `hosts.play`."""
-        players, a_host = self._roles.play, -(-self._config.rollout.num_workers // len(self._roles.play))
+        players, per_host = self._roles.play, -(-self._config.rollout.num_workers // len(self._roles.play))
         playing = {place.host for place in self._worker_places if self.hosts.takes(place.host)}
         plays = {*self._roles.generate} <= {*players} or len(playing) < len(players)
         lost = sorted(process for process in self._lost if process.role is Role.ROLLOUT_WORKER)
-        further = [_worker(len(self._worker_places) + index) for index in range(a_host)]
-        chosen = [*lost, *further][: max(a_host if plays else 0, min(self._num_lacking(), len(lost)))]
+        further = [_worker(len(self._worker_places) + index) for index in range(per_host)]
+        chosen = [*lost, *further][: max(per_host if plays else 0, min(self._num_lacking(), len(lost)))]
         for worker in chosen:
             self._worker_places[worker.index : worker.index + 1] = [ProcessPlace(host)]
         return chosen

@@ -31,8 +31,8 @@ from titan_rl.weights.shard_files import OwnedFolder
 
 MOST_BYTES = 4 << 20  # of output that is sent at once
 
-Had = Mapping[str, tuple[int, int]]
-"""Content that was sent before, by file name below the run's folder: the inode of each file, and the number of
+Received = Mapping[str, tuple[int, int]]
+"""Content that the controller has, by file name below the run's folder: the inode of each file, and the number of
 bytes."""
 
 
@@ -52,21 +52,21 @@ class Piece:
     data: bytes
 
 
-def new_pieces(folder: Path, had: Had, most_bytes: int = MOST_BYTES) -> list[Piece]:
+def new_pieces(folder: Path, received: Received, most_bytes: int = MOST_BYTES) -> list[Piece]:
     """Read new content of the logs and traces in the run's folder on this host. A file that cannot be read is left for
     later."""
     pieces: list[Piece] = []
     for path in sorted([*folder.glob("logs/*"), *folder.glob("trace/*.jsonl")]):
         name = str(path.relative_to(folder))
         with contextlib.suppress(OSError):
-            piece = _piece_of(path, name, had.get(name, (0, 0)), most_bytes)
+            piece = _piece_of(path, name, received.get(name, (0, 0)), most_bytes)
             if piece is not None:
                 pieces.append(piece)
                 most_bytes -= len(piece.data)
     return pieces
 
 
-def _piece_of(path: Path, name: str, had: tuple[int, int], most_bytes: int) -> Piece | None:
+def _piece_of(path: Path, name: str, received: tuple[int, int], most_bytes: int) -> Piece | None:
     """Read the next piece of a file; None if there is nothing new or `most_bytes` is 0.
 
     Raises:
@@ -74,7 +74,7 @@ def _piece_of(path: Path, name: str, had: tuple[int, int], most_bytes: int) -> P
     """
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
-        known, begin = had
+        known, begin = received
         if known != status.st_ino or begin > status.st_size:
             begin = 0
         if not most_bytes or begin == status.st_size:
@@ -209,9 +209,9 @@ class HostAgent(AnsweringActor):
             return listener.getsockname()[1]
 
     @concurrent_endpoint
-    async def new_output(self, had: Had) -> list[Piece]:
+    async def new_output(self, received: Received) -> list[Piece]:
         """Return new output, at most `MOST_BYTES`; see `new_pieces`."""
-        return await in_thread(new_pieces, self._copy, had)
+        return await in_thread(new_pieces, self._copy, received)
 
     @concurrent_endpoint
     async def clean_up(self) -> None:

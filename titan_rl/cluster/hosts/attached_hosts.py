@@ -52,7 +52,7 @@ class HostOutput:
         self._host = host
         self._run_dir = run_dir
         self._console = console
-        self._had: dict[str, tuple[int, int]] = {}  # inode and number of bytes of each file that has arrived
+        self._received: dict[str, tuple[int, int]] = {}  # inode and number of bytes of each file that has arrived
         self._begins: dict[str, int] = {}  # offset in each local file after earlier output of the same name
         self._failed = False
         self._collecting: asyncio.Task[None] | None = None
@@ -82,7 +82,7 @@ class HostOutput:
         """Copy new output once. Returns whether there was any."""
         try:
             pieces: list[Piece] = await self._host.link.call(
-                self._host.agent.new_output, self._had, timeout_s=TIMEOUT_S
+                self._host.agent.new_output, self._received, timeout_s=TIMEOUT_S
             )
             for piece in pieces:
                 self._append(piece)
@@ -110,7 +110,7 @@ class HostOutput:
             except OSError:
                 file.truncate(size)
                 raise
-        self._had[piece.name] = piece.file, piece.begin + len(piece.data)
+        self._received[piece.name] = piece.file, piece.begin + len(piece.data)
 
 
 logger = logging.getLogger(__name__)
@@ -334,7 +334,7 @@ class Hosts:
         if self._monitor is not None:
             await host_joining.watch(self._monitor.expect(host.name, self))
         if self.config.sync:
-            await host_joining.bring(self._question(), self._expected, self.console)
+            await host_joining.copy_missing_files(self._question(), self._expected, self.console)
         self.lifecycles.joined(host_joining.record, state)
         if host_joining.lost:
             self.host_lost(host.name, host_joining.lost)

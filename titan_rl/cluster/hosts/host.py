@@ -356,7 +356,7 @@ class JoiningHost:
             host.folders = {run_dir: made.run_dir}
         host.environment = _environment(host, made)
 
-    async def bring(self, question: FactsRequest, expected: HostFacts, console: Console) -> None:
+    async def copy_missing_files(self, question: FactsRequest, expected: HostFacts, console: Console) -> None:
         """Copy the model and the code to the host if it lacks them.
 
         Raises:

@@ -72,12 +72,12 @@ def place_trainer(training: TrainingConfig, hosts: Sequence[str], gpus: GPUs) ->
             f"{training.tensor_parallel}: each host needs the same number of ranks, and all ranks of a tensor; "
             f"set training.data_parallel to a multiple of {len(hosts)}, or hosts.train to 1"
         )
-    a_host = num_ranks // len(hosts)
+    per_host = num_ranks // len(hosts)
     places: list[ProcessPlace] = []
     for host in hosts:
         if gpus[host]:
-            _check(_COUNTS, a_host, host, gpus[host])
-        places += [ProcessPlace(host, tuple(gpus[host][rank : rank + 1])) for rank in range(a_host)]
+            _check(_COUNTS, per_host, host, gpus[host])
+        places += [ProcessPlace(host, tuple(gpus[host][rank : rank + 1])) for rank in range(per_host)]
     return tuple(places)
 
 
@@ -102,10 +102,10 @@ def place_trainer_again(
     others = sorted((host for host in gpus if host not in present), key=lambda host: -len(free[host]))
     candidates = [*present, *others][: len(hosts)]
     for count in range(len(candidates), 0, -1):
-        num_ranks, a_host = len(before), len(before) // count
-        if num_ranks % count == 0 and a_host % training.tensor_parallel == 0:
+        num_ranks, per_host = len(before), len(before) // count
+        if num_ranks % count == 0 and per_host % training.tensor_parallel == 0:
             chosen = candidates[:count]
-            room = {host: free[host] if len(free[host]) >= a_host else gpus[host] for host in chosen}
+            room = {host: free[host] if len(free[host]) >= per_host else gpus[host] for host in chosen}
             return place_trainer(training, chosen, room)
     raise ConfigError(
         "no host that sees the run's folder is left to train on; `titan-rl hosts RUN add ADDRESS` adds one"
@@ -141,7 +141,7 @@ def place_generator_again(
     index: int,
     generators: Sequence[Sequence[ProcessPlace]],
     gpus: GPUs,
-    a_host: int,
+    per_host: int,
     trainer: Sequence[ProcessPlace] = (),
 ) -> tuple[ProcessPlace, ...]:
     """Place a generator whose host is lost on a host that has room. Returns () if there is none.
@@ -150,7 +150,7 @@ def place_generator_again(
         index: Index of the generator.
         generators: Places of all generators.
         gpus: GPUs of the hosts that are present.
-        a_host: Number of generators for which a host without GPUs has room. Such a host is used only if it has a
+        per_host: Number of generators for which a host without GPUs has room. Such a host is used only if it has a
             generator already or no host has.
     """
     size = len(generators[index])
@@ -160,7 +160,7 @@ def place_generator_again(
     for host, own in sorted(gpus.items(), key=lambda each: each[0] in train):
         free = tuple(gpu for gpu in own if (host, gpu) not in taken)
         num_here = sum(place.host == host for place in others)
-        if len(free) >= size if own else num_here < a_host * size and (num_here or not generate):
+        if len(free) >= size if own else num_here < per_host * size and (num_here or not generate):
             return tuple(ProcessPlace(host, free[:size], rank) for rank in range(size))
     return ()
 
@@ -254,7 +254,7 @@ class GeneratorPlaces:
     def __init__(self, generation: GenerationConfig) -> None:
         self._generation = generation
         self._ranks: list[Ranks] = []
-        self._a_host = 1  # number of generators that fit on a host without GPUs
+        self._per_host = 1  # number of generators that fit on a host without GPUs
 
     def __getitem__(self, index: int) -> Ranks:
         return self._ranks[index]
@@ -280,7 +280,7 @@ class GeneratorPlaces:
         """Place all generators; see `place_generators` for errors."""
         self._ranks = [*place_generators(self._generation, hosts, gpus, trainer)]
         used = {place.host for ranks in self._ranks for place in ranks}
-        self._a_host = -(-len(self._ranks) // max(len(used), 1))
+        self._per_host = -(-len(self._ranks) // max(len(used), 1))
 
     def move(self, index: int, gpus: GPUs, trainer: Sequence[ProcessPlace]) -> bool:
         """Move a generator whose host is lost. Returns whether a host has room for it.
@@ -288,7 +288,7 @@ class GeneratorPlaces:
         Args:
             gpus: GPUs of the hosts that are present.
         """
-        ranks = place_generator_again(index, self._ranks, gpus, self._a_host, trainer)
+        ranks = place_generator_again(index, self._ranks, gpus, self._per_host, trainer)
         self._ranks[index] = ranks or self._ranks[index]
         return bool(ranks)
 
@@ -299,7 +299,7 @@ class GeneratorPlaces:
             without: Indices of generators without a place, which are chosen before new ones.
         """
         generation = self._generation
-        room = len(gpus) // generation.tensor_parallel_size if gpus else self._a_host
+        room = len(gpus) // generation.tensor_parallel_size if gpus else self._per_host
         most = generation.most_generators or len(self._ranks) + room
         chosen = [*without, *range(len(self._ranks), most)][:room]
         alone = generation.model_copy(update={"num_generators": room})
