@@ -45,7 +45,7 @@ SETTINGS_ON_HOSTS: dict[str, Any] = {
 moments = pytest.mark.parametrize(
     "until_moment",
     [HeldRun.continue_until_generating, HeldRun.continue_until_pulling],
-    ids=["amid requests", "in a pull"],
+    ids=["during requests", "during a pull"],
 )
 UntilMoment = Callable[[HeldRun, NamespaceHost], None]
 
@@ -129,7 +129,7 @@ def test_trainer_recovers_when_its_replacement_is_killed_too(in_a_step: HeldRun)
 @pytest.mark.parametrize(
     ("until_moment", "generator"),
     [(HeldRun.continue_until_generating, "generator-1"), (HeldRun.continue_until_pulling, "generator-0")],
-    ids=["amid requests", "in a pull"],
+    ids=["during requests", "during a pull"],
 )
 def test_link_that_stays_down_loses_the_host(until_moment: UntilMoment, generator: str, in_a_step: HeldRun) -> None:
     """The first time the other generator continues alone; the second time a generator starts on the remaining host."""

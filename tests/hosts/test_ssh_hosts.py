@@ -137,7 +137,7 @@ def controller(servers: Servers, tmp_path: Path) -> Generator[Controller]:
 
 
 @on_more_hosts
-@pytest.mark.parametrize("end", ["in order", "killed"])
+@pytest.mark.parametrize("end", ["gracefully", "killed"])
 def test_ssh_workers_end_with_their_controller(
     end: str, hosts: Namespaces, controller: Controller, tmp_path: Path
 ) -> None:
