@@ -275,7 +275,8 @@ class SupervisedProcesses(HostListener):
 
     async def close(self) -> None:
         """End every process. The trainer and the generators have released all shared resources and are killed, because
-        Monarch would wait seconds for their interpreters. Rollout workers run user code and are terminated in order."""
+        Monarch would wait seconds for their interpreters. Rollout workers run user code and are terminated
+        gracefully."""
         for remote in self._remotes.values():
             if remote.process.role is Role.ROLLOUT_WORKER:
                 remote.close()

@@ -117,7 +117,7 @@ class ProcessActor(AnsweringActor):
 
 def enter_actor_process(log_path: str | Path) -> None:
     """Detach this process from the terminal: its output goes to a file, and Ctrl-C reaches only the controller, which
-    then stops the process in order. The same holds for SIGTERM, which schedulers send to every process of a job. The
+    then stops the process gracefully. The same holds for SIGTERM, which schedulers send to every process of a job. The
     kernel still ends the process when the controller dies. Files that the process writes are not accessible to users
     who may not access the log's folder, even if the worker was started with a wider umask."""
     os.setpgid(0, 0)

@@ -84,7 +84,7 @@ class WorkerProcess:
 
     @property
     def ended_on_request(self) -> bool:
-        """Whether it ended in order after SIGTERM, as `titan-rl worker` does."""
+        """Whether it ended gracefully after SIGTERM, as `titan-rl worker` does."""
         return self._process.returncode == 128 + signal.SIGTERM
 
     async def end(self) -> None:
@@ -153,8 +153,8 @@ class _Kept:
 class KeptWorkers:
     """The `ChangingWorkers` of commands that run one worker each and end with it. Made by `kept_workers`.
 
-    A worker that receives SIGTERM ends in order and is not restarted, because the sender wants its host. Any other end
-    counts as a failure of the worker, the host or the connection, and the command is started again after a pause.
+    A worker that receives SIGTERM ends gracefully and is not restarted, because the sender wants its host. Any other
+    end counts as a failure of the worker, the host or the connection, and the command is started again after a pause.
 
     Args:
         logs: Folder with a file for the output of each host's worker.
