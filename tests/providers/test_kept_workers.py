@@ -150,7 +150,7 @@ async def test_worker_ended_by_sigterm_is_not_restarted(tmp_path: Path) -> None:
         assert await kept.workers.current() == ["10.0.0.1:5"]
 
 
-async def test_worker_of_a_released_host_ends(tmp_path: Path) -> None:
+async def test_releasing_a_host_ends_its_worker(tmp_path: Path) -> None:
     async with Kept(tmp_path) as kept:
         kept.workers.release(["host0"])
         assert await kept.workers.current() == []

@@ -122,7 +122,7 @@ class HostFiles:
             time.sleep(POLL_S)
         if (states := self._read_states()) is None:
             raise ConfigError(
-                f"the run in {self._run_dir} does not list its hosts: it does so once its processes have started, "
+                f"the run in {self._run_dir} does not list its hosts: they are listed once its processes have started, "
                 "or never if it has no processes"
             )
         return states
