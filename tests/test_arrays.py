@@ -34,7 +34,7 @@ TOKEN_LISTS = st.lists(st.integers(0, 2**31 - 1), max_size=30)
 
 
 @given(TOKEN_LISTS, TOKEN_LISTS, st.slices(30))
-def test_tokens_read_as_their_list(tokens: list[int], more: list[int], part: slice) -> None:
+def test_token_array_behaves_like_its_list(tokens: list[int], more: list[int], part: slice) -> None:
     packed = token_array(tokens)
     assert packed == tokens
     assert tokens == packed
@@ -55,7 +55,7 @@ def test_tokens_read_as_their_list(tokens: list[int], more: list[int], part: sli
     assert token_array(packed) is packed
 
 
-def test_numpy_reads_an_array_without_a_way_to_change_it() -> None:
+def test_numpy_view_of_an_array_is_read_only() -> None:
     packed = logprob_array([-0.5, -1.5])
     copied = np.array(packed)
     copied += 1
@@ -66,7 +66,7 @@ def test_numpy_reads_an_array_without_a_way_to_change_it() -> None:
 
 
 @given(st.lists(st.floats(), min_size=1, max_size=30))
-def test_what_is_asked_of_all_numbers_is_what_their_list_says(values: list[float]) -> None:
+def test_is_finite_and_least_agree_with_the_list(values: list[float]) -> None:
     packed = logprob_array(values)
     assert packed.is_finite() == all(map(math.isfinite, values))
     if packed.is_finite():
@@ -76,7 +76,7 @@ def test_what_is_asked_of_all_numbers_is_what_their_list_says(values: list[float
 
 
 @given(st.lists(st.floats(allow_nan=False), max_size=30))
-def test_logprobs_keep_every_bit(values: list[float]) -> None:
+def test_logprobs_round_trip_exactly(values: list[float]) -> None:
     packed = logprob_array(values)
     assert packed == values
     assert array_from_bytes(LOGPROBS, packed.tobytes()) == values
@@ -84,14 +84,14 @@ def test_logprobs_keep_every_bit(values: list[float]) -> None:
 
 
 @given(TOKEN_LISTS, TOKEN_LISTS)
-def test_how_much_two_begin_with(one: list[int], other: list[int]) -> None:
+def test_common_length_is_that_of_the_shared_prefix(one: list[int], other: list[int]) -> None:
     found = common_length(token_array(one), token_array(other))
     assert one[:found] == other[:found]
     assert one[found : found + 1] != other[found : found + 1] or found == len(one) == len(other)
     assert common_length(token_array(one + other), token_array(one)) == len(one)
 
 
-def test_a_window_shows_what_it_did_when_its_array_grows() -> None:
+def test_window_is_unchanged_when_its_array_grows() -> None:
     line = array(TOKENS, [7, 8, 9])
     window = NumberArray(line, 1, 3)
     lent = np.asarray(window)
@@ -102,7 +102,7 @@ def test_a_window_shows_what_it_did_when_its_array_grows() -> None:
         window[2]
 
 
-def test_windows_on_one_array_are_sent_with_one_array() -> None:
+def test_windows_on_one_array_are_pickled_with_one_copy() -> None:
     line = array(TOKENS, range(10_000))
     sent = pickle.dumps([NumberArray(line, 0, stop) for stop in range(9000, 9100)])
     assert len(sent) < 2 * line.itemsize * len(line)
@@ -110,19 +110,19 @@ def test_windows_on_one_array_are_sent_with_one_array() -> None:
 
 
 @pytest.mark.parametrize("tokens", [["a"], [0.5], [None]])
-def test_what_is_no_token_is_refused(tokens: list[object]) -> None:
+def test_invalid_tokens_are_rejected(tokens: list[object]) -> None:
     with pytest.raises(TypeError):
         token_array(tokens)  # pyright: ignore[reportArgumentType]
     with pytest.raises(OverflowError):
         token_array([2**31])
 
 
-def test_versions_of_spans() -> None:
+def test_version_array_expands_spans() -> None:
     assert version_array([(6, 3), (7, 0), (8, 2)]) == [6, 6, 6, 8, 8]
 
 
 @given(st.lists(st.booleans(), max_size=20))
-def test_a_mask_reads_as_its_list(values: list[bool]) -> None:
+def test_mask_behaves_like_its_list(values: list[bool]) -> None:
     mask = MaskArray(bytes(values))
     assert mask == values
     assert mask.count(True) == sum(values)
@@ -136,7 +136,7 @@ ROWS = st.lists(
 
 
 @given(ROWS.filter(any))
-def test_experts_read_as_their_rows(rows: list[list[list[int]] | None]) -> None:
+def test_expert_rows_behave_like_their_lists(rows: list[list[list[int]] | None]) -> None:
     packed = expert_rows(rows)
     assert packed == rows
     assert [packed[place] for place in range(len(packed))] == rows
@@ -147,22 +147,27 @@ def test_experts_read_as_their_rows(rows: list[list[list[int]] | None]) -> None:
 
 
 @pytest.mark.parametrize("rows", [[[1, 2]], [[[1]], [[1], [2]]], [[[0.5]]], [[[70_000]]], [[["a"]]], [None]])
-def test_what_are_no_experts_is_refused(rows: object) -> None:
+def test_invalid_expert_rows_are_rejected(rows: object) -> None:
     with pytest.raises(TypeError):
         expert_rows(rows)
 
 
-def test_completions_of_the_same_numbers_are_equal_whatever_holds_them():
-    def made(hold: Callable[[list[Any]], Any], last: float = -0.2) -> Completion:
+def test_completions_are_equal_for_any_container_of_the_same_numbers():
+    def made(container: Callable[[list[Any]], Any], last: float = -0.2) -> Completion:
         spans = [VersionSpan(0, 2)]
         return Completion(
-            "a", hold([5, 9]), hold([-0.1, last]), FinishReason.STOP, spans, routed_experts=hold([[[1]], [[0]]])
+            "a",
+            container([5, 9]),
+            container([-0.1, last]),
+            FinishReason.STOP,
+            spans,
+            routed_experts=container([[[1]], [[0]]]),
         )
 
     packed = Completion("a", token_array([5, 9]), logprob_array([-0.1, -0.2]), FinishReason.STOP, (VersionSpan(0, 2),))
-    ways = [list, tuple, np.asarray]
-    for one in ways:
-        for other in ways:
+    containers = [list, tuple, np.asarray]
+    for one in containers:
+        for other in containers:
             assert made(one) == made(other)
             assert made(one) != made(other, -0.3)
         assert replace(made(one), routed_experts=None) == packed

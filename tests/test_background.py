@@ -25,19 +25,19 @@ async def fail_beside(background: Coroutine[Any, Any, None]) -> None:
 
 
 @pytest.mark.looptime
-async def test_an_error_interrupts_what_the_test_waits_for():
+async def test_background_error_interrupts_the_test():
     with pytest.raises(OSError, match="broken"):
         await wait_beside(fail())
     await asyncio.sleep(1)  # the cancellation is over
 
 
 @pytest.mark.looptime
-async def test_an_error_is_raised_also_where_the_test_failed_because_of_it():
+async def test_background_error_replaces_the_failure_it_caused():
     with pytest.raises(OSError, match="broken"):
         await fail_beside(fail())
 
 
-async def test_a_task_ends_with_its_block():
+async def test_background_task_is_cancelled_when_its_block_ends():
     async with in_background(asyncio.Event().wait()) as task:
         await asyncio.sleep(0)
     await asyncio.wait([task])
@@ -45,6 +45,6 @@ async def test_a_task_ends_with_its_block():
 
 
 @pytest.mark.looptime
-async def test_the_cancellation_of_a_test_stays_one():
+async def test_cancellation_of_the_test_stays_a_cancellation():
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(wait_beside(asyncio.sleep(10)), 1)

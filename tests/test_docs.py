@@ -18,14 +18,14 @@ HEAVY = ("titan_rl.training.trainer", "titan_rl.generation.vllm_engine")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_a_page_names_are_there(page: Path) -> None:
+def test_files_named_on_a_page_exist(page: Path) -> None:
     named = re.findall(r"`([\w./-]+\.py)`", page.read_text())
     missing = [path for path in named if not any(other == path or other.endswith(f"/{path}") for other in CODE)]
     assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_imports_is_there(page: Path) -> None:
+def test_imports_on_a_page_exist(page: Path) -> None:
     for module, names in re.findall(r"^\s*from (titan_rl[\w.]*) import ([\w, ]+)$", page.read_text(), re.M):
         assert importlib.util.find_spec(module) is not None, module
         if module not in HEAVY:
@@ -51,7 +51,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_links_to_is_there(page: Path) -> None:
+def test_links_on_a_page_resolve(page: Path) -> None:
     for target, anchor in links(page):
         assert target.exists(), target
         assert not anchor or anchor in anchors(target), f"{target.name}#{anchor}"
@@ -70,7 +70,7 @@ def test_what_a_page_links_to_is_there(page: Path) -> None:
         ("what does this setting do", "reference/settings.md#settings"),
     ],
 )
-def test_a_question_is_answered_within_two_clicks_from_the_readme(question: str, answer: str) -> None:
+def test_answers_are_within_two_clicks_of_the_readme(question: str, answer: str) -> None:
     path, _, anchor = answer.partition("#")
     page = ROOT / "docs" / path
     first = {target for target, _ in links(ROOT / "README.md") if target.suffix == ".md"}
@@ -79,14 +79,14 @@ def test_a_question_is_answered_within_two_clicks_from_the_readme(question: str,
     assert anchor in anchors(page)
 
 
-def test_every_warning_of_a_run_is_explained() -> None:
+def test_every_run_warning_is_explained() -> None:
     page = (ROOT / "docs" / "how_to" / "not_learning.md").read_text()
     for sign in SIGNS:
         begins = re.split(r"[.:](?: |$)", sign.text)[0]
         assert f"| {begins} | `{sign.metric}` | {sign.least:g} |" in page
 
 
-def test_each_row_of_the_architecture_opens_a_file_that_is_there() -> None:
+def test_files_in_the_architecture_table_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     _, _, section = page.partition("\n## Which file to open\n")
     rows = re.findall(r"^\| ([^|]+) \| (`[^|]+`) \| ([^|]*) ?\|$", section.partition("\n## ")[0], re.MULTILINE)

@@ -43,12 +43,12 @@ def definitions() -> tuple[dict[str, list[str]], set[str]]:
     return classes, names
 
 
-def test_a_class_name_stands_for_one_class() -> None:
+def test_class_names_are_unique() -> None:
     classes, _ = definitions()
     assert not {name: modules for name, modules in classes.items() if len(modules) > 1}
 
 
-def test_what_the_glossary_names_is_there() -> None:
+def test_names_in_the_glossary_exist() -> None:
     rows = re.findall(r"^\| [^|]+\|[^|]+\| ([^|]+) \|$", (ROOT / "docs" / "glossary.md").read_text(), re.M)
     assert 30 < len(rows) <= 41  # with the header
     named = {name.removeprefix("titan_rl.") for row in rows for name in re.findall(r"`([\w.]+)`", row)}

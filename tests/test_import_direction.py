@@ -94,7 +94,7 @@ def in_cycles(edges: Mapping[str, Set[str]]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", MAY_IMPORT)
-def test_a_package_imports_only_what_it_may(name: str) -> None:
+def test_package_imports_only_allowed_packages(name: str) -> None:
     allowed = MAY_IMPORT[name].split()
     strays = {
         f"{module} -> {other}"
@@ -105,7 +105,7 @@ def test_a_package_imports_only_what_it_may(name: str) -> None:
     assert not strays
 
 
-def test_every_package_is_listed_above_those_that_import_it() -> None:
+def test_packages_are_listed_above_their_importers() -> None:
     entries = [path for path in (ROOT / "titan_rl").iterdir() if path.suffix == ".py" or any(path.rglob("*.py"))]
     assert {path.stem for path in entries if not path.name.startswith("__")} == set(MAY_IMPORT)
     order = list(MAY_IMPORT)
@@ -117,7 +117,7 @@ def test_there_are_at_most_sixteen_packages() -> None:
     assert len(set(MAY_IMPORT) - set(MODULES)) <= 16
 
 
-def test_no_import_is_allowed_that_does_not_exist() -> None:
+def test_every_allowed_import_is_used() -> None:
     edges = edges_between(package)
     unused = {name: set(allowed.split()) - edges[name] for name, allowed in MAY_IMPORT.items()}
     assert not {name: found for name, found in unused.items() if found}
@@ -128,11 +128,11 @@ def test_there_is_no_import_cycle(level: Callable[[str], str]) -> None:
     assert not in_cycles(edges_between(level))
 
 
-def test_a_cycle_of_three_is_found() -> None:
+def test_cycle_of_three_is_found() -> None:
     assert in_cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == {"a", "b", "c"}
 
 
-def test_the_picture_in_the_docs_has_every_package() -> None:
+def test_architecture_page_names_every_package() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     for name in MAY_IMPORT:
         assert re.search(rf"`{name}(/|\.py)`", text), f"docs/architecture.md does not name {name}"

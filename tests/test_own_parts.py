@@ -73,7 +73,7 @@ def load(*overrides: tuple[str, str]) -> object:
     return load_config("examples/alphabet_sort/cpu.toml", overrides, check_files=False)
 
 
-async def test_an_engine_serves_and_a_transport_brings_its_weights() -> None:
+async def test_custom_engine_serves_weights_from_a_custom_transport() -> None:
     name = "own_parts:Transport"
     writer, reader = (make_transport(name, TransportSpec("run-7")) for _ in range(2))
     manifest = writer.publish(1, [("w", 1)])
@@ -88,7 +88,7 @@ async def test_an_engine_serves_and_a_transport_brings_its_weights() -> None:
     assert engine.state_dict == {"w": 1}
 
 
-async def test_a_strategy_routes() -> None:
+async def test_custom_strategy_routes_requests() -> None:
     replicas = [LocalReplica(name, EngineLoop(ScriptedEngine), lambda version: []) for name in ("a", "b")]
     for replica in replicas:
         await replica.loop.start()
@@ -107,7 +107,7 @@ def group_of(size: int) -> RolloutGroup:
     return RolloutGroup("g", None, [Rollout(f"g/{index}", "g", index, None) for index in range(size)])
 
 
-def test_a_filter_says_why_a_group_is_left_out() -> None:
+def test_custom_filter_names_the_reason_for_dropping_a_group() -> None:
     filters = [find_filter("zero_variance"), find_filter("own_parts:one_sided")]
     assert first_reason(filters, group_of(2)) is None
     assert first_reason(filters, group_of(3)) == "one_sided"
@@ -120,12 +120,12 @@ def test_a_filter_says_why_a_group_is_left_out() -> None:
         ("own_parts:broken", r"filter 'own_parts:broken' failed on group 'g': KeyError: 'answer' \(.*own_parts.py:"),
     ],
 )
-def test_what_a_filter_does_wrong_is_told_with_its_line(name: str, complaint: str) -> None:
+def test_filter_errors_name_the_filter_and_its_line(name: str, complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
         first_reason([find_filter(name)], group_of(2))
 
 
-def test_what_an_engine_cannot_do_is_not_asked_of_it() -> None:
+def test_settings_unsupported_by_a_custom_engine_are_rejected() -> None:
     two = ("generation.tensor_parallel_size", "2")
     with pytest.raises(
         ConfigError, match=r"^command line: generation.tensor_parallel_size = 2.*'own_parts:engine' .*set"
@@ -138,10 +138,10 @@ def test_what_an_engine_cannot_do_is_not_asked_of_it() -> None:
     ):
         load(experts, ("generation.engine", "own_parts:engine"))
     load(experts, ("generation.engine", "own_parts:experts"))
-    guesses = ("generation.speculative.method", "ngram")
+    speculative = ("generation.speculative.method", "ngram")
     with pytest.raises(ConfigError, match=r'speculative.method = "ngram".*\'own_parts:engine\' has no speculative'):
-        load(guesses, ("generation.engine", "own_parts:engine"))
-    load(guesses)
+        load(speculative, ("generation.engine", "own_parts:engine"))
+    load(speculative)
     auto = ("generation.max_running", "auto")
     with pytest.raises(ConfigError, match=r"max_running = 'auto'.*'own_parts:engine' does not find out.*set it to a"):
         load(auto, ("generation.engine", "own_parts:engine"))
@@ -150,7 +150,7 @@ def test_what_an_engine_cannot_do_is_not_asked_of_it() -> None:
     assert not find_engine("own_parts:engine").modules
 
 
-def test_a_transport_that_needs_gpus_says_so() -> None:
+def test_transport_that_needs_gpus_is_rejected_without_them() -> None:
     name = load(("statedict.transport", "own_parts:on_gpus")).statedict.transport
     roles = Roles(("here",), ("here",), ("here",))
     with pytest.raises(ConfigError, match=r"statedict.transport is 'own_parts:on_gpus' and here has no GPU"):
@@ -173,6 +173,6 @@ def test_a_transport_that_needs_gpus_says_so() -> None:
         (lambda: find_filter("own_parts:gone"), "scheduling.filters = .*: own_parts has no function gone; it has: "),
     ],
 )
-def test_what_is_no_such_thing_is_named_with_its_setting(make, complaint: str) -> None:
+def test_invalid_custom_part_error_names_its_setting(make, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         make()

@@ -15,7 +15,7 @@ LOOP = {
 }  # fmt: skip
 
 
-def test_a_loop_finds_its_parts_and_every_error():
+def test_public_names_include_loop_parts_and_errors():
     public = set(titan_rl.__all__)
     assert public >= LOOP
     of_errors = [value for value in vars(errors).values() if inspect.isclass(value)]

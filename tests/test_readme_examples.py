@@ -62,14 +62,14 @@ async def test_a_custom_env_and_a_mock_generate_play_a_group() -> None:
 
 
 @pytest.mark.skipif(not MOCKS.exists(), reason="an installed package has no docs")
-def test_a_page_shows_these_examples() -> None:
+def test_mocks_page_shows_these_examples() -> None:
     page = MOCKS.read_text()
     for example in (CountDown, count_down, test_a_custom_env_and_a_mock_generate_play_a_group):
         assert inspect.getsource(example).strip() in page
 
 
 @pytest.mark.skipif(not MOCKS.exists(), reason="an installed package has no docs")
-def test_the_examples_import_what_they_use() -> None:
+def test_shown_examples_import_what_they_use() -> None:
     *_, env, test = re.findall(r"```python\n(.*?)```", MOCKS.read_text(), re.DOTALL)
     (task,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     for block in (env, env + test, task):
@@ -79,7 +79,7 @@ def test_the_examples_import_what_they_use() -> None:
 
 
 @pytest.mark.skipif(not README.exists(), reason="an installed package has no README")
-async def test_the_readmes_task_is_named_by_its_file_and_played(tmp_path: Path, monkeypatch) -> None:
+async def test_readme_task_loads_from_its_file_and_is_played(tmp_path: Path, monkeypatch) -> None:
     (module,) = re.findall(r"```python\n(import random\n.*?)```", README.read_text(), re.DOTALL)
     (settings,) = re.findall(r"```toml\n(.*?)```", README.read_text(), re.DOTALL)
     (tmp_path / "sums.py").write_text(module)

@@ -17,7 +17,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
 
 
-def test_its_tables_are_a_config(tmp_path: Path) -> None:
+def test_tables_on_the_page_are_a_valid_config(tmp_path: Path) -> None:
     tasks, suites = blocks("toml")
     (tmp_path / "run.toml").write_text(f"{tasks}\n{suites}")
     config = load_config(tmp_path / "run.toml", check_files=False)
@@ -28,7 +28,7 @@ def test_its_tables_are_a_config(tmp_path: Path) -> None:
     ]
 
 
-def test_its_curriculum_gives_a_sample_until_it_is_solved() -> None:
+def test_curriculum_on_the_page_repeats_a_sample_until_solved() -> None:
     (code,) = blocks("python")
     names: dict[str, Any] = {"__name__": "several_tasks_page"}
     exec(code, names)

@@ -58,7 +58,7 @@ def tiny(tmp_path: Path) -> Path:
     return package
 
 
-def test_a_tiny_package_is_counted(tiny: Path) -> None:
+def test_measures_a_tiny_package(tiny: Path) -> None:
     found = shape.measure(tiny)
     assert found.files == 3
     assert found.code_lines == 18
@@ -73,7 +73,7 @@ def test_a_tiny_package_is_counted(tiny: Path) -> None:
     assert found.arrows == {("config", "core")}
 
 
-def test_a_commit_is_measured_beside_the_working_tree(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measures_a_commit_and_the_working_tree(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def git(*words: str) -> None:
         identity = ["-c", "user.name=tiny", "-c", "user.email=tiny@localhost"]
         subprocess.run(["git", *identity, *words], cwd=tiny.parent, check=True, capture_output=True, timeout=60)
@@ -90,12 +90,12 @@ def test_a_commit_is_measured_beside_the_working_tree(tiny: Path, capsys: pytest
     assert "| docstrings opening What, Who, How, Where, Of ... | 1 of 3 (33.3%) | 2 of 4 (50.0%) |" in lines
 
 
-def test_an_unknown_commit_is_named(tiny: Path) -> None:
+def test_unknown_commit_is_named(tiny: Path) -> None:
     subprocess.run(["git", "init", "--quiet"], cwd=tiny.parent, check=True, timeout=60)
     with pytest.raises(SystemExit, match="tiny of nowhere cannot be read"):
         shape.measure_commit(tiny, "nowhere")
 
 
-def test_docstrings_of_the_package_open_with_a_noun_or_a_verb() -> None:
+def test_docstrings_open_with_a_noun_or_a_verb() -> None:
     figures = shape.measure(Path(__file__).parents[1] / "titan_rl")
     assert figures.share_of_openings <= 0.01, figures

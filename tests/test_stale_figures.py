@@ -72,16 +72,14 @@ def stale(script: dict[str, Any], repository: Repository) -> dict[str, tuple[str
     return {stale.figure.names[0]: stale.changed for stale in script["stale_figures"](repository.root)}
 
 
-def test_a_figure_is_fresh_until_its_subject_changes(script: dict[str, Any], repository: Repository):
+def test_figure_is_fresh_until_its_subject_changes(script: dict[str, Any], repository: Repository):
     assert stale(script, repository) == {}
     repository.write("titan_rl/router/choice.py", "2")
     changed = ("titan_rl/router/choice.py",)
     assert stale(script, repository) == {"choice_8": changed, "choice_time": changed, "whole": changed}
 
 
-def test_a_change_of_the_benchmark_or_of_its_helpers_makes_its_figures_stale(
-    script: dict[str, Any], repository: Repository
-):
+def test_change_of_a_benchmark_or_its_helpers_makes_its_figures_stale(script: dict[str, Any], repository: Repository):
     repository.write("benchmarks/paired.py", "x = 1")
     repository.write("benchmarks/trainer.py", "import titan_rl.trainer as trainer")
     repository.save()
@@ -92,7 +90,7 @@ def test_a_change_of_the_benchmark_or_of_its_helpers_makes_its_figures_stale(
     }
 
 
-def test_an_unknown_commit_makes_a_figure_stale(script: dict[str, Any], repository: Repository):
+def test_unknown_commit_makes_a_figure_stale(script: dict[str, Any], repository: Repository):
     results = repository.root / "benchmarks" / "RESULTS.md"
     results.write_text(results.read_text().replace(repository.commit, "0123456789"))
     assert {stale.reason for stale in script["stale_figures"](repository.root)} == {
@@ -100,7 +98,7 @@ def test_an_unknown_commit_makes_a_figure_stale(script: dict[str, Any], reposito
     }
 
 
-def test_the_command_fails_on_request(repository: Repository):
+def test_command_fails_on_request(repository: Repository):
     command = [sys.executable, str(SCRIPT), "--root", str(repository.root), "--fail"]
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0
     repository.write("titan_rl/trainer.py", "2")
@@ -119,7 +117,7 @@ def test_rows_have_names_values_and_quartiles(script: dict[str, Any], repository
     ]
 
 
-def test_a_figure_outside_its_quartiles_is_better_or_worse_by_its_target(repository: Repository):
+def test_differences_outside_the_quartiles_are_judged_by_the_target(repository: Repository):
     results = (repository.root / "benchmarks" / "RESULTS.md").read_text()
     measured = {"choice_8": 2.7, "choice_64": 12.0, "choice_time": 1500.0, "unknown": 1.0}
     assert [str(each) for each in differences(measured, results)] == [
@@ -129,14 +127,14 @@ def test_a_figure_outside_its_quartiles_is_better_or_worse_by_its_target(reposit
     assert [each.is_worse for each in differences({"choice_time": 1100.0}, results)] == [False]
 
 
-def test_every_benchmark_that_the_results_name_is_there(script: dict[str, Any]):
+def test_benchmarks_named_in_the_results_exist(script: dict[str, Any]):
     named = {row.module for row in script["figures"]((ROOT / "benchmarks" / "RESULTS.md").read_text()) if row.module}
     assert named
     named |= {command.split()[0] for command in COMMANDS}
     assert [name for name in named if not (ROOT / "benchmarks" / f"{name}.py").is_file()] == []
 
 
-def test_new_figures_replace_the_rows_that_they_measure():
+def test_new_figures_replace_their_rows():
     before = (
         "# Figures\n\n"
         + HEAD
@@ -162,7 +160,7 @@ def test_new_figures_replace_the_rows_that_they_measure():
     )
 
 
-def test_a_command_of_same_is_that_of_the_row_before_in_its_table():
+def test_same_refers_to_the_command_of_the_previous_row():
     row = "| `{}` | 1 | | | {} | old | 1234567 |\n"
     first, second = row.format("a", "`python -m benchmarks.a`"), row.format("b", "same")
     text = f"## One\n\n{HEAD}{first}{second}\n## Two\n\n{HEAD}{second}"
@@ -171,14 +169,14 @@ def test_a_command_of_same_is_that_of_the_row_before_in_its_table():
     assert [figure.module for figure in figures(after)] == ["a", "b", "b"]
 
 
-def test_every_table_of_the_results_begins_with_a_command():
+def test_every_results_table_begins_with_a_command():
     lines = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()
     heads = [place for place, line in enumerate(lines) if line == HEAD.splitlines()[0]]
     assert heads
     assert not [lines[place + 2] for place in heads if "| same |" in lines[place + 2]]
 
 
-def test_each_of_several_targets_belongs_to_one_value():
+def test_each_target_of_a_row_belongs_to_one_value():
     row = "| `a_x`, `_y` | 3, 1.6 | | {} | `python -m benchmarks.a` | {} |\n"
     measured = {"a_x": Measured(3.0, None, "a"), "a_y": Measured(1.6, None, "a")}
     after = with_measured(row.format("≤ 3, ≤ 1", "old | 1234567"), measured, date="2030-01-02", commit="abcdef0")
@@ -201,6 +199,6 @@ def test_missed_targets_are_listed_by_section():
     )
 
 
-def test_the_results_list_their_missed_targets():
+def test_results_list_their_missed_targets():
     text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     assert text == with_missed(text)

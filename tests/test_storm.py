@@ -61,7 +61,7 @@ class Conversation:
     async def close(self) -> None: ...
 
 
-def go_on_after_length(generate: GenerateFn) -> GenerateFn:
+def continue_after_length(generate: GenerateFn) -> GenerateFn:
     """A completion cut by its budget ends no rollout here, so that every rollout has all its turns."""
 
     async def whole(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
@@ -96,7 +96,7 @@ async def play(generate: GenerateFn) -> list[Rollout]:
         groups = [
             tasks.create_task(
                 rollouter.run_group(
-                    go_on_after_length(generate),
+                    continue_after_length(generate),
                     200 + index,
                     group_id=f"g{index}",
                     group_size=SIBLINGS,
@@ -191,7 +191,7 @@ class Storm:
         await self.router.close()
 
 
-async def test_no_rollout_notices_a_storm() -> None:
+async def test_rollouts_are_unaffected_by_a_storm_of_events() -> None:
     calm = await undisturbed()
     storm = Storm(seed=7)
     await storm.start()

@@ -28,7 +28,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Te
     st.lists(st.integers(1, 7), min_size=1, max_size=3),
     st.data(),
 )
-def test_the_checksums_of_slices_add_up_however_they_are_cut(
+def test_checksums_of_slices_add_up_for_any_partition(
     dtype: torch.dtype, shape: list[int], data: st.DataObject
 ) -> None:
     offset = data.draw(st.integers(0, 3))  # views may begin within a word
@@ -48,7 +48,7 @@ def test_the_checksums_of_slices_add_up_however_they_are_cut(
     assert covers([(start, box.shape) for start, box in boxes], shape)
 
 
-def test_a_row_of_a_matrix_has_its_part_of_the_checksum() -> None:
+def test_checksums_of_partial_rows_add_up() -> None:
     whole = drawn((2, 3), torch.bfloat16)
     boxes = [((row, at), whole[row : row + 1, at : at + size]) for row in (0, 1) for at, size in ((0, 2), (2, 1))]
     assert sum(box_checksum(box, start) for start, box in boxes) % 2**64 == box_checksum(whole)
@@ -59,7 +59,7 @@ def test_a_row_of_a_matrix_has_its_part_of_the_checksum() -> None:
     st.integers(0, 2**31),
     st.booleans(),
 )
-def test_processors_that_multiply_bytes_and_those_that_do_not_compute_the_same_checksum(
+def test_checksum_is_the_same_with_and_without_byte_products(
     shape: tuple[int, ...], seed: int, has_extremes: bool
 ) -> None:
     bits = torch.randint(-(2**31), 2**31 - 1, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
@@ -78,7 +78,7 @@ def test_processors_that_multiply_bytes_and_those_that_do_not_compute_the_same_c
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_bit_a_swap_and_a_permutation_are_found(dtype: torch.dtype) -> None:
+def test_checksum_detects_bit_flips_reversals_and_permutations(dtype: torch.dtype) -> None:
     whole = drawn((16, 24), dtype)
     bits = whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     expected = box_checksum(whole)
@@ -96,7 +96,7 @@ def test_a_bit_a_swap_and_a_permutation_are_found(dtype: torch.dtype) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 23)), min_size=2, max_size=6, unique=True))
-def test_signs_that_change_in_several_places_are_found(places: list[tuple[int, int]]) -> None:
+def test_checksum_detects_several_sign_changes(places: list[tuple[int, int]]) -> None:
     whole = drawn((16, 24), torch.float32).abs() + 1
     expected = box_checksum(whole)
     for place in places:
@@ -104,13 +104,13 @@ def test_signs_that_change_in_several_places_are_found(places: list[tuple[int, i
     assert box_checksum(whole) != expected
 
 
-def test_a_dtype_that_has_every_value_of_another_is_exact() -> None:
+def test_is_exact_in_a_dtype_that_contains_every_value() -> None:
     assert is_exact_in(torch.float32, torch.bfloat16)
     assert not is_exact_in(torch.bfloat16, torch.float32)
     assert not is_exact_in(torch.float16, torch.bfloat16)
     assert not is_exact_in(torch.bfloat16, torch.float16)
 
 
-def test_what_is_large_is_summed_in_parts() -> None:
+def test_checksums_of_many_rows_add_up() -> None:
     whole = drawn((300, 500), torch.bfloat16)
     assert sum(box_checksum(row[None], (index, 0)) for index, row in enumerate(whole)) % 2**64 == box_checksum(whole)

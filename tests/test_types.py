@@ -47,7 +47,7 @@ def completion(**fields: Any) -> Completion:
     return Completion(**{**given, "version_spans": (VersionSpan(0, 2),), **fields})
 
 
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+INVALID: dict[str, tuple[Callable[[], object], str]] = {
     **{
         f"SamplingParams({name}={value!r})": (
             lambda name=name, value=value: SamplingParams(**{"max_tokens": 8, name: value}),
@@ -135,19 +135,19 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_makes_no_sense_is_refused_with_field_and_value(name: str) -> None:
-    make, message = REFUSED[name]
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_value_error_names_field_and_value(name: str) -> None:
+    make, message = INVALID[name]
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
 
 
-def test_a_negative_penalty_keeps_its_weight_positive() -> None:
+def test_penalty_keeps_its_positive_weight() -> None:
     rubric = Rubric([Reward(half, 0.8), Reward(lambda _: -1.0, 0.2, "penalty"), Reward(half, 0.0, "recorded")])
     assert [reward.weight for reward in rubric.rewards] == [0.8, 0.2, 0.0]
 
 
-def test_numpy_numbers_become_plain_ones() -> None:
+def test_numpy_numbers_become_plain_numbers() -> None:
     sampling = SamplingParams(
         max_tokens=np.int64(8),
         temperature=np.float32(0.5),
@@ -170,10 +170,10 @@ def test_numpy_numbers_become_plain_ones() -> None:
         msgspec.msgpack.encode(value)
 
 
-def test_metrics_of_floats_are_kept_as_they_are() -> None:
+def test_float_metrics_are_kept_without_a_copy() -> None:
     metrics = {"queue_s": 0.5}
     assert completion(metrics=metrics).metrics is metrics
 
 
-def test_a_step_of_numpy_rewards_is_one() -> None:
+def test_token_step_accepts_numpy_rewards() -> None:
     assert TokenStep([1], rewards={"won": np.float32(0.5)}).rewards == {"won": 0.5}

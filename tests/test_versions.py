@@ -18,7 +18,7 @@ from titan_rl.weights.manifest import join
 from titan_rl.weights.types import Manifest, PublishedWeights
 
 
-def test_the_ranks_of_a_trainer_have_one_version() -> None:
+def test_ranks_must_agree_on_the_version() -> None:
     assert agreed_version([3, 3], "after a step") == 3
     with pytest.raises(TrainingError, match=r"versions \[3, 4\] after a step"):
         agreed_version([3, 4], "after a step")
@@ -26,7 +26,7 @@ def test_the_ranks_of_a_trainer_have_one_version() -> None:
         join([Manifest(3, ()), Manifest(4, ())])
 
 
-def test_a_step_makes_the_version_of_its_number() -> None:
+def test_trained_version_must_be_the_next_step() -> None:
     batch = GroupBatch([], 6, {}, lambda: None)
     batch.trained(7)
     assert batch.step == 7
@@ -45,7 +45,7 @@ class Loading:
         return self.version
 
 
-async def test_weights_and_state_of_a_checkpoint_are_of_one_step() -> None:
+async def test_checkpoint_weights_and_state_must_be_of_the_same_step() -> None:
     start = Resumption(Path("checkpoints/step-000004"), RunState(step=4))
     progress = Progress(4, io.StringIO())
     await start.load(cast("Any", Loading(4)), progress)
@@ -53,7 +53,7 @@ async def test_weights_and_state_of_a_checkpoint_are_of_one_step() -> None:
         await start.load(cast("Any", Loading(5)), progress)
 
 
-def test_a_version_that_is_published_is_newer_than_the_ones_before() -> None:
+def test_published_versions_must_increase() -> None:
     published = PublishedWeights()
     published.announce(Manifest(5, ()))
     with pytest.raises(StateDictError, match="version 4 is published after version 5"):

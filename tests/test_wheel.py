@@ -40,7 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def test_it_has_every_file_of_the_package_and_the_examples(wheel: Path):
+def test_wheel_contains_the_package_and_the_examples(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     code = {path.relative_to(ROOT).as_posix() for path in (ROOT / "titan_rl").rglob("*") if path.is_file()}
     assert {name for name in code if "__pycache__" not in name} - names == set()
@@ -80,16 +80,16 @@ def run(python: Path | str, *arguments: str, cwd: Path) -> str:
 
 def works_outside(python: Path | str, folder: Path) -> None:
     """What needs neither torch nor an engine, in one process: each compiles what it imports."""
-    said = run(python, "-c", OUTSIDE, cwd=folder)
-    (place,) = [line.removeprefix("at ") for line in said.splitlines() if line.startswith("at ")]
+    output = run(python, "-c", OUTSIDE, cwd=folder)
+    (place,) = [line.removeprefix("at ") for line in output.splitlines() if line.startswith("at ")]
     assert not Path(place).is_relative_to(ROOT / "titan_rl")
-    assert "my_task/config.toml" in said
-    assert "sorted/base/model.safetensors" in said
-    assert "usage: titan-rl view" in said
-    assert "task of sorted.task" in said
+    assert "my_task/config.toml" in output
+    assert "sorted/base/model.safetensors" in output
+    assert "usage: titan-rl view" in output
+    assert "task of sorted.task" in output
 
 
-def test_it_works_in_an_environment_without_the_repository(wheel: Path, tmp_path: Path):
+def test_wheel_works_without_the_repository(wheel: Path, tmp_path: Path):
     """Unpacked rather than installed, before what the tests' environment has: an installation takes a minute."""
     venv.create(tmp_path / "own", with_pip=False)
     (packages,) = (tmp_path / "own").glob("lib/python*/site-packages")
@@ -102,7 +102,7 @@ def test_it_works_in_an_environment_without_the_repository(wheel: Path, tmp_path
 
 
 @asked_for
-def test_it_works_as_pip_installs_it(wheel: Path, request: pytest.FixtureRequest, tmp_path: Path):
+def test_wheel_works_when_installed_with_pip(wheel: Path, request: pytest.FixtureRequest, tmp_path: Path):
     name = f"wheel-{wheel.stat().st_mtime_ns:x}"
     python = python_with(request.config.cache, name, f"titan-rl[serve] @ file://{wheel}")
     works_outside(python, tmp_path)

@@ -14,7 +14,7 @@ from titan_rl.core.errors import MissingExtraError, install_command
 from titan_rl.run.machine.machine_checks import Finding, check_up, try_out
 
 
-def test_what_is_tried_out_is_found_to_work_to_fail_to_crash_or_to_hang():
+def test_trials_report_success_failure_crash_and_hang():
     trials = {
         "works": "print('chatter'); found = 'device cpu'",
         "fails": "import no_such_package_anywhere",
@@ -23,14 +23,14 @@ def test_what_is_tried_out_is_found_to_work_to_fail_to_crash_or_to_hang():
     hangs = try_out({"hangs": "while True: pass"}, "install it", timeout_s=0.5)
     found = {finding.subject: finding for finding in [*try_out(trials, "install it", timeout_s=60.0), *hangs]}
     assert found["works"] == Finding("works", "ok", "device cpu")
-    said = {subject: finding.found for subject, finding in found.items()}
-    assert "No module named 'no_such_package_anywhere'" in said["fails"]
-    assert said["crashes"] == "ended with code -6"
-    assert said["hangs"] == "did not end within 0.5 s"
+    reported = {subject: finding.found for subject, finding in found.items()}
+    assert "No module named 'no_such_package_anywhere'" in reported["fails"]
+    assert reported["crashes"] == "ended with code -6"
+    assert reported["hangs"] == "did not end within 0.5 s"
     assert {(f.state, f.fix) for f in found.values() if f.subject != "works"} == {("missing", "install it")}
 
 
-def test_the_machine_and_the_packages_are_looked_at(monkeypatch: pytest.MonkeyPatch):
+def test_checks_the_machine_and_the_packages(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("titan_rl.run.machine.machine_checks.try_out", lambda *_: iter(()))
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     found = {finding.subject: finding for finding in check_up()}
@@ -41,7 +41,7 @@ def test_the_machine_and_the_packages_are_looked_at(monkeypatch: pytest.MonkeyPa
     assert all(finding.fix is None for finding in found.values() if finding.state == "ok")
 
 
-def test_a_source_tree_that_is_not_installed_is_looked_at_but_for_versions(monkeypatch: pytest.MonkeyPatch):
+def test_uninstalled_source_tree_is_a_warning(monkeypatch: pytest.MonkeyPatch):
     def not_installed(name: str):
         raise PackageNotFoundError(name)
 
@@ -54,7 +54,7 @@ def test_a_source_tree_that_is_not_installed_is_looked_at_but_for_versions(monke
     assert findings["torch"].found == "2.11"
 
 
-def test_extras_that_are_not_installed_keep_nothing_from_starting(monkeypatch: pytest.MonkeyPatch):
+def test_uninstalled_extras_are_optional(monkeypatch: pytest.MonkeyPatch):
     about = Message()
     for extra in ("games", "tables", "dev"):
         about["Provides-Extra"] = extra
@@ -87,7 +87,7 @@ def test_extras_that_are_not_installed_keep_nothing_from_starting(monkeypatch: p
         (None, "pip install 'titan-rl[cpu]'"),
     ],
 )
-def test_an_extra_comes_from_where_the_installation_did(
+def test_install_command_uses_the_origin_of_the_installation(
     origin: str | None, command: str, monkeypatch: pytest.MonkeyPatch
 ):
     installed = SimpleNamespace(read_text=lambda _: origin)
@@ -96,7 +96,7 @@ def test_an_extra_comes_from_where_the_installation_did(
     assert str(MissingExtraError("torch", "cpu")) == f"torch is not installed; run: {command}"
 
 
-def test_it_says_what_to_do_and_ends_with_1_if_a_run_cannot_start(
+def test_exits_with_1_and_names_the_fix_when_a_run_cannot_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     found = [Finding("cores", "ok", "2"), Finding("import vllm", "missing", "not there", "pip install it")]
@@ -111,7 +111,7 @@ def test_it_says_what_to_do_and_ends_with_1_if_a_run_cannot_start(
     assert json.loads(capsys.readouterr().out) == {"subject": "cores", "state": "ok", "found": "2", "fix": None}
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
@@ -119,7 +119,9 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(("own", "private"), [(False, False), (False, True), (True, False)])
-def test_sockets_that_others_may_reach_are_a_warning(monkeypatch: pytest.MonkeyPatch, own: bool, private: bool) -> None:
+def test_sockets_reachable_by_other_users_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, own: bool, private: bool
+) -> None:
     links = {"/proc/self/ns/net": "net:[1]", "/proc/1/ns/net": f"net:[{2 if own else 1}]"}
     monkeypatch.setattr("os.readlink", lambda path, real=os.readlink: links.get(path) or real(path))
     tried = [Finding("other users", "ok" if private else "missing", "as tried out")]

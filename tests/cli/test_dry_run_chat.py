@@ -55,16 +55,16 @@ def config(folder: Path, task: type, *lines: str) -> str:
     return str(toml)
 
 
-def test_the_renderer_and_its_reason_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_shows_the_renderer_and_the_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", config(folder, Sums), "--dry-run"]) == 0
-    told = capsys.readouterr().err
-    assert "model.renderer is Qwen3Renderer: it renders as the model's chat template does" in told
-    assert "turns extend token by token: yes, earlier answers stay as sampled" in told
-    assert "tool calls: of Qwen3Renderer" in told
-    assert "stop tokens: <|im_end|> <|endoftext|>" in told
+    err = capsys.readouterr().err
+    assert "model.renderer is Qwen3Renderer: it renders as the model's chat template does" in err
+    assert "turns extend token by token: yes, earlier answers stay as sampled" in err
+    assert "tool calls: of Qwen3Renderer" in err
+    assert "stop tokens: <|im_end|> <|endoftext|>" in err
 
 
-def test_a_template_that_does_not_extend_is_refused_for_several_turns(
+def test_template_that_changes_earlier_turns_is_rejected_for_several_turns(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "chat_template.jinja").write_text(COUNTING)
@@ -73,18 +73,18 @@ def test_a_template_that_does_not_extend_is_refused_for_several_turns(
 
 
 @pytest.mark.parametrize(("task", "lines"), [(Sums, ()), (SumsWithTools, ("[rollout]", "max_turns = 1"))])
-def test_it_serves_for_a_single_turn(
+def test_template_that_changes_earlier_turns_is_accepted_for_a_single_turn(
     folder: Path, task: type, lines: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "chat_template.jinja").write_text(COUNTING)
     assert main(["train", config(folder, task, *lines), "--dry-run"]) == 0
-    told = capsys.readouterr().err
-    assert "turns extend token by token: no, the chat template of" in told
-    assert "it changes earlier messages when new ones are added" in told
-    assert "tool calls: not parsed, the chat template shows no tools" in told
+    err = capsys.readouterr().err
+    assert "turns extend token by token: no, the chat template of" in err
+    assert "it changes earlier messages when new ones are added" in err
+    assert "tool calls: not parsed, the chat template shows no tools" in err
 
 
-def test_its_renderer_extends_nothing_but_raises(folder: Path) -> None:
+def test_renderer_of_a_changing_template_raises_on_the_next_turn(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(COUNTING)
     renderer = suitable_renderer(load_tokenizer(folder), single_turn=True)
     prompt = renderer.render_ids([{"role": "user", "content": "7"}], add_generation_prompt=True)

@@ -128,9 +128,7 @@ def evaluate(config: Path, *arguments: str) -> int:
     return main(["eval", str(config), *arguments])
 
 
-def test_a_task_that_is_not_there_is_told_before_anything_is_started_or_written(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_task_is_reported_before_anything_starts(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert evaluate(config, "http://127.0.0.1:1/v1", "--tasks", "subtractions") == 2
     out, err = capfd.readouterr()
     assert out == ""
@@ -138,7 +136,7 @@ def test_a_task_that_is_not_there_is_told_before_anything_is_started_or_written(
     assert not (config.parent / "runs").exists()
 
 
-def test_an_endpoint_is_evaluated_and_its_figures_are_printed_and_kept(
+def test_evaluates_an_endpoint_and_prints_and_stores_results(
     adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate(config, adder.url, "--temperature", "0.5", "--max-tokens", "4", "--body", "{top_k = 3}") == 0
@@ -163,13 +161,11 @@ def test_an_endpoint_is_evaluated_and_its_figures_are_printed_and_kept(
     assert json.loads(results.read_text())["tasks"]["sums"]["reward"]["mean"] == 0.75
 
 
-def test_a_stopped_evaluation_goes_on_and_two_stand_side_by_side(
-    adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_resumes_an_evaluation_and_compares_two(adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     adder.fails_at = {"1"}
     assert evaluate(config, adder.url, "--out", "first", "--samples", "1", "--json") == 0
-    told = json.loads(capfd.readouterr().out)
-    (before,) = told["evaluations"]
+    output = json.loads(capfd.readouterr().out)
+    (before,) = output["evaluations"]
     assert before["tasks"]["sums"]["statuses"] == {"completed": 3, "error_generate": 1}
     assert before["tasks"]["sums"]["num_unscored"] == 1
     assert "no sums today" in before["tasks"]["sums"]["errors"][0][0]
@@ -190,18 +186,18 @@ def test_a_stopped_evaluation_goes_on_and_two_stand_side_by_side(
     assert "A: adder at" in compared
     assert re.search(r"reward +0\.750 ± 0\.250 +0\.667 ± 0\.333 +\+0\.000 ± 0\.000 \(3 same prompts\)", compared)
     assert main(["eval", "--compare", "--json", str(first), str(second)]) == 0
-    told = capfd.readouterr().out
-    assert json.loads(told)["differences"][0]["num_paired"] == 3
+    output = capfd.readouterr().out
+    assert json.loads(output)["differences"][0]["num_paired"] == 3
     assert main(["eval", "--compare", "--json", "first", "second"]) == 0
-    assert capfd.readouterr().out == told
+    assert capfd.readouterr().out == output
 
 
-def test_a_folder_to_compare_that_is_not_there_is_a_wrong_argument(capfd: pytest.CaptureFixture[str]) -> None:
+def test_compare_rejects_a_missing_folder(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--compare", "nope"]) == 2
     assert "--compare nope: there is no such folder" in capfd.readouterr().err
 
 
-def test_ctrl_c_shows_what_is_done_and_the_rest_is_played_later(
+def test_ctrl_c_prints_partial_results_and_rerun_plays_the_rest(
     adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     adder.interrupts_at = "2"
@@ -219,7 +215,7 @@ def test_ctrl_c_shows_what_is_done_and_the_rest_is_played_later(
     assert "2 samples are already" in capfd.readouterr().err
 
 
-def test_an_endpoint_that_always_fails_ends_the_command_with_what_it_said(
+def test_repeated_endpoint_errors_end_the_command_with_the_message(
     adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     adder.fails_at = {"0", "1", "2", "3"}
@@ -231,7 +227,7 @@ def test_an_endpoint_that_always_fails_ends_the_command_with_what_it_said(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["http://127.0.0.1:1/v1"], "cannot list its models"),
         (
@@ -244,15 +240,13 @@ def test_an_endpoint_that_always_fails_ends_the_command_with_what_it_said(
         ([], "name a policy after CONFIG.toml"),
     ],
 )
-def test_what_is_wrong_is_said(
-    config: Path, arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
+def test_invalid_arguments_are_explained(
+    config: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate(config, *arguments) in (1, 2)
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
-def test_a_task_of_tokens_needs_a_policy_of_tokens(
-    adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_token_task_rejects_a_message_policy(adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert evaluate(config, adder.url, "--task.tokens", "true") == 1
     assert "uses tokens, but this policy answers with messages" in capfd.readouterr().err

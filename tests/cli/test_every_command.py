@@ -34,7 +34,7 @@ def commands() -> list[str]:
     return re.findall(r"^    (\w+)(?: |$)", "".join(printed).partition("COMMAND\n")[2], re.MULTILINE)
 
 
-def test_help_is_a_result(commands: list[str], capsys: pytest.CaptureFixture[str]):
+def test_help_goes_to_standard_output(commands: list[str], capsys: pytest.CaptureFixture[str]):
     assert {"train", "serve", "doctor", "settings", "init", "completion"} <= set(commands)
     for command in commands:
         code, out, err = run([command, "--help"], capsys)
@@ -43,7 +43,7 @@ def test_help_is_a_result(commands: list[str], capsys: pytest.CaptureFixture[str
         assert len(out.splitlines()) > 4, f"{command} does not say what it does"
 
 
-def test_wrong_arguments_are_told_on_standard_error_and_end_with_2(
+def test_invalid_arguments_go_to_standard_error_and_exit_with_2(
     commands: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
@@ -56,7 +56,7 @@ def test_wrong_arguments_are_told_on_standard_error_and_end_with_2(
     assert not list(tmp_path.iterdir()), "nothing is made of wrong arguments"
 
 
-def test_what_a_command_does_not_know_is_told_with_its_own_usage(capsys: pytest.CaptureFixture[str]):
+def test_unrecognized_arguments_show_the_usage_of_the_command(capsys: pytest.CaptureFixture[str]):
     for argv in (["hosts", "runs/latest", "list", "extra"], ["doctor", "extra"]):
         code, out, err = run(argv, capsys)
         assert (code, out) == (2, "")
@@ -65,7 +65,7 @@ def test_what_a_command_does_not_know_is_told_with_its_own_usage(capsys: pytest.
     assert "list: error" in run(["hosts", "runs/latest", "list", "extra"], capsys)[2]
 
 
-def test_no_command_and_one_that_is_not_there_end_with_2(capsys: pytest.CaptureFixture[str]):
+def test_missing_and_unknown_commands_exit_with_2(capsys: pytest.CaptureFixture[str]):
     for argv in ([], ["tarin"]):
         code, out, err = run(argv, capsys)
         assert (code, out) == (2, "")
@@ -73,6 +73,6 @@ def test_no_command_and_one_that_is_not_there_end_with_2(capsys: pytest.CaptureF
 
 
 @pytest.mark.skipif(not README.exists(), reason="an installed package has no README")
-def test_the_readme_names_every_command(commands: list[str]):
+def test_readme_names_every_command(commands: list[str]):
     section = README.read_text().partition("\n## Command line\n")[2].partition("\n## ")[0]
     assert [command for command in commands if f"titan-rl {command}" not in section] == []

@@ -45,17 +45,17 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def test_the_newest_checkpoint_is_exported(
+def test_newest_checkpoint_is_exported(
     run: Path, tmp_path: Path, written: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(run), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     assert written == [("bfloat16", "step-000012", tmp_path / "out")]
-    told = capfd.readouterr()
-    assert told.out == f"{tmp_path / 'out'}\n"
-    assert f"step 12 of {run} is written and verified" in told.err
+    printed = capfd.readouterr()
+    assert printed.out == f"{tmp_path / 'out'}\n"
+    assert f"step 12 of {run} is written and verified" in printed.err
 
 
-def test_a_checkpoint_is_exported_by_its_name(
+def test_named_checkpoint_is_exported(
     run: Path, tmp_path: Path, written: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(run / "checkpoints" / "step-000003"), str(tmp_path / "out")]) == 1
@@ -64,7 +64,7 @@ def test_a_checkpoint_is_exported_by_its_name(
     assert written == [("float32", "step-000012", tmp_path / "out")]
 
 
-def test_what_cannot_be_exported_is_refused(
+def test_export_rejects_anything_but_runs_and_checkpoints(
     run: Path, tmp_path: Path, written: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(run), str(run / "export")]) == 2
@@ -80,7 +80,7 @@ def test_what_cannot_be_exported_is_refused(
     assert not written
 
 
-def test_an_output_that_cannot_be_made_is_a_wrong_argument(
+def test_unwritable_output_folder_is_rejected(
     run: Path, tmp_path: Path, written: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")

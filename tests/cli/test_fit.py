@@ -37,18 +37,18 @@ def fit_as_json(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_run_that_fits_shows_the_parts_of_each_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fitting_run_shows_the_memory_parts_of_each_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(folder, "--gpus", "3", "--memory", "80", "--generation.kv_cache_gib", "none") == 0
-    said = capsys.readouterr()
-    assert "GPU 0" in said.out
-    assert "each of GPUs 1 to 2" in said.out
+    printed = capsys.readouterr()
+    assert "GPU 0" in printed.out
+    assert "each of GPUs 1 to 2" in printed.out
     for part in ("master weights", "gradients", "optimizer states", "activations", "logits and work space"):
-        assert f"trainer  {part}" in said.out
-    assert "engine   KV cache" in said.out
-    assert "fits: 72.0 GiB of 80.0 on each of GPUs 1 to 2" in said.err, "an engine fills nine tenths"
+        assert f"trainer  {part}" in printed.out
+    assert "engine   KV cache" in printed.out
+    assert "fits: 72.0 GiB of 80.0 on each of GPUs 1 to 2" in printed.err, "an engine fills nine tenths"
 
 
-def test_the_parts_add_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_parts_add_up_to_the_total(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = fit_as_json(folder, capsys, "--gpus", "1", "--memory", "80")
     (gpu,) = found["gpus"]
     assert gpu["total"] == sum(gpu["trainer"].values()) + sum(gpu["engines"].values())
@@ -56,7 +56,7 @@ def test_the_parts_add_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found["savings"] == []
 
 
-def test_settings_that_make_it_fit_are_named_and_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggested_settings_make_the_run_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ("--gpus", "2", "--memory", "4.5", "--generation.kv_cache_gib", "1", "--generation.num_generators", "1")
     long = ("--training.row_tokens", "4096", "--training.rows_per_micro_batch", "16")
     found = fit_as_json(folder, capsys, *small, *long)
@@ -71,18 +71,14 @@ def test_settings_that_make_it_fit_are_named_and_do(folder: Path, capsys: pytest
     assert "does not fit" in capsys.readouterr().err
 
 
-def test_a_gpu_that_is_too_small_for_any_setting_is_said_to_be(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpu_too_small_for_any_setting_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(folder, "--gpus", "1", "--memory", "0.5") == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said[-1].startswith("no settings make it fit")
-    assert said[-1].endswith("use more or larger GPUs")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].startswith("no settings make it fit")
+    assert printed[-1].endswith("use more or larger GPUs")
 
 
-def test_engines_and_trainer_that_both_do_not_fit_are_both_made_to_fit(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suggestions_cover_both_engines_and_trainer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wide = {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32, "num_key_value_heads": 8}
     (folder / "config.json").write_text(json.dumps({**SMALL, **wide, "head_dim": 128, "num_hidden_layers": 8}))
     words = ("--gpus", "16", "--memory", "7.5", "--training.data_parallel", "8", "--training.row_tokens", "4096",
@@ -98,14 +94,12 @@ def test_engines_and_trainer_that_both_do_not_fit_are_both_made_to_fit(
     assert fit(folder, *words, *options) == 0
 
 
-def test_no_list_of_settings_is_announced_if_none_saves_memory(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_omits_the_settings_list_when_none_saves_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--gpus", "2", "--memory", "2", "--generation.kv_cache_gib", "0.25", "--generation.num_generators", "1")
     assert fit(folder, *words, "--training.rows_per_micro_batch", "1", "--training.row_tokens", "1024") == 1
-    said = capsys.readouterr().out
-    assert "each of these settings" not in said
-    assert "no single setting saves memory on GPU 1" in said
+    printed = capsys.readouterr().out
+    assert "each of these settings" not in printed
+    assert "no single setting saves memory on GPU 1" in printed
 
 
 @pytest.mark.parametrize(
@@ -115,25 +109,25 @@ def test_no_list_of_settings_is_announced_if_none_saves_memory(
         {"layer_types": ["full_attention"]}, {"model_type": "t5"},
     ))],
 )  # fmt: skip
-def test_a_damaged_config_json_is_one_sentence(folder: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_config_json_is_reported_in_one_sentence(
+    folder: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "config.json").write_text(content)
     assert fit(folder, "--gpus", "1", "--memory", "80") == 2
-    said = [line for line in capsys.readouterr().err.strip().splitlines() if line.startswith("titan-rl: ")]
-    assert len(said) == 1
-    assert len(said[0]) < 500
+    printed = [line for line in capsys.readouterr().err.strip().splitlines() if line.startswith("titan-rl: ")]
+    assert len(printed) == 1
+    assert len(printed[0]) < 500
 
 
-def test_a_trainer_that_has_the_memory_of_sleeping_engines_needs_the_larger_of_both(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sleeping_engines_lower_the_total_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--gpus", "1", "--memory", "80")
-    beside = fit_as_json(folder, capsys, *words)["gpus"][0]
-    lent = fit_as_json(folder, capsys, *words, "--scheduling.on_batch_ready", "sleep")["gpus"][0]
-    assert lent["total"] < beside["total"]
+    apart = fit_as_json(folder, capsys, *words)["gpus"][0]
+    shared = fit_as_json(folder, capsys, *words, "--scheduling.on_batch_ready", "sleep")["gpus"][0]
+    assert shared["total"] < apart["total"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--gpus", "0", "--memory", "80"), "--gpus 0: a run on GPUs needs one at least"),
         (("--gpus", "1", "--memory", "0"), "--memory 0: give the memory of a GPU in GiB, such as 80"),
@@ -142,15 +136,15 @@ def test_a_trainer_that_has_the_memory_of_sleeping_engines_needs_the_larger_of_b
         (("--gpus", "1", "--memory", "80", "--model.path", "/nowhere"), "/nowhere has no config.json"),
     ],
 )
-def test_wrong_input_is_one_sentence(
-    folder: Path, words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_input_is_reported_in_one_sentence(
+    folder: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fit(folder, *words) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert told in line
+    assert message in line
 
 
-def test_an_unknown_family_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_model_family_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "config.json").write_text(json.dumps({**SMALL, "model_type": "unheard"}))
     assert fit(folder, "--gpus", "1", "--memory", "80") == 2
     assert "unheard" in capsys.readouterr().err
@@ -169,7 +163,7 @@ training.adapter.rank = 256
 """
 
 
-def test_several_adapters_share_the_frozen_weights_and_have_optimizer_states_each(
+def test_adapters_share_frozen_weights_but_not_optimizer_states(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (several := folder / "several.toml").write_text(ADAPTERS)
@@ -187,9 +181,7 @@ def test_several_adapters_share_the_frozen_weights_and_have_optimizer_states_eac
     assert both["activations"] == large["activations"]
 
 
-def test_the_slots_that_an_engine_reserves_for_adapters_are_counted(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_engine_adapter_slots_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (several := folder / "several.toml").write_text(ADAPTERS)
     sizes = ("--gpus", "1", "--memory", "80", "--generation.num_generators", "1", "--scheduling.max_staleness", "2")
     of_rank_1 = 2 * sum((256 + 512, 256 + 256, 256 + 256, 512 + 256, 256 + 512, 256 + 512, 512 + 256))  # 2 layers
@@ -202,10 +194,8 @@ def test_the_slots_that_an_engine_reserves_for_adapters_are_counted(
     assert "engine adapters" not in fit_as_json(folder, capsys, *sizes)["gpus"][0]["engines"]
 
 
-def test_only_settings_that_several_adapters_allow_are_suggested(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suggests_only_settings_allowed_with_several_adapters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (several := folder / "several.toml").write_text(ADAPTERS)
     assert main(["fit", EXAMPLE, str(several), "--model.path", str(folder), "--gpus", "4", "--memory", "2"]) == 1
-    said = capsys.readouterr()
-    assert "parallel = " not in said.out + said.err
+    printed = capsys.readouterr()
+    assert "parallel = " not in printed.out + printed.err

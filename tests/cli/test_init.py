@@ -18,19 +18,19 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def work_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_package_is_made_whose_tests_pass_and_whose_settings_load(template: str, capsys: pytest.CaptureFixture[str]):
+def test_template_package_passes_its_tests_and_loads_its_settings(template: str, capsys: pytest.CaptureFixture[str]):
     name = f"my_{template.replace('-', '_')}"
     assert main(["init", name, "--template", template]) == 0
     streams = capsys.readouterr()
-    there = {str(path) for path in Path(name).rglob("*") if path.is_file()}
-    assert set(streams.out.splitlines()) == there
+    created = {str(path) for path in Path(name).rglob("*") if path.is_file()}
+    assert set(streams.out.splitlines()) == created
     assert f"cd {name} && titan-rl sft config.toml" in streams.err
 
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -50,11 +50,11 @@ def test_a_package_is_made_whose_tests_pass_and_whose_settings_load(template: st
     assert source.task.rubric().error_reward == 0.0  # else what cannot be parsed would go unpunished
     assert config.model.renderer == ("chat_template" if template == "multi-turn" else "auto")
     assert config.pythonpath == (str(Path(name).resolve()),)
-    (shown,) = source.task.demonstrations(1)  # type: ignore[attr-defined]
-    assert [message["role"] for message in shown.messages][:2] == ["user", "assistant"]
+    (demonstration,) = source.task.demonstrations(1)  # type: ignore[attr-defined]
+    assert [message["role"] for message in demonstration.messages][:2] == ["user", "assistant"]
 
 
-def test_a_hugging_face_folder_is_trained_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_model_option_uses_a_hugging_face_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "models" / "mine").mkdir(parents=True)
     (tmp_path / "models" / "mine" / "config.json").write_text("{}")
     assert main(["init", "deep/own_task", "--model", "models/mine"]) == 0
@@ -65,7 +65,7 @@ def test_a_hugging_face_folder_is_trained_as_it_is(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         (["my-task"], "'my-task' cannot be the name of a Python package; my_task could"),
         (["café"], "'café' cannot be the name of a Python package; cafe could"),
@@ -80,8 +80,8 @@ def test_a_hugging_face_folder_is_trained_as_it_is(tmp_path: Path, capsys: pytes
         (["mine_alone", "--size", "0"], "--size 0 must be a number of parameters"),
     ],
 )
-def test_what_cannot_be_made_is_told_and_nothing_is_written(
-    argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_are_rejected_and_nothing_is_written(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").touch()
@@ -89,19 +89,19 @@ def test_what_cannot_be_made_is_told_and_nothing_is_written(
     before = sorted(tmp_path.rglob("*"))
     assert main(["init", *argv]) == 2
     streams = capsys.readouterr()
-    assert says in streams.err
+    assert message in streams.err
     assert streams.out == ""
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_empty_folder_may_be_there_already(tmp_path: Path):
+def test_existing_empty_folder_is_accepted(tmp_path: Path):
     (tmp_path / "another").mkdir()
     assert main(["init", "another"]) == 0
     assert (tmp_path / "another" / "another" / "task.py").is_file()
 
 
 @pytest.mark.parametrize("example", example_names())
-def test_an_example_is_copied_under_a_name_of_its_own(example: str, capsys: pytest.CaptureFixture[str]):
+def test_example_is_copied_under_a_new_name(example: str, capsys: pytest.CaptureFixture[str]):
     name = f"own_{example}"
     assert main(["init", f"deep/{name}", "--example", example]) == 0
     streams = capsys.readouterr()
@@ -115,13 +115,13 @@ def test_an_example_is_copied_under_a_name_of_its_own(example: str, capsys: pyte
     assert (f"titan-rl train deep/{name}/cpu.toml" in streams.err) == has_model
 
 
-def test_an_example_that_is_not_there_is_told_with_those_that_are(capsys: pytest.CaptureFixture[str]):
+def test_unknown_example_error_lists_the_examples(capsys: pytest.CaptureFixture[str]):
     assert main(["init", "mine", "--example", "chess"]) == 2
     assert "there is no such example; there are agent, alphabet_sort, arithmetic" in capsys.readouterr().err
     assert not Path("mine").exists()
 
 
-def test_an_example_takes_the_place_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_example_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "kept.txt").write_text("mine")
     assert main(["init", "mine", "--example", "arithmetic"]) == 2

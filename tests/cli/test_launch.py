@@ -21,7 +21,7 @@ KUBERNETES = [
 ]
 
 
-def test_a_dry_run_shows_the_script_and_submits_nothing(project: Path, capfd: pytest.CaptureFixture[str]):
+def test_dry_run_shows_the_script_and_submits_nothing(project: Path, capfd: pytest.CaptureFixture[str]):
     argv = ["launch", "config.toml", "--hosts.provider", "slurm", "--hosts.count", "3", "--training.steps", "4"]
     assert main([*argv, "--dry-run"]) == 0
     script = capfd.readouterr().out
@@ -36,13 +36,13 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(project: Path, capfd: py
 
 @pytest.mark.parametrize("limit", ["30", "10:00:00", "1-00:00:00", "5:30", "2-12", "UNLIMITED"])
 @pytest.mark.usefixtures("project")
-def test_a_time_limit_is_taken_as_slurm_takes_it(limit: str, capfd: pytest.CaptureFixture[str]):
+def test_time_limit_accepts_every_slurm_format(limit: str, capfd: pytest.CaptureFixture[str]):
     options = f'--hosts.options=["--time={limit}"]'
     assert main(["launch", "config.toml", "--hosts.provider=slurm", options, "--dry-run"]) == 0
     assert f"#SBATCH --time={limit}\n" in capfd.readouterr().out
 
 
-def test_a_run_is_given_to_slurm(
+def test_submits_a_run_to_slurm(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     commands = Commands(tmp_path, monkeypatch)
@@ -53,9 +53,7 @@ def test_a_run_is_given_to_slurm(
     assert (arguments, script[:12]) == (["--parsable"], "#!/bin/bash\n")
 
 
-def test_what_is_checked_for_slurm_is_not_looked_for_where_pods_have_other_files(
-    project: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_model_folder_is_checked_for_slurm_but_not_for_kubernetes(project: Path, capfd: pytest.CaptureFixture[str]):
     shutil.rmtree(project / "policy")
     assert main(["launch", "config.toml", "--hosts.provider", "slurm", "--dry-run"]) == 2
     assert "policy" in capfd.readouterr().err
@@ -70,7 +68,7 @@ def test_what_is_checked_for_slurm_is_not_looked_for_where_pods_have_other_files
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ([], "hosts.provider is not set; set it to slurm or kubernetes"),
         (
@@ -94,8 +92,6 @@ def test_what_is_checked_for_slurm_is_not_looked_for_where_pods_have_other_files
     ],
 )
 @pytest.mark.usefixtures("project")
-def test_what_cannot_be_submitted_is_told_with_what_to_do(
-    given: list[str], said: str, capfd: pytest.CaptureFixture[str]
-):
-    assert main(["launch", "config.toml", *given]) == 2
-    assert said in capfd.readouterr().err
+def test_invalid_submissions_are_explained(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]):
+    assert main(["launch", "config.toml", *arguments]) == 2
+    assert message in capfd.readouterr().err

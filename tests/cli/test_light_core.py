@@ -17,18 +17,18 @@ from packaging.utils import canonicalize_name
 pytestmark = pytest.mark.slow
 
 
-def others() -> set[str]:
+def modules_outside_core() -> set[str]:
     """Top-level modules of packages that the core does not depend on."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     allowed: set[str] = {"titan-rl"}
-    waiting = [Requirement(each) for each in project["dependencies"]]
-    while waiting:
-        requirement = waiting.pop()
+    pending = [Requirement(each) for each in project["dependencies"]]
+    while pending:
+        requirement = pending.pop()
         name = canonicalize_name(requirement.name)
         if name in allowed or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
         allowed.add(name)
-        waiting += [Requirement(each) for each in requires(name) or ()]
+        pending += [Requirement(each) for each in requires(name) or ()]
     return {
         module
         for module, packages in packages_distributions().items()
@@ -37,10 +37,10 @@ def others() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hidden_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose `sitecustomize` hides all other packages."""
-    folder = tmp_path_factory.mktemp("light")
-    hidden = sorted(others() - {"tests", "examples", "benchmarks", "titan_rl"})
+    folder = tmp_path_factory.mktemp("hidden_packages")
+    hidden = sorted(modules_outside_core() - {"tests", "examples", "benchmarks", "titan_rl"})
     (folder / "sitecustomize.py").write_text(
         textwrap.dedent(f"""
             import sys
@@ -58,23 +58,23 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(light: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": f"{light}{os.pathsep}{Path.cwd()}"}
+def command(hidden_packages: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{hidden_packages}{os.pathsep}{Path.cwd()}"}
     command = [sys.executable, "-m", "titan_rl.cli.main", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_the_core_alone_shows_help_and_says_what_is_missing(light: Path) -> None:
-    helped = command(light, "--help")
-    assert helped.returncode == 0, helped.stderr
-    examined = command(light, "doctor")
-    assert "Traceback" not in examined.stderr
-    assert "[cpu]" in examined.stdout + examined.stderr
+def test_core_install_shows_help_and_names_missing_extras(hidden_packages: Path) -> None:
+    help_run = command(hidden_packages, "--help")
+    assert help_run.returncode == 0, help_run.stderr
+    doctor_run = command(hidden_packages, "doctor")
+    assert "Traceback" not in doctor_run.stderr
+    assert "[cpu]" in doctor_run.stdout + doctor_run.stderr
 
 
-def test_a_command_that_needs_an_extra_names_it(light: Path, tmp_path: Path) -> None:
+def test_command_names_the_extra_it_needs(hidden_packages: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
-    viewed = command(light, "view", str(tmp_path))
-    assert viewed.returncode != 0
-    assert "Traceback" not in viewed.stderr
-    assert "[serve]" in viewed.stderr
+    view_run = command(hidden_packages, "view", str(tmp_path))
+    assert view_run.returncode != 0
+    assert "Traceback" not in view_run.stderr
+    assert "[serve]" in view_run.stderr

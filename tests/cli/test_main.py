@@ -38,7 +38,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RunConfig], i
     return install
 
 
-def test_train_hands_the_resolved_config_to_the_run(project: Path, launch):
+def test_train_passes_the_resolved_config_to_the_run(project: Path, launch):
     ran: list[RunConfig] = []
     launch(lambda config: ran.append(config) or 0)
 
@@ -64,7 +64,7 @@ print(*sorted({"torch", "torchtitan", "monarch", "vllm", "openai"} & sys.modules
 """
 
 
-def test_a_dry_run_of_a_dense_model_imports_nothing_that_takes_seconds(project: Path):
+def test_dry_run_of_a_dense_model_imports_no_heavy_packages(project: Path):
     done = subprocess.run([sys.executable, "-c", DRY_RUN], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "", done.stderr
@@ -83,14 +83,14 @@ def test_a_dry_run_of_a_dense_model_imports_nothing_that_takes_seconds(project: 
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "cannot build the model in .*`layer_types`"),
     ],
 )
-def test_a_dry_run_builds_the_policy_and_compares_its_tensors(project: Path, changed, message, capsys):
+def test_dry_run_checks_that_the_policy_can_be_built(project: Path, changed, message, capsys):
     path = project / "policy" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     assert main(["train", "config.toml", "--dry-run"]) == 2
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_dry_run_is_short_and_ends_with_a_verdict_and_the_next_command(project: Path, capsys):
+def test_dry_run_is_short_and_ends_with_a_verdict(project: Path, capsys):
     assert main(["train", "config.toml", "--dry-run", "--training.steps=9"]) == 0
     streams = capsys.readouterr()
     assert len((streams.out + streams.err).splitlines()) < 50
@@ -109,7 +109,7 @@ def test_a_dry_run_is_short_and_ends_with_a_verdict_and_the_next_command(project
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("arguments", "message"),
     [
         (["--hosts.listen=203.0.113.9"], "hosts.listen = '203.0.113.9': Cannot assign requested address; name an"),
         (["--hosts.addresses_file=nope.txt"], "hosts.addresses_file = 'nope.txt': No such file or directory; make it"),
@@ -117,31 +117,33 @@ def test_a_dry_run_is_short_and_ends_with_a_verdict_and_the_next_command(project
         (["--hosts.listen=0.0.0.0"], "hosts.listen = '0.0.0.0' stands for all interfaces; name one address"),
     ],
 )
-def test_wrong_hosts_are_told_before_a_run_has_a_folder(project: Path, given: list[str], says: str, capsys):
+def test_invalid_hosts_are_rejected_before_a_run_has_a_folder(
+    project: Path, arguments: list[str], message: str, capsys
+):
     for dry_run in (["--dry-run"], []):
-        assert main(["train", "config.toml", "--hosts.addresses=127.0.0.1", *given, *dry_run]) == 2
-        assert says in capsys.readouterr().err
+        assert main(["train", "config.toml", "--hosts.addresses=127.0.0.1", *arguments, *dry_run]) == 2
+        assert message in capsys.readouterr().err
     assert not (project / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("arguments", "message"),
     [
         ("--scheduling.on_batch_ready=sleep", 'scheduling.on_batch_ready = "sleep", and this machine has no GPU'),
         ("--statedict.transport=cuda_ipc", "statedict.transport = 'cuda_ipc', and this machine has no GPU; set it to"),
     ],
 )
-def test_what_needs_a_gpu_is_told_before_a_run_has_a_folder(
-    project: Path, monkeypatch: pytest.MonkeyPatch, given: str, says: str, capsys
+def test_settings_that_need_a_gpu_are_rejected_without_one(
+    project: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str, capsys
 ):
     monkeypatch.setattr("titan_rl.run.machine.requirements.visible_gpus", lambda: ())
     for dry_run in (["--dry-run"], []):
-        assert main(["train", "config.toml", given, *dry_run]) == 2
-        assert says in capsys.readouterr().err
+        assert main(["train", "config.toml", arguments, *dry_run]) == 2
+        assert message in capsys.readouterr().err
     assert not (project / "runs").exists()
 
 
-def test_adapters_in_float32_are_refused_where_generators_have_gpus(
+def test_float32_adapters_are_rejected_when_generators_have_gpus(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     monkeypatch.setattr("titan_rl.run.machine.requirements.visible_gpus", lambda: ("0",))
@@ -153,7 +155,7 @@ def test_adapters_in_float32_are_refused_where_generators_have_gpus(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "given", "says"),
+    ("gpus", "arguments", "message"),
     [
         (("0", "1", "2"), [], "statedict.transport is cuda_ipc: trainer and generators have GPUs of one host"),
         (("0",), [], "statedict.transport is shared_memory: trainer and generators share a GPU"),
@@ -162,17 +164,17 @@ def test_adapters_in_float32_are_refused_where_generators_have_gpus(
         (("0", "1", "2"), ["--statedict.transport=shared_memory"], "statedict.transport is shared_memory, as set"),
     ],
 )
-def test_a_dry_run_says_how_weights_will_travel_and_why(
-    project: Path, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], given: list[str], says: str, capsys
+def test_dry_run_names_the_weight_transport_and_the_reason(
+    project: Path, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], arguments: list[str], message: str, capsys
 ):
     monkeypatch.setattr("titan_rl.run.machine.requirements.visible_gpus", lambda: gpus)
     monkeypatch.setattr("titan_rl.run.machine.requirements.least_gpu_bytes", lambda: 80 * 2**30)
-    main(["train", "config.toml", *given, "--dry-run"])
-    assert says in capsys.readouterr().err
+    main(["train", "config.toml", *arguments, "--dry-run"])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("arguments", "message"),
     [
         (
             ["--training.data_parallel=3"],
@@ -183,17 +185,17 @@ def test_a_dry_run_says_how_weights_will_travel_and_why(
         (["--generation.speculative.method=suffix"], 'method = "suffix" needs arctic-inference, which is not'),
     ],
 )
-def test_what_the_machines_cannot_do_is_told_before_a_run_has_a_folder(
-    project: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], says: str, capsys
+def test_settings_beyond_the_machine_are_rejected_before_a_run_has_a_folder(
+    project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str, capsys
 ):
     monkeypatch.setattr("titan_rl.run.machine.requirements.visible_gpus", lambda: ("0", "1"))
     for dry_run in (["--dry-run"], []):
-        assert main(["train", "config.toml", *given, *dry_run]) == 2
-        assert says in capsys.readouterr().err
+        assert main(["train", "config.toml", *arguments, *dry_run]) == 2
+        assert message in capsys.readouterr().err
     assert not (project / "runs").exists()
 
 
-def test_a_wrong_setting_prints_one_message_and_exits_with_2(project: Path, launch, capsys):
+def test_unknown_setting_prints_one_message_and_exits_with_2(project: Path, launch, capsys):
     launch(lambda config: pytest.fail("started"))
 
     assert main(["train", "config.toml", "--training.stepz", "9"]) == 2
@@ -202,14 +204,14 @@ def test_a_wrong_setting_prints_one_message_and_exits_with_2(project: Path, laun
     assert streams.err == "titan-rl: command line: training.stepz = 9 is not a setting; nearest: training.steps\n"
 
 
-def test_a_model_folder_without_tokenizer_exits_with_2(project: Path, capsys):
+def test_model_folder_without_tokenizer_exits_with_2(project: Path, capsys):
     Path("policy/tokenizer.json").unlink()
 
     assert main(["train", "config.toml", "--dry-run"]) == 2
     assert "no tokenizer" in capsys.readouterr().err
 
 
-def test_a_failed_run_prints_its_reason_and_cause_and_exits_with_1(project: Path, launch, capsys):
+def test_failed_run_prints_its_cause_and_exits_with_1(project: Path, launch, capsys):
     def fail(config: RunConfig) -> int:
         raise TrainingError("the loss at step 3 is nan") from ValueError("inf in the logits")
 
@@ -221,7 +223,7 @@ def test_a_failed_run_prints_its_reason_and_cause_and_exits_with_1(project: Path
     )
 
 
-def test_the_causes_of_a_failure_are_told_without_what_holds_them(project: Path, launch, capsys):
+def test_causes_are_printed_without_their_exception_groups(project: Path, launch, capsys):
     def fail(config: RunConfig) -> int:
         disk = OSError(28, "No space left on device")
         several = BaseExceptionGroup("unhandled errors in a TaskGroup", [ValueError("inf"), asyncio.CancelledError()])
@@ -241,7 +243,7 @@ def test_the_causes_of_a_failure_are_told_without_what_holds_them(project: Path,
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_unwinds_the_run_and_gives_its_exit_code(project: Path, launch, number: signal.Signals, code: int):
+def test_signal_unwinds_the_run_and_sets_the_exit_code(project: Path, launch, number: signal.Signals, code: int):
     cleaned: list[bool] = []
 
     def run(config: RunConfig) -> int:
@@ -273,14 +275,14 @@ def sigint() -> Iterator[object]:
 
 
 @pytest.mark.parametrize("code", [0, 130, 143])
-def test_a_process_that_goes_on_after_a_command_heeds_ctrl_c_as_before(project: Path, launch, sigint, code: int):
+def test_main_restores_the_sigint_handler(project: Path, launch, sigint, code: int):
     launch(lambda config: code)
     assert main(["train", "config.toml"]) == code
     assert signal.getsignal(signal.SIGINT) is sigint
 
 
 @pytest.mark.parametrize(("code", "is_quiet"), [(0, False), (1, False), (130, True), (143, True)])
-def test_one_more_ctrl_c_ends_a_stopped_program_without_a_word(
+def test_second_ctrl_c_ends_a_stopped_program_silently(
     project: Path, launch, sigint, monkeypatch, code: int, is_quiet: bool
 ):
     launch(lambda config: code)
@@ -298,7 +300,7 @@ def settings(section: Any) -> Iterator[Any]:
             yield field
 
 
-def test_help_names_the_options_of_the_command_and_where_the_settings_are_explained(capsys):
+def test_help_lists_options_and_points_to_the_settings_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train", "--help"])
 
@@ -308,7 +310,7 @@ def test_help_names_the_options_of_the_command_and_where_the_settings_are_explai
     assert "`titan-rl settings` explains all of them" in text
 
 
-def test_settings_are_explained_with_their_defaults(capsys):
+def test_settings_command_explains_every_setting(capsys):
     assert main(["settings"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "training.betas: list of number = [0.9, 0.95]" in text
@@ -333,7 +335,7 @@ def exit_code(argv: list[str]) -> object:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("arguments", "message"),
     [
         (["--training.lr"], "--training.lr: expected one argument"),
         (["--training.lr", "--seed=3"], "--training.lr: expected one argument"),
@@ -344,16 +346,16 @@ def exit_code(argv: list[str]) -> object:
         (["--seed", "x", "--training.stepz", "-1"], "training.stepz = -1 is not a setting; nearest: training.steps"),
     ],
 )
-def test_a_wrong_option_is_named_with_what_is_right(project: Path, given: list[str], says: str, capsys):
-    assert exit_code(["train", "config.toml", *given]) == 2
-    assert says in capsys.readouterr().err
+def test_invalid_option_errors_suggest_a_fix(project: Path, arguments: list[str], message: str, capsys):
+    assert exit_code(["train", "config.toml", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_settings_may_stand_anywhere_and_the_last_one_wins(project: Path, launch):
+def test_settings_can_appear_anywhere_and_the_last_one_wins(project: Path, launch):
     ran: list[RunConfig] = []
     launch(lambda config: ran.append(config) or 0)
 
-    given = [
+    arguments = [
         "--task.words",
         '["a=b"]',
         "--training.steps=8",
@@ -362,7 +364,7 @@ def test_settings_may_stand_anywhere_and_the_last_one_wins(project: Path, launch
         "9",
         "--task.style=loud",
     ]
-    assert main(["train", *given]) == 0
+    assert main(["train", *arguments]) == 0
     assert ran[0].training.steps == 9
     assert ran[0].tasks[0].task.train_sample(0, 1) == "a=b"
 
@@ -380,17 +382,15 @@ def test_settings_may_stand_anywhere_and_the_last_one_wins(project: Path, launch
     ],
 )
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_value_may_be_a_negative_number_in_any_notation_or_a_list(
-    project: Path, capsys, text: str, value: object, joined: bool
-):
-    given = [f"--task.length={text}"] if joined else ["--task.length", text]
-    assert exit_code(["train", *given, "config.toml", "--dry-run"]) == (0 if value == -2 else 2)
+def test_values_can_be_negative_numbers_or_lists(project: Path, capsys, text: str, value: object, joined: bool):
+    arguments = [f"--task.length={text}"] if joined else ["--task.length", text]
+    assert exit_code(["train", *arguments, "config.toml", "--dry-run"]) == (0 if value == -2 else 2)
     streams = capsys.readouterr()
     assert "length = -2" in streams.out or f"task.length = {value!r} must be a valid integer" in streams.err
 
 
 @pytest.mark.parametrize(
-    ("words", "complete"),
+    ("words", "expected"),
     [
         (["tr"], {"train"}),
         (["train", "--training.lr_d"], {"--training.lr_decay"}),
@@ -398,16 +398,16 @@ def test_a_value_may_be_a_negative_number_in_any_notation_or_a_list(
         (["train", "--training.loss", "g"], {"grpo", "gspo"}),
     ],
 )
-def test_a_shell_completes_commands_settings_and_their_values(capsys, tmp_path: Path, words: list[str], complete: set):
+def test_shell_completes_commands_settings_and_values(capsys, tmp_path: Path, words: list[str], expected: set):
     assert main(["completion", "bash"]) == 0
     script = tmp_path / "completion.bash"
     script.write_text(capsys.readouterr().out)
     typed = shlex.join(["titan-rl", *words])
-    pressed = (
+    script_with_tab = (
         f'source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _shtab_titan_rl; echo "${{COMPREPLY[@]}}"'
     )
-    shown = subprocess.run(["bash", "-c", pressed], capture_output=True, text=True, timeout=120, check=True)
-    assert set(shown.stdout.split()) == complete
+    done = subprocess.run(["bash", "-c", script_with_tab], capture_output=True, text=True, timeout=120, check=True)
+    assert set(done.stdout.split()) == expected
 
 
 STOPPED_WITHIN_AN_IMPORT = """
@@ -435,15 +435,17 @@ sys.exit(program())
         ("echo_task", signal.SIGINT),
     ],
 )
-def test_a_signal_while_the_command_is_still_imported_ends_it_with_one_line(project: Path, module: str, number: int):
+def test_signal_during_imports_ends_the_command_with_one_line(project: Path, module: str, number: int):
     argv = [sys.executable, "-c", STOPPED_WITHIN_AN_IMPORT, module, str(int(number)), "train", "config.toml"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (128 + number, "titan-rl: stopped before a run began\n")
 
 
-def test_the_module_of_the_program_imports_next_to_nothing_before_it_begins():
-    shown = "import sys; before = set(sys.modules); import titan_rl.cli.main; print(*sorted(set(sys.modules) - before))"
-    argv = [sys.executable, "-c", shown]
+def test_main_module_imports_only_the_errors_module():
+    script = (
+        "import sys; before = set(sys.modules); import titan_rl.cli.main; print(*sorted(set(sys.modules) - before))"
+    )
+    argv = [sys.executable, "-c", script]
     names = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True).stdout.split()
     outside = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
     assert outside == {"titan_rl"}
@@ -462,7 +464,7 @@ def test_no_command_is_a_usage_error():
     assert stopped.value.code == 2
 
 
-def test_resume_takes_the_settings_of_the_run(project: Path, launch, monkeypatch):
+def test_resume_loads_the_settings_of_the_run(project: Path, launch, monkeypatch):
     seen: list[object] = []
     module = ModuleType("titan_rl.run.train")
 
@@ -480,7 +482,7 @@ def test_resume_takes_the_settings_of_the_run(project: Path, launch, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         (["train"], "either CONFIG.toml, or --resume RUN"),
         (["train", "a.toml", "--resume", "b"], "either CONFIG.toml, or --resume RUN"),
@@ -491,12 +493,12 @@ def test_resume_takes_the_settings_of_the_run(project: Path, launch, monkeypatch
         (["train", "--resume", "nowhere", "--seed", "3"], "there is no run"),
     ],
 )
-def test_a_wrong_resume_says_what_is_right(argv, says, capsys):
+def test_invalid_resume_arguments_are_explained(argv, message, capsys):
     assert main(argv) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_resume_of_something_else_than_a_run_names_a_run_that_is_near(project: Path, capsys):
+def test_resume_of_a_folder_that_is_no_run_suggests_a_run(project: Path, capsys):
     run = project / "runs" / "20260101-000000-base"
     run.mkdir(parents=True)
     (run / "config.toml").touch()
@@ -522,20 +524,20 @@ def stopped(project: Path) -> RunDirectory:
     return run_dir
 
 
-def test_what_the_weights_come_from_cannot_change_on_resume(stopped: RunDirectory, launch, capsys):
+def test_settings_that_determine_the_weights_cannot_change_on_resume(stopped: RunDirectory, launch, capsys):
     launch(lambda config: pytest.fail("started"))
     resume = ["train", "--resume", str(stopped.path), "--training.steps=9"]
     assert main([*resume, "--sampling.temperature=0.5"]) == 2
-    one = (
+    expected_one = (
         "--sampling.temperature is 0.5, and the run has 1.0: these cannot change when a run is resumed; leave it out, "
     )
-    assert f"titan-rl: {one}or begin a new run; training.steps, " in capsys.readouterr().err
+    assert f"titan-rl: {expected_one}or begin a new run; training.steps, " in capsys.readouterr().err
     assert main([*resume, "--seed=9", "--scheduling.max_token_age=3"]) == 2
-    two = '--scheduling.max_token_age is 3, and the run has "none": these cannot'
-    told = capsys.readouterr().err
-    assert "--seed is 9, and the run has 7; " in told
-    assert two in told
-    assert "; leave them out" in told
+    expected_two = '--scheduling.max_token_age is 3, and the run has "none": these cannot'
+    err = capsys.readouterr().err
+    assert "--seed is 9, and the run has 7; " in err
+    assert expected_two in err
+    assert "; leave them out" in err
 
 
 def test_options_that_change_nothing_are_accepted_on_resume(stopped: RunDirectory, launch):
@@ -547,7 +549,7 @@ def test_options_that_change_nothing_are_accepted_on_resume(stopped: RunDirector
     assert settings_of(seen[0])["sampling.temperature"] == 1.0
 
 
-def test_a_dry_run_refuses_what_the_resume_of_a_run_refuses(stopped: RunDirectory, capsys):
+def test_dry_run_rejects_a_resume_that_would_fail(stopped: RunDirectory, capsys):
     dry = ["train", "--resume", str(stopped.path), "--dry-run"]
     before = stopped.config.read_text()
     assert main(dry) == 0

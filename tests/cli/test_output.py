@@ -20,7 +20,7 @@ def command(arguments: list[str], **streams: Any) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("arguments", [DRY_RUN, HELP])
-def test_a_full_disk_is_said_in_one_line(project: Path, arguments: list[str]):
+def test_full_disk_is_reported_in_one_line(project: Path, arguments: list[str]):
     with open("/dev/full", "w") as full:
         ended = command(arguments, stdout=full)
     assert ended.stderr == "titan-rl: the output cannot be written: No space left on device\n"
@@ -28,7 +28,7 @@ def test_a_full_disk_is_said_in_one_line(project: Path, arguments: list[str]):
 
 
 @pytest.mark.parametrize("arguments", [DRY_RUN, HELP])
-def test_a_reader_that_has_gone_ends_the_command_without_a_word(project: Path, arguments: list[str]):
+def test_closed_pipe_ends_the_command_silently(project: Path, arguments: list[str]):
     read, write = os.pipe()
     os.close(read)
     ended = command(arguments, stdout=write)
@@ -37,12 +37,12 @@ def test_a_reader_that_has_gone_ends_the_command_without_a_word(project: Path, a
 
 
 @pytest.mark.parametrize("arguments", [[*DRY_RUN, "--training.stepz", "9"], ["sing"]])
-def test_an_error_that_nobody_hears_has_its_exit_code_still(project: Path, arguments: list[str]):
+def test_exit_code_survives_unwritable_streams(project: Path, arguments: list[str]):
     with open("/dev/full", "w") as full:
         assert command(arguments, stdout=full, stderr=full).returncode == 2
 
 
-def test_a_command_that_is_started_without_standard_output_prints_nothing(project: Path):
+def test_command_runs_without_standard_output(project: Path):
     ended = command(DRY_RUN, preexec_fn=lambda: os.close(1))
     assert ended.returncode == 0
     assert "\necho: the first prompt has " in ended.stderr

@@ -47,7 +47,7 @@ def play(typed: str | None, *arguments: str) -> int:
         sys.stdin = before
 
 
-def test_what_is_typed_becomes_tokens_and_is_parsed_and_scored(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_typed_reply_is_tokenized_parsed_and_scored(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert play("/tokens\nAl\n/tokens\n", "--model.path", str(BASE), "--sample", "4", "--validation") == 0
     out = capfd.readouterr().out
     assert "--- held-out sample 4 of sums\n[user] 4 + 1\n" in out
@@ -56,9 +56,7 @@ def test_what_is_typed_becomes_tokens_and_is_parsed_and_scored(config: Path, cap
     assert "[assistant] Al\n    reward right = 0\n=== completed: reward 0 (right 0); 1 turn, 3 tokens written\n" in out
 
 
-def test_several_samples_are_played_until_there_is_no_more_to_read(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_plays_several_samples_until_end_of_input(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert play('/nonsense\n"""\n2\n"""\n2\n', "--sample", "1", "--count", "9") == 0
     out, err = capfd.readouterr()
     assert "does not exist, so this is played in messages, without tokens" in err
@@ -74,18 +72,14 @@ def test_several_samples_are_played_until_there_is_no_more_to_read(
     assert capfd.readouterr().out.count("=== ") == 2
 
 
-def test_the_next_command_plays_the_following_samples_in_the_same_way(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_suggested_next_command_plays_the_following_samples(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--count", "2", "--validation", "--task", "sums", "--temperature=0.5", "--sampling.max_tokens=9"]
     assert play("1\n2\n", "--sample", "1", *options) == 0
-    told = capfd.readouterr().err.splitlines()[-1]
-    assert told == f"titan-rl: next: titan-rl play sums.toml --sample 3 {' '.join(options)}"
+    last_line = capfd.readouterr().err.splitlines()[-1]
+    assert last_line == f"titan-rl: next: titan-rl play sums.toml --sample 3 {' '.join(options)}"
 
 
-def test_an_unfinished_block_is_no_reply_and_bytes_that_are_no_text_are_shown_as_such(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_unfinished_block_aborts_and_invalid_bytes_are_escaped(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert play('"""\n1\n4\n') == 0
     out, err = capfd.readouterr()
     assert "the input ends within" in err
@@ -97,14 +91,14 @@ def test_an_unfinished_block_is_no_reply_and_bytes_that_are_no_text_are_shown_as
 
 
 @pytest.mark.parametrize("typed", ["", None])
-def test_standard_input_that_is_empty_or_closed_ends_the_game(
+def test_empty_or_closed_standard_input_ends_the_game(
     config: Path, capfd: pytest.CaptureFixture[str], typed: str | None
 ) -> None:
     assert play(typed) == 0
     assert "titan-rl: played" in capfd.readouterr().err
 
 
-def test_tools_are_shown_and_called(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tools_are_listed_and_called(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (config.parent / "own_sums.py").write_text(TOOLS)
     assert play('What?\n/call look {"at"\n/call look {"at": 3}\n') == 0
     out, err = capfd.readouterr()
@@ -116,7 +110,7 @@ def test_tools_are_shown_and_called(config: Path, capfd: pytest.CaptureFixture[s
     assert "sums has 2 held-out samples" in capfd.readouterr().err
 
 
-def test_an_environment_of_tokens_is_played_in_token_ids(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_token_environment_is_played_in_token_ids(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (config.parent / "own_sums.py").write_text("from run.test_controller import Counting\nclass Sums(Counting): ...\n")
     assert play("x\n1\n0\n", "--model.path", str(BASE)) == 0
     out, err = capfd.readouterr()
@@ -146,9 +140,7 @@ class Sums(Section):
 """
 
 
-def test_a_person_plays_every_seat_of_a_game_of_messages_in_text(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_person_plays_every_seat_of_a_message_game(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (config.parent / "own_sums.py").write_text(GAME)
     assert play("Al\nAl\n", "--model.path", str(BASE)) == 0
     out, err = capfd.readouterr()
@@ -160,7 +152,7 @@ def test_a_person_plays_every_seat_of_a_game_of_messages_in_text(
     assert out.count("=== completed: reward 1 (same 1); 1 turn, 3 tokens written\n") == 2
 
 
-def test_a_policy_is_watched(adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_policy_option_shows_a_policy_playing(adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert play("", "--policy", adder.url, "--sample", "6", "--max-tokens", "3") == 0
     out = capfd.readouterr().out
     assert (
@@ -169,7 +161,7 @@ def test_a_policy_is_watched(adder: Adder, config: Path, capfd: pytest.CaptureFi
     assert adder.asked[0]["max_tokens"] == 3
 
 
-def test_a_reward_that_fails_is_told_once(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failing_reward_is_reported_once(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     task = TOOLS.replace('env_reward("looked")', "Reward(seen)").replace("import Message", "import Reward, Message", 1)
     Path("fails.py").write_text(task + "\ndef seen(rollout): return rollout.messages[7]\n")
     assert play('/call look {"at": 3}\n', "--task.type", "fails:Sums") == 0

@@ -47,20 +47,20 @@ def run_folder(project: Path) -> Path:
     return run
 
 
-def test_a_models_folder_is_served_with_defaults_and_options(project: Path, served):
+def test_model_folder_is_served_with_defaults_and_options(project: Path, served):
     config, source = served("policy", "--generation.num_generators", "1", "--server.port=0")
     assert config.model.path == str(project / "policy")
     assert (config.generation.num_generators, config.server.port, config.server.host) == (1, 0, "127.0.0.1")
     assert (source.toml, source.checkpoint) == (None, None)
 
 
-def test_a_toml_file_gives_its_settings_but_those_that_only_a_run_has(project: Path, served):
+def test_toml_file_settings_apply_except_those_of_training(project: Path, served):
     config, _ = served("config.toml", "--model.max_context", "64")
     assert (config.seed, config.model.max_context) == (7, 64)
     assert config.model.path == str(project / "policy")
 
 
-def test_a_run_is_served_with_its_settings_also_where_its_task_is_not(run_folder: Path, served):
+def test_run_is_served_without_its_task_module(run_folder: Path, served):
     Path("echo_task.py").unlink()
     sys.modules.pop("echo_task", None)
     config, source = served(str(run_folder))
@@ -75,7 +75,7 @@ def saved(run: Path, step: int, time: int) -> Path:
     return folder
 
 
-def test_of_a_run_it_is_what_was_written_last(run_folder: Path):
+def test_newest_checkpoint_or_export_of_a_run_is_served(run_folder: Path):
     saved(run_folder, 9, time=100)
     newest = saved(run_folder, 40, time=200)
     source = find_policy(str(run_folder))
@@ -91,7 +91,7 @@ def test_of_a_run_it_is_what_was_written_last(run_folder: Path):
     assert (source.folder, source.checkpoint, source.name) == (None, later, f"step 80 of {run_folder}")
 
 
-def test_a_run_is_followed_by_an_option_or_a_setting(run_folder: Path, served):
+def test_follow_option_and_setting_follow_a_run(run_folder: Path, served):
     config, source = served(str(run_folder))
     assert (config.server.follow_s, source.run) == (None, run_folder)
     config, _ = served(str(run_folder), "--follow")
@@ -101,13 +101,13 @@ def test_a_run_is_followed_by_an_option_or_a_setting(run_folder: Path, served):
         assert config.server.follow_s == 30
 
 
-def test_the_run_that_a_link_names_is_followed_and_not_a_later_one(run_folder: Path):
+def test_follow_resolves_the_latest_link_once(run_folder: Path):
     (latest := run_folder.parent / "latest").symlink_to(run_folder.name)
     saved(run_folder, 9, time=100)
     assert find_policy(str(latest)).run == run_folder
 
 
-def test_a_dry_run_prints_the_settings(project: Path, capsys):
+def test_dry_run_prints_the_settings(project: Path, capsys):
     assert main(["serve", "policy", "--dry-run", "--server.model", "tiny", "--server.port", "0"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("# the model policy\n")
@@ -118,7 +118,7 @@ def test_a_dry_run_prints_the_settings(project: Path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         (["nowhere"], "nowhere: there is no such folder; name a run's folder"),
         (["configs/nowhere.toml"], "configs/nowhere.toml: there is no such file; name a run's folder"),
@@ -141,12 +141,12 @@ def test_a_dry_run_prints_the_settings(project: Path, capsys):
         (["policy", "--generation.engine", "echo_task:engin"], "generation.engine = 'echo_task:engin'"),
     ],
 )
-def test_what_cannot_be_served_is_named_with_what_is_right(run_folder: Path, argv: list[str], says: str, capsys):
+def test_invalid_serve_arguments_are_explained(run_folder: Path, argv: list[str], message: str, capsys):
     assert main(["serve", *argv]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_folder_of_runs_names_the_newest(run_folder: Path, capsys):
+def test_folder_of_runs_suggests_the_newest(run_folder: Path, capsys):
     (run_folder.parent / "latest").symlink_to(run_folder.name)
     assert main(["serve", "runs"]) == 2
     assert "; runs/latest is a run's" in capsys.readouterr().err
@@ -154,7 +154,7 @@ def test_a_folder_of_runs_names_the_newest(run_folder: Path, capsys):
 
 @pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
 @pytest.mark.parametrize(
-    ("host", "keys", "says"),
+    ("host", "keys", "message"),
     [
         ("127.0.0.1", {}, "cannot listen on"),  # where something else listens
         ("0.0.0.0", {}, "there is no key for clients"),
@@ -164,8 +164,8 @@ def test_a_folder_of_runs_names_the_newest(run_folder: Path, capsys):
         ("127.0.0.1", {"API": ""}, "a server key is empty"),
     ],
 )
-def test_where_and_with_which_keys_nothing_is_served_is_refused_before_anything_starts(
-    project: Path, dry_run: tuple[str, ...], host: str, keys: dict[str, str], says: str, capsys, monkeypatch
+def test_unusable_addresses_and_keys_are_rejected_before_anything_starts(
+    project: Path, dry_run: tuple[str, ...], host: str, keys: dict[str, str], message: str, capsys, monkeypatch
 ):
     if not dry_run:
         pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
@@ -179,11 +179,11 @@ def test_where_and_with_which_keys_nothing_is_served_is_refused_before_anything_
         options = ["--server.host", host, "--server.port", str(port), "--generation.engine", "own:engine"]
         assert main(["serve", "policy", *dry_run, *options]) == 2
     printed = capsys.readouterr()
-    assert says in printed.err
+    assert message in printed.err
     assert not printed.out
 
 
-def test_the_declared_settings_of_the_command_are_those_of_a_server():
+def test_serve_declares_only_server_settings():
     parser = Parser(prog="titan-rl serve")
     set_up(parser)
     parser.declare_settings()
@@ -193,20 +193,20 @@ def test_the_declared_settings_of_the_command_are_those_of_a_server():
     assert "--training" not in text
 
 
-def test_an_adapter_is_served_with_the_model_that_it_changes(project: Path, served):
+def test_adapter_is_served_with_its_base_model(project: Path, served):
     adapter = write_adapter(project / "adapter")
     config, source = served(str(adapter))
     assert config.model.path == str(BASE)
     assert (source.checkpoint, source.version, source.name) == (adapter, 0, f"the adapter {adapter}")
 
 
-def test_an_adapter_of_a_model_that_is_not_here_is_refused(project: Path, capsys):
+def test_adapter_without_its_base_model_is_rejected(project: Path, capsys):
     write_adapter(project / "adapter", base_model_name_or_path="Qwen/Qwen3-0.6B")
     assert main(["serve", "adapter"]) == 2
     assert "base_model_name_or_path = 'Qwen/Qwen3-0.6B', which is not a folder; change it in" in capsys.readouterr().err
 
 
-def test_a_damaged_adapter_is_refused_before_it_is_served(project: Path, capsys):
+def test_damaged_adapter_is_rejected(project: Path, capsys):
     weights = write_adapter(project / "adapter") / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     assert main(["serve", "adapter", "--dry-run"]) == 2
@@ -214,15 +214,15 @@ def test_a_damaged_adapter_is_refused_before_it_is_served(project: Path, capsys)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a\\u0000b", "two words", "n" * 101])
-def test_a_name_of_an_adapter_that_cannot_name_a_folder_is_refused(project: Path, name: str, capsys) -> None:
+def test_adapter_name_that_is_no_folder_name_is_rejected(project: Path, name: str, capsys) -> None:
     adapter = write_adapter(project / "adapter")
     assert main(["serve", str(BASE), "--dry-run", f'--server.adapters={{ "{name}" = "{adapter}" }}']) == 2
-    told = capsys.readouterr().err
-    assert "command line: server.adapters = {" in told
-    assert "; use letters, digits and -_.:@+=, 1 to 100, and no dot at the beginning" in told
+    err = capsys.readouterr().err
+    assert "command line: server.adapters = {" in err
+    assert "; use letters, digits and -_.:@+=, 1 to 100, and no dot at the beginning" in err
 
 
-def test_a_run_with_pinned_adapters_is_served(run_folder: Path, served):
+def test_run_with_pinned_adapters_is_served(run_folder: Path, served):
     settings = [("training.adapter.rank", "1"), ("generation.adapter_swap", "pinned")]
     (run_folder / "config.toml").write_text(dump_config(load_config("config.toml", settings)))
     config, _ = served(str(run_folder))
@@ -239,7 +239,7 @@ def test_a_run_with_pinned_adapters_is_served(run_folder: Path, served):
         ({"server.adapters": '{ sorter = "nowhere" }'}, "server.adapters.sorter = 'nowhere' is neither"),
     ],
 )
-def test_adapters_of_a_server_are_checked_before_it_starts(project: Path, settings, problem: str, capsys):
+def test_server_adapters_are_checked_before_start(project: Path, settings, problem: str, capsys):
     adapter = write_adapter(project / "adapter")
     given = {"server.adapters": f'{{ sorter = "{adapter}" }}', **settings}
     code = main(["serve", str(BASE), "--dry-run", *(f"--{name}={value}" for name, value in given.items())])

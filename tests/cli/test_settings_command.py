@@ -15,7 +15,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_all_settings_are_listed_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]):
+def test_lists_all_settings_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]):
     text = printed(capsys)
 
     in_tables = {name.rpartition(".")[0] for name in settings(RunConfig)} | {"adapters", "tasks", "validation.suites"}
@@ -29,7 +29,7 @@ def test_all_settings_are_listed_with_type_default_and_meaning(capsys: pytest.Ca
     assert max(map(len, text.splitlines())) <= 200
 
 
-def test_a_table_is_shown_with_those_within_it(capsys: pytest.CaptureFixture[str]):
+def test_table_is_shown_with_its_subtables(capsys: pytest.CaptureFixture[str]):
     text = printed(capsys, "[generation]")
 
     assert text.startswith("[generation]: ")
@@ -37,18 +37,18 @@ def test_a_table_is_shown_with_those_within_it(capsys: pytest.CaptureFixture[str
     assert "training." not in [line.strip().partition(".")[0] + "." for line in text.splitlines() if ": " in line]
 
 
-def test_settings_in_no_table_have_a_name(capsys: pytest.CaptureFixture[str]):
+def test_top_level_settings_are_shown_as_run(capsys: pytest.CaptureFixture[str]):
     text = printed(capsys, "run")
 
     assert "  seed: integer = 0\n" in text
     assert "training.lr" not in text
 
 
-def test_an_unknown_table_is_an_error_that_lists_the_tables(capsys: pytest.CaptureFixture[str]):
+def test_unknown_table_error_lists_the_tables(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stopped:
         main(["settings", "schedule"])
 
     assert stopped.value.code == 2
-    said = capsys.readouterr().err
-    assert "schedule" in said
-    assert all(table.name in said for table in tables())
+    err = capsys.readouterr().err
+    assert "schedule" in err
+    assert all(table.name in err for table in tables())

@@ -18,18 +18,18 @@ from benchmarks.synthetic_run import write_run
 from titan_rl.cli.main import main
 
 
-def test_json_has_a_line_for_each_run(
+def test_json_prints_one_line_per_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("20260101-000000-a", "20260102-000000-b"):
         write_run(tmp_path / "runs" / name, steps=2, rollouts=0)
     monkeypatch.chdir(tmp_path)
     assert main(["view", "--json"]) == 0
-    told = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
-    assert [(run["name"], run["steps"]) for run in told] == [("20260102-000000-b", 2), ("20260101-000000-a", 2)]
+    listed = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert [(run["name"], run["steps"]) for run in listed] == [("20260102-000000-b", 2), ("20260101-000000-a", 2)]
 
 
-def test_a_folder_that_is_not_there_ends_with_2(
+def test_missing_folder_exits_with_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -39,7 +39,7 @@ def test_a_folder_that_is_not_there_ends_with_2(
     assert "nowhere" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_errors_name_the_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["view", str(tmp_path), "--port", str(port)]) == 2
@@ -48,7 +48,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--port 70000" in capsys.readouterr().err
 
 
-def test_a_report_is_written_of_the_runs_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_contains_the_given_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [str(write_run(tmp_path / name, steps=2, rollouts=8)) for name in ("a", "b")]
     out = tmp_path / "both.html"
     assert main(["view", *folders, "--report", str(out)]) == 0
@@ -60,7 +60,7 @@ def test_a_report_is_written_of_the_runs_given(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_while_a_page_listens(tmp_path: Path, signum: signal.Signals) -> None:
+def test_signal_ends_the_viewer_while_a_page_listens(tmp_path: Path, signum: signal.Signals) -> None:
     command = [sys.executable, "-m", "titan_rl.cli.main", "view", str(tmp_path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

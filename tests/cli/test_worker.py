@@ -11,7 +11,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.cli.main import main
 
 
-def test_ctrl_c_ends_a_worker_at_once_and_it_names_the_way_that_has_runs_move_first(
+def test_ctrl_c_stops_a_worker_at_once_and_suggests_sigterm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def interrupted(*args: object) -> None:
@@ -19,13 +19,13 @@ def test_ctrl_c_ends_a_worker_at_once_and_it_names_the_way_that_has_runs_move_fi
 
     monkeypatch.setattr("titan_rl.run.worker.run_worker", interrupted)
     assert main(["worker", "--listen", "127.0.0.1:0"]) == 130
-    said = capsys.readouterr().err
-    assert "titan-rl: stopped at once, with the work of runs on this host; SIGTERM lets them move it first" in said
-    assert "before a run began" not in said
+    err = capsys.readouterr().err
+    assert "titan-rl: stopped at once, with the work of runs on this host; SIGTERM lets them move it first" in err
+    assert "before a run began" not in err
 
 
 @pytest.mark.parametrize(
-    ("listen", "says"),
+    ("listen", "message"),
     [
         ("0.0.0.0:0", "'0.0.0.0:0' stands for all interfaces; name one address"),
         ("[::]:0", "'[::]:0' stands for all interfaces"),
@@ -39,12 +39,12 @@ def test_ctrl_c_ends_a_worker_at_once_and_it_names_the_way_that_has_runs_move_fi
         ("203.0.113.9:0", "203.0.113.9:0: Cannot assign requested address; name a free port of an address of this"),
     ],
 )
-def test_a_worker_listens_on_one_address_of_its_machine(listen: str, says: str, capsys: pytest.CaptureFixture[str]):
+def test_listen_must_be_one_address_of_this_machine(listen: str, message: str, capsys: pytest.CaptureFixture[str]):
     assert main(["worker", "--listen", listen]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_name_that_means_nothing_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_unresolvable_listen_name_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def create_server(address: tuple[str, int], **_: object):
         raise OSError(-2, f"Name or service not known (while attempting to bind on address {address!r})")
 
@@ -54,7 +54,7 @@ def test_a_name_that_means_nothing_is_told(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.parametrize(
-    ("seconds", "says"),
+    ("seconds", "message"),
     [
         ("-1", "--drain-s: -1 must be a number of seconds, 0 or more"),
         ("nan", "--drain-s: nan must be a number of seconds"),
@@ -62,8 +62,8 @@ def test_a_name_that_means_nothing_is_told(monkeypatch: pytest.MonkeyPatch, caps
         ("soon", "--drain-s: invalid number of seconds value: 'soon'"),
     ],
 )
-def test_a_worker_drains_in_some_seconds(seconds: str, says: str, capsys: pytest.CaptureFixture[str]):
+def test_invalid_drain_seconds_are_rejected(seconds: str, message: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main(["worker", f"--drain-s={seconds}"])
     assert ended.value.code == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -43,7 +43,7 @@ PATHS = {
     "a\0b": "has a NUL character, which no path may have",
     "\ud83d": "has half of a surrogate pair, which no path may have",
 }
-TAKES_A_PATH = (
+COMMANDS_WITH_A_PATH = (
     ["train", "{}"],
     ["train", "--resume", "{}"],
     ["sft", "{}"],
@@ -73,27 +73,25 @@ def files_of(project: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=["long name", "long path", "NUL", "surrogate"])
-def test_a_path_that_no_file_can_have_is_refused_wherever_one_is_given(
-    project: Path, path: str, capfd: pytest.CaptureFixture[str]
-):
+def test_impossible_paths_are_rejected_by_every_command(project: Path, path: str, capfd: pytest.CaptureFixture[str]):
     before = files_of(project)
-    for words in TAKES_A_PATH:
-        code, said = run([path if word == "{}" else word for word in words], capfd)
+    for words in COMMANDS_WITH_A_PATH:
+        code, err = run([path if word == "{}" else word for word in words], capfd)
         assert code == 2, words
-        assert PATHS[path] in said, words
-        assert "Traceback" not in said
+        assert PATHS[path] in err, words
+        assert "Traceback" not in err
     assert files_of(project) == before
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "serve"])
-def test_a_user_whose_home_is_unknown_has_no_path(project: Path, command: str, capfd: pytest.CaptureFixture[str]):
-    code, said = run([command, "config.toml", "--dry-run", "--model.path=~nobody-of-that-name/model"], capfd)
+def test_path_of_an_unknown_user_is_rejected(project: Path, command: str, capfd: pytest.CaptureFixture[str]):
+    code, err = run([command, "config.toml", "--dry-run", "--model.path=~nobody-of-that-name/model"], capfd)
     assert code in (1, 2) or command == "sft"  # which would make it
-    assert "Traceback" not in said
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         (f"seed = {DIGITS}\n", "not valid TOML: a number has more than 4,300 digits"),
         (f"x = {DEEP}\n", "not valid TOML: nested too deeply"),
@@ -103,28 +101,26 @@ def test_a_user_whose_home_is_unknown_has_no_path(project: Path, command: str, c
     ],
 )
 @pytest.mark.parametrize("command", ["train", "sft", "serve"])
-def test_settings_that_cannot_be_read_are_one_sentence(
-    project: Path, command: str, text: str, says: str, capfd: pytest.CaptureFixture[str]
+def test_unreadable_settings_are_reported_in_one_sentence(
+    project: Path, command: str, text: str, message: str, capfd: pytest.CaptureFixture[str]
 ):
     (project / "bad.toml").write_text(text + CONFIG.replace("seed = 7", ""))
-    code, said = run([command, "bad.toml", "--dry-run"], capfd)
+    code, err = run([command, "bad.toml", "--dry-run"], capfd)
     assert code == 2
-    assert said.startswith("titan-rl: bad.toml: ")
-    assert says in said
+    assert err.startswith("titan-rl: bad.toml: ")
+    assert message in err
 
 
-def test_settings_may_begin_with_a_byte_order_mark(project: Path, capfd: pytest.CaptureFixture[str]):
+def test_settings_can_begin_with_a_byte_order_mark(project: Path, capfd: pytest.CaptureFixture[str]):
     (project / "marked.toml").write_text(f"\ufeff{CONFIG}", encoding="utf-8")
     assert run(["train", "marked.toml", "--dry-run"], capfd)[0] == 0
 
 
 @pytest.mark.parametrize("option", [f"--seed={DIGITS}", f"--task.words={DEEP}", f"--{'.'.join('a' * 1500)}=1"])
-def test_an_option_that_cannot_be_read_is_an_error_of_that_option(
-    project: Path, option: str, capfd: pytest.CaptureFixture[str]
-):
-    code, said = run(["train", "config.toml", "--dry-run", option], capfd)
+def test_unparsable_option_values_exit_with_2(project: Path, option: str, capfd: pytest.CaptureFixture[str]):
+    code, err = run(["train", "config.toml", "--dry-run", option], capfd)
     assert code == 2
-    assert "Traceback" not in said
+    assert "Traceback" not in err
 
 
 @pytest.fixture
@@ -155,7 +151,7 @@ def as_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "says"),
+    ("name", "make", "message"),
     [
         ("lock", as_folder, "lock must be a file; remove it, or give it another name"),
         ("lock", os.mkfifo, "lock must be a file; remove it, or give it another name"),
@@ -165,11 +161,11 @@ def as_file(path: Path) -> None:
         ("checkpoints/step-000003/run_state.json", os.mkfifo, "is neither a file nor a folder; remove it"),
     ],
 )
-def test_a_file_of_a_run_that_is_something_else_is_named(
+def test_run_file_of_the_wrong_kind_is_named(
     stopped: RunDirectory,
     name: str,
     make: Callable[[Path], None],
-    says: str,
+    message: str,
     capfd: pytest.CaptureFixture[str],
 ):
     path = stopped.path / name
@@ -179,15 +175,15 @@ def test_a_file_of_a_run_that_is_something_else_is_named(
         path.unlink(missing_ok=True)
     make(path)
     for command in ("train", "sft"):
-        code, said = run([command, "--resume", str(stopped.path), "--dry-run"], capfd)
+        code, err = run([command, "--resume", str(stopped.path), "--dry-run"], capfd)
         assert code == 2
-        assert f"titan-rl: {path}" in said
-        assert says in said
+        assert f"titan-rl: {path}" in err
+        assert message in err
 
 
 @pytest.mark.parametrize("text", [DEEP, '{"a":' * 1200 + "1" + "}" * 1200, f'{{"step": {DIGITS}}}'])
 @pytest.mark.parametrize("name", ["run_state.json", "hosts.json", "status.json", "metrics.jsonl", "results.json"])
-def test_json_that_nests_too_deeply_raises_nowhere(
+def test_unparsable_json_causes_no_traceback(
     stopped: RunDirectory, name: str, text: str, capfd: pytest.CaptureFixture[str]
 ):
     shutil.rmtree(stopped.checkpoints)
@@ -198,21 +194,21 @@ def test_json_that_nests_too_deeply_raises_nowhere(
         ["view", str(stopped.path), "--json"],
         ["eval", "--compare", str(stopped.path)],
     ):
-        code, said = run(argv, capfd)
+        code, err = run(argv, capfd)
         assert code in (0, 1, 2), argv
-        assert "Traceback" not in said
+        assert "Traceback" not in err
 
 
-def test_a_dry_run_of_a_resume_says_what_is_damaged_and_lost_and_leaves_it(
+def test_dry_run_of_a_resume_reports_damage_and_changes_nothing(
     stopped: RunDirectory, capfd: pytest.CaptureFixture[str]
 ):
     damaged = step_directory(stopped.checkpoints, 3)
     (damaged / "run_state.json").write_text("{}")
     kept = [line for line in stopped.metrics.read_text().splitlines(keepends=True) if '"step": 1' not in line]
     stopped.metrics.write_text("".join(kept))
-    code, said = run(["train", "--resume", str(stopped.path), "--dry-run"], capfd)
+    code, err = run(["train", "--resume", str(stopped.path), "--dry-run"], capfd)
     assert code == 0
-    assert f"{damaged / 'run_state.json'} is damaged" in said
-    assert f"the run continues from {step_directory(stopped.checkpoints, 2)}, which is older" in said
-    assert f"{stopped.metrics} has no lines of steps 1: they are lost" in said
+    assert f"{damaged / 'run_state.json'} is damaged" in err
+    assert f"the run continues from {step_directory(stopped.checkpoints, 2)}, which is older" in err
+    assert f"{stopped.metrics} has no lines of steps 1: they are lost" in err
     assert damaged.is_dir(), "a dry run sets nothing aside"

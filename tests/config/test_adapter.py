@@ -25,13 +25,13 @@ def load(*overrides: tuple[str, str], rank: int = 8) -> RunConfig:
     return load_config(CPU, [("training.adapter.rank", str(rank)), *overrides], check_files=False)
 
 
-def test_the_default_learning_rate_is_ten_times_that_of_training_all_weights() -> None:
+def test_default_learning_rate_of_adapters_is_ten_times_higher() -> None:
     assert load(rank=0).training.peak_lr == 3e-4
     assert load().training.peak_lr == pytest.approx(3e-3)
     assert load(("training.lr", "1e-4")).training.peak_lr == 1e-4
 
 
-def test_another_learning_rate_is_mentioned() -> None:
+def test_notes_a_learning_rate_other_than_the_adapter_default() -> None:
     assert learning_rate_note(load(("training.lr", "1e-4"), rank=0).training) is None
     assert learning_rate_note(load().training) is None
     note = learning_rate_note(load(("training.lr", "1e-4")).training)
@@ -41,7 +41,7 @@ def test_another_learning_rate_is_mentioned() -> None:
 
 
 @pytest.mark.parametrize("target", UNSUPPORTED_TARGETS)
-def test_a_target_that_is_not_supported_is_refused_with_the_reason(target: str) -> None:
+def test_unsupported_target_error_names_the_reason(target: str) -> None:
     with pytest.raises(ConfigError, match=rf"targets has '{target}', which is not supported: .*; leave it out"):
         load(("training.adapter.targets", f'["{target}"]'))
     with pytest.raises(ConfigError, match="targets has 'query'; it must name layers among q_proj, k_proj"):
@@ -65,19 +65,19 @@ def test_a_target_that_is_not_supported_is_refused_with_the_reason(target: str) 
         ),
     ],
 )
-def test_settings_that_exclude_an_adapter_are_refused(overrides: list[tuple[str, str]], complaint: str) -> None:
+def test_settings_incompatible_with_an_adapter_are_rejected(overrides: list[tuple[str, str]], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load(*overrides)
 
 
-def test_an_engine_that_does_not_apply_adapters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_without_adapter_support_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "plain_engine.py").write_text("def make(spec): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"training.adapter.rank = 8, and .* does not apply adapters; set it to 0"):
         load(("generation.engine", "plain_engine:make"))
 
 
-def test_pinned_swaps_hold_two_versions_more_than_the_staleness() -> None:
+def test_pinned_swap_holds_staleness_plus_two_versions() -> None:
     pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
     from titan_rl.cluster.generator_actor import adapter_specs
 
@@ -87,7 +87,7 @@ def test_pinned_swaps_hold_two_versions_more_than_the_staleness() -> None:
     assert adapter_specs(pinned) == {"": AdapterSpec(8, 32.0, TARGETS, num_versions=5)}
 
 
-def test_validation_runs_beside_training_by_default_with_pinned_swaps_and_takes_one_more_version() -> None:
+def test_pinned_swap_validates_beside_training_with_one_more_version() -> None:
     from titan_rl.cluster.generator_actor import adapter_specs
 
     pinned, validates = ("generation.adapter_swap", "pinned"), ("validation.interval", "5")
@@ -102,7 +102,7 @@ def test_validation_runs_beside_training_by_default_with_pinned_swaps_and_takes_
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("overrides", "message"),
     [
         ([("generation.num_generators", "1")], "set num_generators to at least 2"),
         ([("generation.num_generators_range", "[2, 4]")], "set num_generators to at least 3"),
@@ -110,13 +110,13 @@ def test_validation_runs_beside_training_by_default_with_pinned_swaps_and_takes_
         ([("validation.interval", "0")], "no validation runs between steps; set interval, or leave it out"),
     ],
 )
-def test_a_validation_beside_training_says_what_it_needs(given: list[tuple[str, str]], says: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load(("validation.interval", "5"), ("validation.beside_training", "true"), *given)
-    assert says in str(refused.value)
+def test_validation_beside_training_errors_name_the_fix(overrides: list[tuple[str, str]], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(("validation.interval", "5"), ("validation.beside_training", "true"), *overrides)
+    assert message in str(raised.value)
 
 
-def test_the_folder_to_start_from_is_found_next_to_the_file(tmp_path: Path) -> None:
+def test_start_folder_is_resolved_next_to_the_file(tmp_path: Path) -> None:
     shutil.copy(CPU, tmp_path / "mine.toml")
     (tmp_path / "adapter").mkdir()
     overrides = [("training.adapter.rank", "1"), ("pythonpath", f'["{Path.cwd()}"]')]
@@ -126,7 +126,7 @@ def test_the_folder_to_start_from_is_found_next_to_the_file(tmp_path: Path) -> N
     assert config.training.adapter.start == str(tmp_path / "adapter")
 
 
-def test_a_folder_to_start_from_is_checked_before_a_run(tmp_path: Path) -> None:
+def test_start_folder_is_checked_on_load(tmp_path: Path) -> None:
     def load_with(start: Path) -> RunConfig:
         settings = [("training.adapter.rank", "2"), ("training.adapter.start", str(start))]
         return load_config(CPU, settings)
@@ -135,20 +135,20 @@ def test_a_folder_to_start_from_is_checked_before_a_run(tmp_path: Path) -> None:
         load_with(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"has no adapter_config.json; name a folder that titan-rl export --adapter"):
         load_with(tmp_path)
-    for base, is_told in (("Qwen/Qwen3-0.6B", False), (str(BASE), False), (str(tmp_path), True)):
-        folder = write_adapter(tmp_path / f"adapter-{is_told}-{len(base)}", base_model_name_or_path=base)
+    for base, is_noted in (("Qwen/Qwen3-0.6B", False), (str(BASE), False), (str(tmp_path), True)):
+        folder = write_adapter(tmp_path / f"adapter-{is_noted}-{len(base)}", base_model_name_or_path=base)
         config = load_with(folder)
-        told = adapter_base_note(config.model, config.training.adapter)
-        assert (told is not None) == is_told
-        assert told is None or f"was trained on {tmp_path}, whose weights are not those of model.path" in told
+        note = adapter_base_note(config.model, config.training.adapter)
+        assert (note is not None) == is_noted
+        assert note is None or f"was trained on {tmp_path}, whose weights are not those of model.path" in note
 
 
-def test_a_checkpoint_is_sized_by_the_adapter() -> None:
+def test_checkpoint_size_is_that_of_the_adapter() -> None:
     layer = (128 + 128) + 2 * (128 + 64) + (128 + 128) + 3 * (128 + 384)
     assert checkpoint_bytes(load(rank=1)) == 4 * layer * 12
 
 
-def test_supervised_training_adapts_a_given_model_and_trains_a_new_one_whole() -> None:
+def test_sft_uses_an_adapter_only_with_a_given_model() -> None:
     config = load(("sft.start", "examples/alphabet_sort/base"))
     assert supervised(config, config.model, 10).training.adapter.is_on
     assert not supervised(load(), config.model, 10).training.adapter.is_on

@@ -21,7 +21,7 @@ def load(start: Path | str, **settings: str) -> RunConfig:
     return load_config("examples/alphabet_sort/lora.toml", list(overrides.items()))
 
 
-def test_a_good_folder_is_accepted_and_its_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_folder_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_adapter(tmp_path / "adapter")
     assert load(folder).training.adapter.start == str(folder)
 
@@ -36,13 +36,13 @@ def test_a_good_folder_is_accepted_and_its_path_is_absolute(tmp_path: Path, monk
         ({"lora_alpha": 16}, "has lora_alpha 16, and training.adapter.alpha is 32"),
     ],
 )
-def test_another_kind_of_adapter_is_refused(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
+def test_unsupported_adapter_config_is_rejected(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
     folder = write_adapter(tmp_path / "adapter", **config)
     with pytest.raises(ModelError, match=f"^training.adapter.start = '{folder}'.* ?{problem}"):
         load(folder)
 
 
-def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
+def test_damaged_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no adapter_config.json; name a folder"):
         load(BASE)
     folder = write_adapter(tmp_path / "adapter")
@@ -70,7 +70,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
         ({"base_model.model.head.lora_A.weight": [2, 8]}, "has head.lora_A.weight, and .* has no such layer"),
     ],
 )
-def test_matrices_that_are_not_those_of_the_model_are_refused(
+def test_matrices_that_do_not_match_the_model_are_rejected(
     tmp_path: Path, changed: dict[str, list[int] | None], problem: str
 ) -> None:
     shapes = {name: shape for name, shape in (matrices() | changed).items() if shape is not None}
@@ -78,19 +78,19 @@ def test_matrices_that_are_not_those_of_the_model_are_refused(
         load(write_adapter(tmp_path / "adapter", shapes))
 
 
-def test_layers_that_the_targets_do_not_name_are_refused(tmp_path: Path) -> None:
+def test_layers_outside_the_targets_are_rejected(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter")
     with pytest.raises(ModelError, match=r"which training.adapter.targets does not name"):
         load(folder, training__adapter__targets='["q_proj", "v_proj", "k_proj"]')
 
 
-def test_one_of_keys_and_values_alone_is_refused_for_a_model_of_torchtitan(tmp_path: Path) -> None:
+def test_torchtitan_model_needs_both_key_and_value_targets(tmp_path: Path) -> None:
     settings = [("training.adapter.targets", '["q_proj", "v_proj"]'), ("model.path", str(BASE))]
     with pytest.raises(ConfigError, match=r"training.adapter.targets has one of k_proj and v_proj"):
         load_config("examples/alphabet_sort/lora.toml", settings)
 
 
-def test_the_folders_of_several_adapters_are_found_beside_the_file_that_names_them(tmp_path: Path) -> None:
+def test_adapters_table_start_folder_is_resolved_next_to_the_file(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "start")
     toml = tmp_path / "run.toml"
     toml.write_text(f"""

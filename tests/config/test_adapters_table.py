@@ -47,7 +47,7 @@ def load(folder: Path, text: str = TOML, **settings: str) -> RunConfig:
     return load_config(file, overrides, check_files=False)
 
 
-def test_an_adapter_has_the_settings_of_the_run_and_its_own(tmp_path: Path) -> None:
+def test_adapter_inherits_and_overrides_run_settings(tmp_path: Path) -> None:
     config = load(tmp_path, adapters__other__training__lr="2e-3")
     plain, other = config.experiments.values()
     assert (plain.training.steps, plain.training.loss, plain.training.clip) == (7, "grpo", (0.1, 0.1))
@@ -60,20 +60,20 @@ def test_an_adapter_has_the_settings_of_the_run_and_its_own(tmp_path: Path) -> N
     assert not other.adapters
 
 
-def test_what_one_adapter_opens_in_a_task_is_not_that_of_another(tmp_path: Path) -> None:
+def test_adapters_have_separate_task_objects(tmp_path: Path) -> None:
     plain, other = load(tmp_path).experiments.values()
     assert plain.tasks[1] == other.tasks[0]
     assert plain.tasks[1].task is not other.tasks[0].task
 
 
-def test_a_dumped_config_has_the_same_experiments(tmp_path: Path) -> None:
+def test_dumped_config_has_the_same_experiments(tmp_path: Path) -> None:
     config = load(tmp_path)
     again = load(tmp_path, dump_config(config))
     assert again == config
     assert again.experiments == config.experiments
 
 
-def test_a_resumed_run_may_change_the_steps_of_an_adapter_and_not_its_rank(tmp_path: Path) -> None:
+def test_resume_can_change_an_adapters_steps_but_not_its_rank(tmp_path: Path) -> None:
     made_with = settings_of(load(tmp_path))
     dumped = dump_config(load(tmp_path))
     check_unchanged(load(tmp_path, dumped, adapters__other__training__steps="9"), made_with, source=tmp_path)
@@ -91,14 +91,14 @@ def test_several_adapters_can_be_trained_without_validation(tmp_path: Path) -> N
         assert load(folder, dump_config(experiment)).training == experiment.training, "what its folder has is valid"
 
 
-def test_a_problem_that_all_adapters_have_is_told_once(tmp_path: Path) -> None:
+def test_problem_shared_by_all_adapters_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, validation__num_prompts="0", validation__samples_per_prompt="2")
     assert str(caught.value).count("validation.samples_per_prompt = 2 has no effect") == 1
     assert "adapters." not in str(caught.value)
 
 
-def test_a_setting_that_an_adapter_has_from_the_run_is_compared_with_that_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_resume_compares_an_adapter_option_with_the_inherited_value(tmp_path: Path) -> None:
     dumped = dump_config(load(tmp_path))
     rank = load(tmp_path).experiments["plain"].training.adapter.rank
     same = load(tmp_path, dumped, adapters__plain__training__adapter__rank=str(rank))
@@ -174,7 +174,7 @@ def test_a_setting_that_an_adapter_has_from_the_run_is_compared_with_that_when_t
         ({"adapters__other__training__kl": "k2"}, 'adapters.other: training.kl = "k2" has no effect'),
     ],
 )
-def test_settings_that_do_not_fit_several_adapters_are_refused(
+def test_settings_incompatible_with_several_adapters_are_rejected(
     tmp_path: Path, settings: dict[str, str], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
@@ -190,18 +190,18 @@ def test_settings_that_do_not_fit_several_adapters_are_refused(
         (f'name = "{"n" * 101}"\ntasks = ["long"]', "must be letters, digits, - and _, 1 to 100$"),
     ],
 )
-def test_a_table_that_is_no_adapter_is_refused(tmp_path: Path, table: str, problem: str) -> None:
+def test_invalid_adapter_table_is_rejected(tmp_path: Path, table: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load(tmp_path, f"{TOML}\n[[adapters]]\n{table}\n")
 
 
-def test_the_module_of_the_loss_of_one_adapter_is_found_by_other_processes(tmp_path: Path) -> None:
+def test_pythonpath_includes_the_loss_module_of_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "loss_of_one.py").write_text("def loss(tokens, clip): ...")
     config = load(tmp_path, adapters__other__training__loss="loss_of_one:loss")
     assert str(tmp_path) in config.pythonpath
 
 
-def test_python_sets_what_adapters_are_trained_with(tmp_path: Path) -> None:
+def test_python_overrides_change_adapter_settings(tmp_path: Path) -> None:
     changes = {"adapters.other.training.lr": 2e-3, "adapters.plain.training": {"steps": 5}}
     config = given_config(load(tmp_path), functions={}, overrides=changes, check_files=False)
     plain, other = config.experiments.values()
@@ -210,7 +210,7 @@ def test_python_sets_what_adapters_are_trained_with(tmp_path: Path) -> None:
         given_config(config, functions={}, overrides={"adapters.new.training.lr": 1e-3}, check_files=False)
 
 
-def test_engines_hold_all_adapters_and_have_places_for_all_experiments(tmp_path: Path) -> None:
+def test_engines_hold_all_adapters_and_have_slots_for_all_experiments(tmp_path: Path) -> None:
     pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
     from titan_rl.cluster.generator_actor import adapter_specs
     from titan_rl.config.concurrency import Concurrency, engine_max_running
@@ -223,7 +223,7 @@ def test_engines_hold_all_adapters_and_have_places_for_all_experiments(tmp_path:
     assert engine_max_running(config) == 2 * Concurrency.of(config).wanted
 
 
-def test_parts_for_one_policy_are_refused_for_several_before_anything_is_started(tmp_path: Path) -> None:
+def test_train_rejects_custom_parts_with_several_adapters(tmp_path: Path) -> None:
     config = load(tmp_path)
     with pytest.raises(
         ConfigError, match=r"trainer, replicas with \[\[adapters\]\]: parts can be given to a run with a"

@@ -20,7 +20,7 @@ def failure(paths: list[str], *overrides: tuple[str, str]) -> str:
     return str(caught.value)
 
 
-def test_of_several_files_tables_are_merged_and_the_last_value_wins(project: Path):
+def test_files_merge_tables_and_the_last_value_wins(project: Path):
     Path("more.toml").write_text('run_dir = "b"\n[training]\nsteps = 6\n[task]\nwords = ["b"]\n[sampling]\n')
     Path("most.toml").write_text("[training]\nsteps = 7\nbetas = [0.5, 0.6]\n")
 
@@ -32,7 +32,7 @@ def test_of_several_files_tables_are_merged_and_the_last_value_wins(project: Pat
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides", "says"),
+    ("text", "overrides", "message"),
     [
         ("[training]\nstepz = 6", [], "more.toml: training.stepz = 6 is not a setting; nearest: training.steps"),
         ("[training]\nbetas = [0.1, 2.0]", [], "more.toml: training.betas[1] = 2.0 must be less than 1"),
@@ -48,14 +48,14 @@ def test_of_several_files_tables_are_merged_and_the_last_value_wins(project: Pat
         ("seed = [", [], "more.toml: not valid TOML"),
     ],
 )
-def test_an_error_says_which_file_the_value_is_of(project: Path, text: str, overrides: list, says: str):
+def test_errors_name_the_file_of_the_value(project: Path, text: str, overrides: list, message: str):
     Path("more.toml").write_text(text)
-    assert says in failure(["config.toml", "more.toml"], *overrides)
+    assert message in failure(["config.toml", "more.toml"], *overrides)
     Path("last.toml").write_text("[rollout]\ngroup_size = 4\n")
-    assert says.partition(": ")[2] in failure(["config.toml", "more.toml", "last.toml"], *overrides)
+    assert message.partition(": ")[2] in failure(["config.toml", "more.toml", "last.toml"], *overrides)
 
 
-def test_a_model_folder_is_looked_for_beside_the_file_that_names_it(project: Path):
+def test_model_folder_is_resolved_next_to_the_file_that_names_it(project: Path):
     for name in ("a", "b"):
         Path(name).mkdir()
         shutil.copytree("policy", f"{name}/own")
@@ -66,29 +66,29 @@ def test_a_model_folder_is_looked_for_beside_the_file_that_names_it(project: Pat
 
 
 @pytest.fixture
-def elsewhere(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def other_cwd(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Another current folder than the project's."""
-    folder = project / "elsewhere"
+    folder = project / "other_cwd"
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
 
 
-def test_the_tasks_module_is_found_beside_the_file_and_the_resolved_settings_say_where(elsewhere: Path):
+def test_task_module_next_to_the_file_is_found_and_recorded_in_pythonpath(other_cwd: Path):
     config = load_config("../config.toml")
-    assert config.pythonpath == (str(elsewhere.parent),)
+    assert config.pythonpath == (str(other_cwd.parent),)
 
-    (elsewhere / "resolved.toml").write_text(dump_config(config))
+    (other_cwd / "resolved.toml").write_text(dump_config(config))
     script = (
         "from titan_rl.config.load import load_config; import sys\n"
-        f"assert load_config({str(elsewhere / 'resolved.toml')!r}).tasks[0].task.length == 3"
+        f"assert load_config({str(other_cwd / 'resolved.toml')!r}).tasks[0].task.length == 3"
     )
     done = subprocess.run([sys.executable, "-P", "-c", script], cwd="/", capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_within_a_package_is_beside_what_its_package_is_imported_from(elsewhere: Path):
-    package = elsewhere.parent / "outer_package"
+def test_config_file_within_a_package_adds_the_package_root(other_cwd: Path):
+    package = other_cwd.parent / "outer_package"
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "inner" / "__init__.py").touch()
@@ -96,40 +96,38 @@ def test_a_file_within_a_package_is_beside_what_its_package_is_imported_from(els
     (package / "inner" / "run.toml").write_text(
         '[model]\npath = "../../policy"\n[task]\ntype = "outer_package.inner.task:Echo"\n'
     )
-    assert load_config(package / "inner" / "run.toml").pythonpath == (str(elsewhere.parent),)
+    assert load_config(package / "inner" / "run.toml").pythonpath == (str(other_cwd.parent),)
 
 
-def test_a_module_that_is_nowhere_is_told_with_the_folders_that_were_searched(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_missing_module_error_lists_the_searched_folders(other_cwd: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [*sys.path, "__editable__.a-1.finder.__path_hook__"])
-    said = failure(["../config.toml"], ("task.type", "absent_task:Echo"))
-    assert "there is no module absent_task; looked in " in said
-    assert f"{elsewhere}, {elsewhere.parent}" in said
-    assert "__path_hook__" not in said
+    message = failure(["../config.toml"], ("task.type", "absent_task:Echo"))
+    assert "there is no module absent_task; looked in " in message
+    assert f"{other_cwd}, {other_cwd.parent}" in message
+    assert "__path_hook__" not in message
 
 
-def test_pythonpath_is_meant_from_its_file(elsewhere: Path):
-    (elsewhere / "lib").mkdir()
-    (elsewhere / "lib" / "own_functions.py").write_text("def mine(*args): ...\n")
-    (elsewhere / "own.toml").write_text('pythonpath = ["lib"]\n[training]\nloss = "own_functions:mine"\n')
+def test_pythonpath_is_relative_to_its_file(other_cwd: Path):
+    (other_cwd / "lib").mkdir()
+    (other_cwd / "lib" / "own_functions.py").write_text("def mine(*args): ...\n")
+    (other_cwd / "own.toml").write_text('pythonpath = ["lib"]\n[training]\nloss = "own_functions:mine"\n')
     config = load_config(["../config.toml", "own.toml"])
-    assert config.pythonpath == (str(elsewhere / "lib"), str(elsewhere.parent))
+    assert config.pythonpath == (str(other_cwd / "lib"), str(other_cwd.parent))
 
 
 @pytest.mark.parametrize("name", ["alphabet_sort", "agent"])
-def test_a_shipped_example_says_where_it_is_found_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_shipped_example_sets_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.chdir(tmp_path)
     assert load_config(ROOT / "examples" / name / "cpu.toml").pythonpath == (str(ROOT),)
 
 
-def test_train_takes_several_files(project: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_accepts_several_files(project: Path, capsys: pytest.CaptureFixture[str]):
     Path("more.toml").write_text("[training]\nsteps = 66\n")
     assert main(["train", "config.toml", "more.toml", "--dry-run"]) == 0
     assert "steps = 66" in capsys.readouterr().out
 
 
-def test_tables_of_tasks_are_merged_by_their_names(project: Path):
+def test_task_tables_are_merged_by_name(project: Path):
     Path("two.toml").write_text(
         '[model]\npath = "policy"\n[[tasks]]\nname = "a"\ntype = "echo_task:Echo"\nlength = 7\n'
         '[[tasks]]\nname = "b"\ntype = "echo_task:Echo"\n'

@@ -41,13 +41,15 @@ def config_of(**settings: object):
         ({"generation__kv_cache_gib": 3 * HALF_CONTEXT_GIB}, 256, 3),
     ],
 )
-def test_places_follow_from_the_batch(project: Path, settings: dict[str, object], in_flight: int, max_running: int):
+def test_max_running_is_sized_from_the_batch(
+    project: Path, settings: dict[str, object], in_flight: int, max_running: int
+):
     found = sized(**settings)
     assert (found.in_flight, found.max_running) == (in_flight, max_running)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
-def test_places_are_a_number_or_auto(project: Path, value: str):
+def test_max_running_must_be_a_number_or_auto(project: Path, value: str):
     with pytest.raises(ConfigError) as raised:
         load_config("config.toml", [("generation.max_running", value)])
     (line,) = str(raised.value).splitlines()
@@ -55,9 +57,7 @@ def test_places_are_a_number_or_auto(project: Path, value: str):
     assert line.endswith('must be a number above 0 or "auto"')
 
 
-def test_where_the_kv_cache_takes_what_a_gpu_has_free_it_limits_no_places(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_kv_cache_sized_by_the_free_gpu_memory_sets_no_limit(project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("titan_rl.generation.gpu_share.has_gpu_driver", lambda: True)
     config = config_of()
     assert (Concurrency.of(config).max_running, Concurrency.of(config).held) == (128, None)
@@ -65,7 +65,7 @@ def test_where_the_kv_cache_takes_what_a_gpu_has_free_it_limits_no_places(
     assert "# the KV cache of a generator takes what is free on its GPU" in dump_config(config)
 
 
-def test_the_default_settings_throttle_nothing(project: Path):
+def test_default_settings_throttle_nothing(project: Path):
     assert list(throttles(config_of())) == []
 
 
@@ -94,7 +94,7 @@ def test_the_default_settings_throttle_nothing(project: Path):
         ),
     ],
 )
-def test_what_throttles_is_warned_of_with_its_numbers(project: Path, settings: dict[str, object], numbers: list[str]):
+def test_throttling_warnings_contain_the_numbers(project: Path, settings: dict[str, object], numbers: list[str]):
     (warning,) = throttles(config_of(**settings))
     assert all(number in warning for number in numbers), warning
 
@@ -106,13 +106,13 @@ def test_what_throttles_is_warned_of_with_its_numbers(project: Path, settings: d
         ("generation.kv_cache_gib", 77 * HALF_CONTEXT_GIB, "raise it to "),
     ],
 )
-def test_the_advice_of_a_warning_cures_it(project: Path, key: str, value: float, advice: str):
+def test_following_the_advice_removes_the_warning(project: Path, key: str, value: float, advice: str):
     (warning,) = throttles(load_config("config.toml", [(key, str(value))]))
     better = warning.partition(advice)[2].split(",")[0]
     assert list(throttles(load_config("config.toml", [(key, better)]))) == []
 
 
-def test_resolving_changes_nothing_that_was_written_and_is_shown(project: Path, capsys: pytest.CaptureFixture[str]):
+def test_resolved_values_are_comments_and_do_not_change_settings(project: Path, capsys: pytest.CaptureFixture[str]):
     config = config_of()
     written = dump_config(config)
     assert config.generation.max_running is None
@@ -127,7 +127,7 @@ def test_resolving_changes_nothing_that_was_written_and_is_shown(project: Path, 
     assert shown.err.startswith("titan-rl: warning: generation.max_running = 64")
 
 
-def test_a_model_whose_numbers_are_not_known_is_sized_by_the_batch_alone(project: Path):
+def test_unknown_model_is_sized_from_the_batch_alone(project: Path):
     found = Concurrency.of(load_config("config.toml", [("model.path", "elsewhere")], check_files=False))
     assert (found.held, found.max_running) == (None, 128)
 
@@ -142,7 +142,7 @@ def test_a_model_whose_numbers_are_not_known_is_sized_by_the_batch_alone(project
         ({"scheduling__max_staleness": 0, "sampling__seeded": "false"}, False),
     ],
 )
-def test_requests_have_seeds_where_a_run_can_be_repeated_or_as_they_are_told(
+def test_requests_are_seeded_in_reproducible_runs_or_as_set(
     project: Path, settings: dict[str, object], seeded: bool
 ) -> None:
     assert config_of(**settings).seeds_requests is seeded

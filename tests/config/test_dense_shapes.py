@@ -97,7 +97,7 @@ def problem(folder: Path) -> str | None:
         },
     ),
 )
-def test_a_folder_that_the_formulas_accept_can_be_built(family: str, fields: dict[str, Any]) -> None:
+def test_folder_accepted_by_the_formulas_can_be_built(family: str, fields: dict[str, Any]) -> None:
     config = config_of(family, **fields)
     with TemporaryDirectory() as folder:
         write(Path(folder), config, expected_shapes(config, CONTEXT) or {"model.norm.weight": (16,)})
@@ -106,9 +106,7 @@ def test_a_folder_that_the_formulas_accept_can_be_built(family: str, fields: dic
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("family", sorted(HEAD_NORMS))
-def test_the_formulas_give_the_tensors_of_a_model_and_only_exactly_these_are_accepted(
-    tmp_path: Path, family: str, is_tied: bool
-) -> None:
+def test_formulas_accept_exactly_the_tensors_of_the_model(tmp_path: Path, family: str, is_tied: bool) -> None:
     config = config_of(family, tie_word_embeddings=is_tied)
     shapes = expected_shapes(config, CONTEXT)
     assert shapes is not None
@@ -129,7 +127,7 @@ def test_the_formulas_give_the_tensors_of_a_model_and_only_exactly_these_are_acc
     assert not accepted("turned", {**shapes, "model.layers.1.mlp.down_proj.weight": (24, 16)})
 
 
-def test_a_file_that_is_cut_off_is_not_accepted(tmp_path: Path) -> None:
+def test_truncated_file_is_not_accepted(tmp_path: Path) -> None:
     config = config_of("qwen3")
     write(tmp_path, config, expected_shapes(config, CONTEXT) or {})
     assert is_accepted(tmp_path)

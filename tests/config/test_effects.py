@@ -97,7 +97,7 @@ def made_false(config: Section, condition: TakesEffect) -> Section:
     return with_value(config, condition.setting, (value,) if condition.setting == "logging.sinks" else value)
 
 
-def test_every_setting_with_a_condition_is_refused_where_it_does_not_hold_and_taken_where_all_do(project: Path):
+def test_conditional_settings_are_accepted_only_when_their_conditions_hold(project: Path):
     config = load_config("config.toml")
     seen = 0
     for setting in settings_in(config):
@@ -106,24 +106,26 @@ def test_every_setting_with_a_condition_is_refused_where_it_does_not_hold_and_ta
             for other in setting.conditions:
                 if not other.up_to:
                     holds = made_true(holds, other)
-            told = [line for line in of_effects(made_false(holds, condition)) if line.startswith(f"{setting.name} = ")]
+            complaints = [
+                line for line in of_effects(made_false(holds, condition)) if line.startswith(f"{setting.name} = ")
+            ]
             if condition.setting in COMPUTED:
                 holds = with_value(holds, "statedict.transport", "auto")
-                told = [
+                complaints = [
                     line
                     for line in of_effects(with_value(holds, "hosts.addresses", ()))
                     if line.startswith(f"{setting.name} = ")
                 ]
-            assert len(told) == 1, (setting.name, condition)
-            assert condition.without or condition.setting in told[0]
-            assert f"leave {setting.name} out" in told[0]
+            assert len(complaints) == 1, (setting.name, condition)
+            assert condition.without or condition.setting in complaints[0]
+            assert f"leave {setting.name} out" in complaints[0]
             if not condition.up_to:
                 assert [line for line in of_effects(holds) if line.startswith(f"{setting.name} = ")] == [], condition
             seen += 1
     assert seen > 30
 
 
-def test_conditions_name_settings_that_there_are(project: Path):
+def test_conditions_name_existing_settings(project: Path):
     config = load_config("config.toml")
     for setting in settings_in(config):
         for condition in setting.conditions:
@@ -134,7 +136,7 @@ def test_conditions_name_settings_that_there_are(project: Path):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "message"),
     [
         (
             "statedict.anchor_interval=4",
@@ -155,18 +157,18 @@ def test_conditions_name_settings_that_there_are(project: Path):
         ("hosts.sync=true", "on one machine; set hosts.addresses or hosts.provider"),
     ],
 )
-def test_a_setting_without_effect_names_what_would_give_it_one(project: Path, given: str, says: str):
-    overrides = [(name, value) for name, _, value in (word.partition("=") for word in given.split())]
-    with pytest.raises(ConfigError) as refused:
+def test_error_of_a_setting_without_effect_names_the_condition(project: Path, options: str, message: str):
+    overrides = [(name, value) for name, _, value in (word.partition("=") for word in options.split())]
+    with pytest.raises(ConfigError) as raised:
         load_config("config.toml", overrides)
     name = overrides[0][0]
-    assert f"{name} = " in str(refused.value)
-    assert " has no effect " in str(refused.value)
-    assert says in str(refused.value)
+    assert f"{name} = " in str(raised.value)
+    assert " has no effect " in str(raised.value)
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         "correction.cap=2 correction.weight=token correction.proximal=recomputed",
         "training.clip=[0.1,0.2] training.loss=reinforce training.clip=[0.2,0.28]",
@@ -180,8 +182,8 @@ def test_a_setting_without_effect_names_what_would_give_it_one(project: Path, gi
         "training.gae=[0.99,1] training.gae_over=turn training.algorithm=ppo training.critic=head",
     ],
 )
-def test_a_setting_with_an_effect_and_one_at_its_default_are_taken(project: Path, given: str):
-    overrides = [(name, value) for name, _, value in (word.partition("=") for word in given.split())]
+def test_settings_with_an_effect_and_defaults_are_accepted(project: Path, options: str):
+    overrides = [(name, value) for name, _, value in (word.partition("=") for word in options.split())]
     if any(name == "logging.sinks" for name, _ in overrides):
         overrides = [(name, '["wandb"]' if name == "logging.sinks" else value) for name, value in overrides]
     config = load_config("config.toml", overrides)
@@ -189,16 +191,16 @@ def test_a_setting_with_an_effect_and_one_at_its_default_are_taken(project: Path
     assert load_config("again.toml") == config
 
 
-def test_what_has_no_effect_can_be_reset(project: Path):
+def test_settings_without_effect_can_be_reset(project: Path):
     config = load_config("config.toml", [("training.clip", "[0.1, 0.2]")])
     config = with_value(config, "training.loss", "nll")
     assert list(of_effects(config)) != []
     assert list(of_effects(reset_without_effect(config))) == []
 
 
-def test_supervised_steps_offload_no_reference_since_they_have_none(project: Path):
-    given = [("training.kl_coef", "0.1"), ("training.activation_checkpointing", "full")]
-    config = load_config("config.toml", [*given, ("training.offload", '["reference", "activations"]')])
+def test_sft_does_not_offload_a_reference(project: Path):
+    options = [("training.kl_coef", "0.1"), ("training.activation_checkpointing", "full")]
+    config = load_config("config.toml", [*options, ("training.offload", '["reference", "activations"]')])
 
     training = supervised(config, config.model, steps=3).training
 

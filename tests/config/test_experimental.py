@@ -32,35 +32,35 @@ KUBERNETES = {
         (KUBERNETES, "tcp", 'hosts.provider = "kubernetes", statedict.transport = "tcp"'),
     ],
 )
-def test_experimental_settings_are_named_in_one_line(
+def test_experimental_settings_are_named_in_one_warning(
     settings: dict[str, object], transport: str, named: str | None
 ) -> None:
     config = load_config("config.toml", [(key, str(value)) for key, value in settings.items()])
-    begins = "experimental, not proved on the hardware or network it is for: "
-    assert experimental_warning(config, transport) == (named and begins + named)
+    prefix = "experimental, not proved on the hardware or network it is for: "
+    assert experimental_warning(config, transport) == (named and prefix + named)
 
 
 @pytest.mark.usefixtures("project")
-def test_a_run_warns_when_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_warns_of_experimental_settings(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "config.toml", "--statedict.transport", "rdma", "--dry-run"]) == 0
     (warning,) = re.findall("titan-rl: warning: .*experimental.*", capfd.readouterr().err)
     assert 'statedict.transport = "rdma"' in warning
 
 
 @pytest.mark.usefixtures("project")
-def test_a_run_on_one_machine_has_nothing_to_warn_of(capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_on_one_machine_has_no_experimental_warning(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "config.toml", "--dry-run"]) == 0
     assert "experimental" not in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("project")
-def test_a_submitted_run_warns_too(capfd: pytest.CaptureFixture[str]) -> None:
+def test_submitted_run_warns_of_experimental_settings(capfd: pytest.CaptureFixture[str]) -> None:
     options = [f"--{key}={value}" for key, value in KUBERNETES.items()]
     assert main(["launch", "config.toml", *options, "--dry-run"]) == 0
     assert "titan-rl: warning: experimental, not proved on" in capfd.readouterr().err
 
 
-def test_the_help_of_each_setting_has_the_word() -> None:
+def test_help_of_experimental_settings_says_so() -> None:
     for name in EXPERIMENTAL:
         table, _, key = name.partition(".")
         section = RunConfig.model_fields[table].annotation

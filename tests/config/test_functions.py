@@ -43,7 +43,7 @@ number = 3
         "statedict.transport",
     ],
 )
-def test_a_function_of_the_users_is_imported_when_the_config_is_read(project: Path, key: str):
+def test_user_function_is_imported_on_load(project: Path, key: str):
     table, _, setting = key.partition(".")
     module = f"own_{setting}"
     Path(f"{module}.py").write_text(OWN_FUNCTIONS)
@@ -79,7 +79,7 @@ def test_a_function_of_the_users_is_imported_when_the_config_is_read(project: Pa
         ("statedict.transport", "(spec)"),
     ],
 )
-def test_a_function_that_cannot_be_called_as_it_is_used_is_refused(project: Path, key: str, call: str):
+def test_function_with_the_wrong_signature_is_rejected(project: Path, key: str, call: str):
     module = f"uncalled_{key.rpartition('.')[2]}"
     Path(f"{module}.py").write_text(OWN_FUNCTIONS)
     named = f"command line: {key} = '{module}:"
@@ -94,7 +94,7 @@ def test_a_function_that_cannot_be_called_as_it_is_used_is_refused(project: Path
         assert f"{named}Fancy' is a class; name a function" in failure((key, f"{module}:Fancy"))
 
 
-def test_the_strategy_is_made_when_the_config_is_read(project: Path):
+def test_routing_strategy_is_created_on_load(project: Path):
     Path("own_routing.py").write_text("def none(max_sessions): ...\ndef broken(max_sessions): return {}['answer']\n")
     assert failure(("routing.strategy", "own_routing:none")).startswith(
         "command line: routing.strategy = 'own_routing:none' gave None; it must give a Strategy"
@@ -104,7 +104,7 @@ def test_the_strategy_is_made_when_the_config_is_read(project: Path):
     )
 
 
-def test_each_of_a_list_of_functions_is_imported(project: Path):
+def test_every_function_of_a_list_is_imported(project: Path):
     Path("own_filters.py").write_text(OWN_FUNCTIONS)
     key, names = "scheduling.filters", ("zero_variance", "own_filters:mine")
     assert load_config("config.toml", [(key, str(list(names)))]).scheduling.filters == names

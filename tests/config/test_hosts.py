@@ -12,7 +12,7 @@ from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.errors import ConfigError
 
 
-def test_addresses_are_a_list_or_between_commas_and_have_a_port_if_none_is_said() -> None:
+def test_addresses_are_a_list_or_comma_separated_with_a_default_port() -> None:
     expected = ("10.0.0.1:22222", "node-2:4000", "[fd00::1]:22222")
     assert HostsConfig.model_validate({"addresses": ["10.0.0.1", "node-2:4000", "[fd00::1]"]}).addresses == expected
     assert HostsConfig.model_validate({"addresses": "10.0.0.1, node-2:4000,[fd00::1]:22222"}).addresses == expected
@@ -21,7 +21,7 @@ def test_addresses_are_a_list_or_between_commas_and_have_a_port_if_none_is_said(
     assert HostsConfig.model_validate({"addresses": ""}) == HostsConfig()
 
 
-def test_where_nothing_trains_all_hosts_generate_or_as_many_as_settings_say() -> None:
+def test_without_training_all_or_the_set_number_of_hosts_generate() -> None:
     names = ["a", "b", "c"]
     hosts = HostsConfig(addresses=("a:1", "b:1", "c:1"), train=2, play=3)
     assert Roles.of(hosts.of_generators_alone, names).generate == ("a", "b", "c")
@@ -32,27 +32,27 @@ def test_where_nothing_trains_all_hosts_generate_or_as_many_as_settings_say() ->
 @pytest.mark.parametrize(
     "address", ["", ":22222", "tcp://a:1", "a:0", "a:65536", "a:b", "a:", "10.0.0.2 10.0.0.3", "a\tb:1"]
 )
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_invalid_address_is_rejected(address: str) -> None:
     with pytest.raises(ValidationError, match="must be HOST or HOST:PORT"):
         HostsConfig.model_validate({"addresses": [address]})
 
 
-def test_a_worker_is_named_once() -> None:
+def test_duplicate_address_is_rejected() -> None:
     with pytest.raises(ValidationError, match="a:22222 is listed more than once"):
         HostsConfig.model_validate({"addresses": ["a", "a:22222"]})
 
 
-def test_loopback_is_what_only_this_machine_reaches() -> None:
+def test_loopback_addresses_are_recognized() -> None:
     assert [names_this_machine(split_address(each)[0]) for each in ("127.0.0.1", "localhost", "[::1]:1")] == [True] * 3
     assert not any(map(names_this_machine, ("0.0.0.0", "10.0.0.1", "node-2")))
     assert address_towards(HostsConfig(addresses=("127.0.0.1:22222",))) == "127.0.0.1"
 
 
-EVERYWHERE = ("0.0.0.0", "0.0.0.0:22222", "[::]:22222", "*:22222", "0:22222", "[]:22222", "[::ffff:0.0.0.0]:1")
+WILDCARDS = ("0.0.0.0", "0.0.0.0:22222", "[::]:22222", "*:22222", "0:22222", "[]:22222", "[::ffff:0.0.0.0]:1")
 
 
-@pytest.mark.parametrize("address", EVERYWHERE)
-def test_all_interfaces_are_no_address(address: str) -> None:
+@pytest.mark.parametrize("address", WILDCARDS)
+def test_wildcard_address_is_rejected(address: str) -> None:
     with pytest.raises(ValueError, match=r"all interfaces; name one address of the machine|must be HOST or HOST:PORT"):
         split_address(address)
     with pytest.raises(ValidationError, match=r"all interfaces|must be HOST or HOST:PORT"):
@@ -60,31 +60,31 @@ def test_all_interfaces_are_no_address(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["255.255.255.255", "224.0.0.1:1", "[ff02::1]:22222", "[::ffff:224.0.0.1]:1"])
-def test_an_address_of_several_machines_is_none_of_a_worker(address: str) -> None:
+def test_multicast_and_broadcast_addresses_are_rejected(address: str) -> None:
     with pytest.raises(ValidationError, match="stands for several machines; name one address"):
         HostsConfig.model_validate({"addresses": [address]})
 
 
 @pytest.mark.parametrize("address", ["fd00::2", "fd00::2:22222", "::1", "::ffff:10.0.0.1", "1:2:3:4:5:6:7:8"])
-def test_an_ipv6_address_stands_in_brackets(address: str) -> None:
+def test_ipv6_address_needs_brackets(address: str) -> None:
     with pytest.raises(ValidationError, match=r"needs brackets around the IPv6 address, as in \[fd00::2\]:22222"):
         HostsConfig.model_validate({"addresses": [address]})
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0", "::", "*"])
-def test_a_controller_listens_on_one_address(listen: str) -> None:
+def test_controller_cannot_listen_on_all_interfaces(listen: str) -> None:
     with pytest.raises(ValidationError, match="all interfaces; name one address"):
         HostsConfig.model_validate({"addresses": ["a"], "listen": listen})
 
 
-def test_a_controller_listens_on_an_address_of_its_machine() -> None:
+def test_controller_must_listen_on_an_address_of_its_machine() -> None:
     check_own_machine(HostsConfig(addresses=("127.0.0.1",), listen="127.0.0.1"))
     for listen in ("203.0.113.9", "a..b", "fe80::1:2:3:4"):
         with pytest.raises(ConfigError, match=rf"hosts\.listen = '{listen}': .*name an address of this machine"):
             check_own_machine(HostsConfig(addresses=("127.0.0.1",), listen=listen))
 
 
-def test_a_file_of_addresses_is_there_and_adds_to_hosts(tmp_path: Path) -> None:
+def test_addresses_file_must_exist_and_needs_addresses(tmp_path: Path) -> None:
     file = tmp_path / "addresses"
     with pytest.raises(ValidationError, match=r"addresses_file = .* needs addresses or provider"):
         HostsConfig(addresses_file=str(file))
@@ -96,7 +96,7 @@ def test_a_file_of_addresses_is_there_and_adds_to_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         ({"train": 3}, "hosts.train is 3, and there is 1 host;"),
         ({"addresses": (), "train": 3}, "hosts.train is 3, and there is 1 host;"),
@@ -112,12 +112,12 @@ def test_a_file_of_addresses_is_there_and_adds_to_hosts(tmp_path: Path) -> None:
         ({"provider": "mine:workers", "train": 3}, None),
     ],
 )
-def test_roles_need_no_more_hosts_than_settings_name(table: dict[str, object], said: str | None) -> None:
+def test_roles_cannot_need_more_hosts_than_configured(table: dict[str, object], message: str | None) -> None:
     found = list(HostsConfig.model_validate(table).too_few())
-    assert [line.startswith(said) for line in found] == [True] if said else not found
+    assert [line.startswith(message) for line in found] == [True] if message else not found
 
 
-def test_slurm_has_as_many_hosts_as_the_job_that_is_launched() -> None:
+def test_slurm_job_has_a_known_number_of_hosts_when_launched() -> None:
     config = HostsConfig(provider="slurm", train=3)
     assert list(config.too_few(launched=True)) == [
         "hosts.train is 3, and there is 1 host; lower it, or have more hosts"
@@ -126,7 +126,7 @@ def test_slurm_has_as_many_hosts_as_the_job_that_is_launched() -> None:
         Roles.of(config, ["a"])
 
 
-def test_hosts_of_ssh_are_a_list_or_between_commas() -> None:
+def test_ssh_hosts_are_a_list_or_comma_separated() -> None:
     hosts = HostsConfig.model_validate({"provider": "ssh", "names": "gpu-1,me@gpu-2=fd00::2"})
     assert hosts.named_hosts == {"gpu-1": "", "me@gpu-2": "fd00::2"}
     with pytest.raises(ValidationError, match="must have an IP address after ="):
@@ -143,11 +143,11 @@ def test_hosts_of_ssh_are_a_list_or_between_commas() -> None:
         ),
     ],
 )
-def test_limits_that_would_give_up_what_is_well_are_refused(settings: dict[str, float], problem: str) -> None:
+def test_limits_too_short_for_healthy_hosts_are_rejected(settings: dict[str, float], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         HostsConfig.model_validate(settings)
 
 
-def test_limits_may_be_as_short_as_signs_of_life_allow() -> None:
+def test_shortest_possible_limits_are_accepted() -> None:
     hosts = HostsConfig.model_validate({"silence_s": 1, "hang_timeout_s": 2, "drain_s": 0})
     assert (hosts.silence_s, hosts.lease_s, hosts.hang_timeout_s, hosts.drain_s) == (1, 5, 2, 0)

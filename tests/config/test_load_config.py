@@ -28,14 +28,14 @@ def test_reads_the_file_and_fills_in_defaults(project: Path):
     assert config.run_dir == "runs"
 
 
-def test_the_task_is_an_instance_of_the_named_class(project: Path):
+def test_task_is_an_instance_of_the_named_class(project: Path):
     task = load_config("config.toml").tasks[0].task
 
     assert isinstance(task, Task)
     assert task.train_sample(seed=0, index=5) == "spam"
 
 
-def test_overrides_replace_what_the_file_says_and_the_last_one_wins(project: Path):
+def test_overrides_replace_file_values_and_the_last_one_wins(project: Path):
     config = load_config(
         "config.toml",
         [
@@ -58,7 +58,7 @@ def test_overrides_replace_what_the_file_says_and_the_last_one_wins(project: Pat
     assert config.tasks[0].task.train_sample(0, 1) == "b"
 
 
-def test_what_is_written_back_loads_to_an_equal_config(project: Path):
+def test_dumped_config_loads_to_an_equal_config(project: Path):
     config = load_config("config.toml", [("statedict.tolerance", "1e-3"), ("task.length", "4")])
     written = dump_config(config)
     (project / "elsewhere").mkdir()
@@ -131,22 +131,22 @@ def test_what_is_written_back_loads_to_an_equal_config(project: Path):
         ("seed", "-3", "seed = -3 must be greater than or equal to 0"),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_value_origin_and_remedy(project: Path, key: str, value: str, message: str):
+def test_invalid_setting_error_names_value_origin_and_fix(project: Path, key: str, value: str, message: str):
     assert message in failure((key, value))
 
 
-def test_a_wrong_setting_of_the_file_names_the_file(project: Path):
+def test_error_in_the_file_names_the_file(project: Path):
     Path("config.toml").write_text('[model]\npath = "policy"\nmax_contxt = 9\n[task]\ntype = "echo_task:Echo"\n')
 
     assert failure() == "config.toml: model.max_contxt = 9 is not a setting; nearest: model.max_context"
 
 
-def test_all_wrong_settings_are_reported_at_once(project: Path):
+def test_all_invalid_settings_are_reported_at_once(project: Path):
     assert len(failure(("training.stepz", "5"), ("seed", "x"), ("rollout.group_size", "0")).splitlines()) == 3
 
 
 @pytest.mark.parametrize(
-    ("overrides", "names"),
+    ("overrides", "fragments"),
     [
         ({"sampling.max_tokens": "512"}, ["sampling.max_tokens = 512", "model.max_context = 512"]),
         ({"training.row_tokens": "256"}, ["training.row_tokens = 256", "model.max_context = 512"]),
@@ -222,17 +222,17 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
         ),
     ],
 )
-def test_settings_that_exclude_each_other_are_refused(project: Path, overrides: dict[str, str], names: list[str]):
+def test_incompatible_settings_are_rejected(project: Path, overrides: dict[str, str], fragments: list[str]):
     message = failure(*overrides.items())
 
-    assert all(name in message for name in names)
+    assert all(name in message for name in fragments)
 
 
-def test_a_missing_file_lists_those_that_are_there(project: Path):
+def test_missing_file_error_lists_existing_files(project: Path):
     assert failure(path="confg.toml") == "confg.toml: no such file; that folder has config.toml"
 
 
-def test_malformed_toml_says_where(project: Path):
+def test_malformed_toml_error_names_the_position(project: Path):
     Path("config.toml").write_text("seed = 1\nmodel = [\n")
 
     assert "config.toml: not valid TOML: " in failure()
@@ -242,7 +242,7 @@ def test_malformed_toml_says_where(project: Path):
     assert "line 2, column 8" in failure()
 
 
-def test_a_file_that_is_not_text_or_not_a_file_is_refused(project: Path):
+def test_binary_file_and_folder_are_rejected(project: Path):
     Path("config.toml").write_bytes(b"\xff\xfe")
 
     assert "not valid TOML" in failure()
@@ -276,7 +276,7 @@ def test_missing_tables_are_named(project: Path):
         ("needy_task:Echo", "importing needy_task failed: No module named 'absent_dependency'"),
     ],
 )
-def test_a_wrong_task_type_says_what_there_is(project: Path, name: str, message: str):
+def test_invalid_task_type_error_lists_available_tasks(project: Path, name: str, message: str):
     Path("broken_task.py").write_text("1 / 0\n")
     Path("importing_task.py").write_text("from echo_task import Echo\n")
     Path("leaving_task.py").write_text("raise SystemExit(3)\n")
@@ -289,7 +289,7 @@ def test_a_wrong_task_type_says_what_there_is(project: Path, name: str, message:
     assert message in found
 
 
-def test_a_default_of_the_wrong_type_is_told_of():
+def test_default_of_the_wrong_type_is_rejected():
     class Count(Section):
         largest: int = "x"  # type: ignore
 

@@ -11,7 +11,7 @@ from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError, ModelError
 
 
-def test_the_folder_is_looked_for_here_then_beside_the_file(project: Path):
+def test_folder_is_resolved_in_the_cwd_then_next_to_the_file(project: Path):
     recipes = project / "recipes"
     recipes.mkdir()
     shutil.copy("config.toml", recipes)
@@ -24,23 +24,23 @@ def test_the_folder_is_looked_for_here_then_beside_the_file(project: Path):
     assert load_config("recipes/config.toml").model.path == str(recipes / "policy")
 
 
-def test_a_missing_folder_says_how_to_fetch_one(project: Path):
-    says = r"model.path = 'weights/mine' is not a folder here\. .*titan-rl sft --resume RUN.* hf download"
-    with pytest.raises(ConfigError, match=says):
+def test_missing_folder_error_explains_how_to_get_one(project: Path):
+    message = r"model.path = 'weights/mine' is not a folder here\. .*titan-rl sft --resume RUN.* hf download"
+    with pytest.raises(ConfigError, match=message):
         load_config("config.toml", [("model.path", "weights/mine")])
 
 
-def test_a_missing_folder_of_what_guesses_is_found_before_anything_starts(project: Path):
-    guesses = [("generation.speculative.method", "draft_model"), ("generation.speculative.model", "small")]
+def test_missing_draft_model_is_rejected(project: Path):
+    speculative = [("generation.speculative.method", "draft_model"), ("generation.speculative.model", "small")]
     with pytest.raises(ConfigError, match=r"generation.speculative.model = 'small' is not a folder; name"):
-        load_config("config.toml", guesses)
+        load_config("config.toml", speculative)
     Path("small").mkdir()
     with pytest.raises(ModelError, match=r"small is not a model folder: it has no config.json"):
-        load_config("config.toml", guesses)
+        load_config("config.toml", speculative)
 
 
 @pytest.mark.parametrize(
-    ("method", "vocab_size", "tensor", "says"),
+    ("method", "vocab_size", "tensor", "message"),
     [
         ("draft_model", 600, "lm_head", None),
         (
@@ -54,22 +54,22 @@ def test_a_missing_folder_of_what_guesses_is_found_before_anything_starts(projec
         ("eagle", 600, "lm_head", 'no tensor fc.weight, as heads of eagle do; .*method = "draft_model" where'),
     ],
 )
-def test_what_cannot_guess_for_the_policy_is_refused(
-    project: Path, method: str, vocab_size: int, tensor: str, says: str | None
+def test_draft_model_must_match_the_policy(
+    project: Path, method: str, vocab_size: int, tensor: str, message: str | None
 ):
     edit_config(vocab_size=600)
     shutil.copytree("policy", "small")
     edit_config("small", vocab_size=vocab_size)
     write_tensors(Path("small/model.safetensors"), tensor)
-    guesses = [("generation.speculative.method", method), ("generation.speculative.model", "small")]
-    if says is None:
-        load_config("config.toml", guesses)
+    speculative = [("generation.speculative.method", method), ("generation.speculative.model", "small")]
+    if message is None:
+        load_config("config.toml", speculative)
     else:
-        with pytest.raises(ConfigError, match=says):
-            load_config("config.toml", guesses)
+        with pytest.raises(ConfigError, match=message):
+            load_config("config.toml", speculative)
 
 
-def test_heads_of_the_policy_are_looked_for_in_its_config(project: Path):
+def test_mtp_needs_heads_in_the_policy_config(project: Path):
     heads = [("generation.speculative.method", "mtp")]
     with pytest.raises(ConfigError, match=r'method = "mtp" drafts with heads .* none of num_nextn_predict_layers, '):
         load_config("config.toml", heads)
@@ -77,7 +77,7 @@ def test_heads_of_the_policy_are_looked_for_in_its_config(project: Path):
     load_config("config.toml", heads)
 
 
-def test_a_share_of_a_gpu_that_holds_no_weights_is_refused(project: Path):
+def test_gpu_share_too_small_for_the_weights_is_rejected(project: Path):
     header = {"weight": {"dtype": "F32", "shape": [2**33], "data_offsets": [0, 2**35]}}
     text = json.dumps(header).encode()
     with Path("policy/model.safetensors").open("wb") as file:
@@ -98,7 +98,7 @@ def edit_config(folder: str = "policy", **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_files_need_not_be_there_when_they_are_not_checked(project: Path):
+def test_missing_files_are_accepted_without_check_files(project: Path):
     config = load_config("config.toml", [("model.path", "weights/mine")], check_files=False)
 
     assert config.model.path == "weights/mine"
@@ -112,14 +112,14 @@ def test_files_need_not_be_there_when_they_are_not_checked(project: Path):
         ("tokenizer.json", "has no tokenizer"),
     ],
 )
-def test_a_missing_file_is_named(project: Path, removed: str, message: str):
+def test_missing_file_is_named(project: Path, removed: str, message: str):
     Path("policy", removed).unlink()
 
     with pytest.raises(ModelError, match=message):
         load_config("config.toml")
 
 
-def test_a_missing_shard_is_named(project: Path):
+def test_missing_shard_is_named(project: Path):
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     Path("policy/model.safetensors.index.json").write_text(json.dumps(index))
     write_tensors(Path("policy/one.safetensors"), "a")
@@ -133,12 +133,12 @@ def test_a_missing_shard_is_named(project: Path):
     load_config("config.toml")
 
 
-def test_weights_that_are_cut_off_are_named_with_their_sizes(project: Path):
+def test_truncated_weights_error_names_file_and_sizes(project: Path):
     path = Path("policy/model.safetensors")
     write_tensors(path, "a", "b")
     whole = path.read_bytes()
     load_config("config.toml")
-    for content, says in (
+    for content, message in (
         (whole[:-1], rf"has {len(whole) - 1} bytes, and {len(whole)} by its header: it is damaged; fetch it again"),
         (whole + b"x", rf"has {len(whole) + 1} bytes, and {len(whole)} by its header"),
         (whole[:20], "is not a safetensors file, or is cut off: its first 8 bytes give no length"),
@@ -147,12 +147,12 @@ def test_weights_that_are_cut_off_are_named_with_their_sizes(project: Path):
         (whole[:8] + whole[9:], "is not a safetensors file, or is cut off: "),
     ):
         path.write_bytes(content)
-        with pytest.raises(ModelError, match=f"policy/model.safetensors {says}"):
+        with pytest.raises(ModelError, match=f"policy/model.safetensors {message}"):
             load_config("config.toml")
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
-def test_an_unreadable_config_is_named(project: Path, content: str):
+def test_unreadable_config_is_named(project: Path, content: str):
     Path("policy/config.json").write_text(content)
 
     with pytest.raises(ModelError, match=r"policy/config.json"):
@@ -163,7 +163,7 @@ def test_an_unreadable_config_is_named(project: Path, content: str):
     ("name", "value"),
     [("num_hidden_layers", 0), ("num_attention_heads", 0), ("hidden_size", "64"), ("max_position_embeddings", "512")],
 )
-def test_a_size_that_is_no_positive_number_is_named(project: Path, name: str, value: object):
+def test_model_size_that_is_not_positive_is_named(project: Path, name: str, value: object):
     config = json.loads(Path("policy/config.json").read_text()) | {name: value}
     Path("policy/config.json").write_text(json.dumps(config))
 
@@ -179,12 +179,12 @@ def test_a_size_that_is_no_positive_number_is_named(project: Path, name: str, va
         ("generation.kv_cache_gib", "0.0002", "kv_cache_gib = 0.0002 holds less than one context .* needs 0.000244"),
     ],
 )
-def test_settings_that_do_not_fit_the_model_are_refused(project: Path, key: str, value: str, message: str):
+def test_context_settings_beyond_the_model_are_rejected(project: Path, key: str, value: str, message: str):
     with pytest.raises(ConfigError, match=message):
         load_config("config.toml", [(key, value)])
 
 
-def test_a_context_that_longrope_turns_in_another_way_is_refused(project: Path):
+def test_context_beyond_short_longrope_positions_is_rejected(project: Path):
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 128}
     config = json.loads(Path("policy/config.json").read_text()) | {"rope_parameters": rope}
     Path("policy/config.json").write_text(json.dumps(config))
@@ -194,7 +194,7 @@ def test_a_context_that_longrope_turns_in_another_way_is_refused(project: Path):
         load_config("config.toml", [("model.max_context", "129")])
 
 
-def test_the_smallest_cache_that_holds_one_context_is_enough(project: Path):
+def test_kv_cache_of_exactly_one_context_is_accepted(project: Path):
     load_config("config.toml", [("generation.kv_cache_gib", str(2**18 / 2**30))])
 
 
@@ -203,9 +203,7 @@ def test_the_smallest_cache_that_holds_one_context_is_enough(project: Path):
     [({"a": 0, "b": 99}, [], True), ({"a": 0}, [{"id": 100}], False), ([["a", 0.0]] * 101, [], False)],
     ids=["fewer ids than the model", "an added token too many", "a list of tokens"],
 )
-def test_a_tokenizer_of_another_model_is_found_before_anything_starts(
-    project: Path, vocabulary: object, added: list[object], fits: bool
-):
+def test_tokenizer_of_another_model_is_rejected(project: Path, vocabulary: object, added: list[object], fits: bool):
     config = json.loads(Path("policy/config.json").read_text()) | {"vocab_size": 100}
     Path("policy/config.json").write_text(json.dumps(config))
     Path("policy/tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
@@ -224,6 +222,6 @@ def test_a_tokenizer_of_another_model_is_found_before_anything_starts(
         ("generation.return_routed_experts", "true", "is not a mixture of experts"),
     ],
 )
-def test_settings_that_the_model_cannot_take(project: Path, setting: str, value: str, message: str):
+def test_settings_unsupported_by_the_model_are_rejected(project: Path, setting: str, value: str, message: str):
     with pytest.raises(ConfigError, match=message):
         load_config("config.toml", [(setting, value)])

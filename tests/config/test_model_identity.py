@@ -31,7 +31,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_a_copy_is_the_same_model_whichever_files_its_weights_are_in(model: Path) -> None:
+def test_copy_is_the_same_model_however_its_weights_are_sharded(model: Path) -> None:
     identity = model_identity(model)
     assert set(identity) == {"weights", "config", "tokenizer", "chat_template"}
     weights = weights_of(model)
@@ -42,7 +42,7 @@ def test_a_copy_is_the_same_model_whichever_files_its_weights_are_in(model: Path
     assert changed_parts(model, identity) == []
 
 
-def test_other_weights_are_noticed_in_any_tensor(model: Path) -> None:
+def test_changed_weights_are_detected_in_every_tensor(model: Path) -> None:
     identity, weights = model_identity(model), weights_of(model)
     for name in weights:
         trained = weights | {name: weights[name] + 1e-3}
@@ -50,7 +50,7 @@ def test_other_weights_are_noticed_in_any_tensor(model: Path) -> None:
         assert changed_parts(model, identity) == ["weights"], name
 
 
-def test_a_step_in_bfloat16_that_moves_few_numbers_is_noticed(model: Path) -> None:
+def test_sparse_bfloat16_update_is_detected(model: Path) -> None:
     """At a small learning rate most numbers stay where rounding has them."""
     weights = {name: tensor.bfloat16() for name, tensor in weights_of(model).items()}
     save_file(weights, model / "model.safetensors")
@@ -66,7 +66,7 @@ def test_a_step_in_bfloat16_that_moves_few_numbers_is_noticed(model: Path) -> No
     assert changed_parts(model, identity) == ["weights"]
 
 
-def test_a_large_tensor_is_read_at_its_ends_and_between(tmp_path: Path) -> None:
+def test_large_tensor_is_sampled_at_its_ends_and_between(tmp_path: Path) -> None:
     tensor = torch.zeros(1 << 20)
     save_file({"large": tensor}, tmp_path / "model.safetensors")
     identity = model_identity(tmp_path)
@@ -86,7 +86,7 @@ def test_a_large_tensor_is_read_at_its_ends_and_between(tmp_path: Path) -> None:
         ("additional_chat_templates/tools.jinja", "chat template"),
     ],
 )
-def test_what_else_has_changed_is_named(model: Path, file: str, part: str) -> None:
+def test_changed_files_other_than_weights_are_named(model: Path, file: str, part: str) -> None:
     identity = model_identity(model)
     (model / file).parent.mkdir(exist_ok=True)
     with (model / file).open("a") as text:
@@ -94,7 +94,7 @@ def test_what_else_has_changed_is_named(model: Path, file: str, part: str) -> No
     assert changed_parts(model, identity) == [part]
 
 
-def test_a_template_in_the_tokenizers_settings_is_no_part_of_the_tokenizer(model: Path) -> None:
+def test_chat_template_in_tokenizer_config_is_its_own_part(model: Path) -> None:
     identity, file = model_identity(model), model / "tokenizer_config.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps(dict(reversed(settings.items()))))
@@ -105,13 +105,13 @@ def test_a_template_in_the_tokenizers_settings_is_no_part_of_the_tokenizer(model
     assert changed_parts(model, identity) == ["tokenizer"]
 
 
-def test_nothing_is_compared_with_nothing(model: Path, tmp_path: Path) -> None:
+def test_missing_folder_or_identity_reports_no_change(model: Path, tmp_path: Path) -> None:
     assert model_identity(tmp_path / "nowhere") == {}
     assert changed_parts(tmp_path / "nowhere", model_identity(model)) == []
     assert changed_parts(model, {}) == []
 
 
-def test_weights_that_are_cut_off_are_an_error(model: Path) -> None:
+def test_truncated_weights_are_an_error(model: Path) -> None:
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ModelError, match="damaged"):

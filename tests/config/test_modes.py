@@ -39,7 +39,7 @@ def values(scheduling: SchedulingConfig) -> tuple[object, ...]:
         ({"mode": None}, (1, 0.0, None, None)),
     ],
 )
-def test_a_mode_sets_what_is_not_given(given: Mapping[str, object], expected: tuple[object, ...]):
+def test_mode_sets_the_settings_that_are_not_given(given: Mapping[str, object], expected: tuple[object, ...]):
     scheduling = SchedulingConfig.model_validate(given)
 
     assert values(scheduling) == expected
@@ -49,19 +49,19 @@ def test_a_mode_sets_what_is_not_given(given: Mapping[str, object], expected: tu
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_whose_settings_are_all_given_otherwise_is_an_error(mode: Mode):
+def test_mode_without_effect_is_an_error(mode: Mode):
     given = {"max_staleness": 9, "oversample": 0.125, "max_group_age": 11}
 
     with pytest.raises(ValidationError, match=rf'mode = "{mode}" has no effect.*max_staleness = 9.*leave mode out'):
         SchedulingConfig.model_validate({"mode": mode, **given})
 
 
-def test_a_conflict_with_a_value_of_the_mode_names_the_mode():
+def test_conflict_with_a_mode_value_names_the_mode():
     with pytest.raises(ValidationError, match=r'max_group_age = 7 \(set by mode = "async"\) is less than 10'):
         SchedulingConfig(mode="async", max_staleness=9)
 
 
-def test_an_unknown_mode_is_refused_with_those_that_there_are(project: Path):
+def test_unknown_mode_error_lists_the_modes(project: Path):
     with pytest.raises(ConfigError, match=r"scheduling.mode = 'asynk' must be 'sync', 'one_step_off', 'streaming' or"):
         load_config("config.toml", [("scheduling.mode", "asynk")])
 
@@ -77,7 +77,7 @@ OVERRIDES = [
 
 @pytest.mark.parametrize("with_defaults", [True, False])
 @pytest.mark.parametrize("overrides", OVERRIDES)
-def test_a_dumped_config_says_all_that_the_mode_sets_and_loads_as_it_was(
+def test_dumped_config_contains_the_mode_settings_and_round_trips(
     overrides: list[tuple[str, str]], with_defaults: bool, project: Path
 ):
     config = load_config("config.toml", [(f"scheduling.{name}", value) for name, value in overrides])
@@ -93,7 +93,7 @@ def test_a_dumped_config_says_all_that_the_mode_sets_and_loads_as_it_was(
     assert tomllib.loads(again) == tomllib.loads(text)
 
 
-def test_a_dry_run_shows_what_the_mode_set_and_what_was_given(project: Path, capfd: pytest.CaptureFixture[str]):
+def test_dry_run_shows_mode_values_and_given_values(project: Path, capfd: pytest.CaptureFixture[str]):
     main(["train", "config.toml", "--scheduling.mode", "async", "--scheduling.max_staleness", "2", "--dry-run"])
 
     shown = capfd.readouterr().out
@@ -101,7 +101,7 @@ def test_a_dry_run_shows_what_the_mode_set_and_what_was_given(project: Path, cap
     assert {'mode = "async"', "max_staleness = 2", "oversample = 1.0", "max_group_age = 7"} <= set(shown.splitlines())
 
 
-def test_a_mode_given_from_python_replaces_that_of_a_config(project: Path):
+def test_mode_from_python_replaces_the_mode_of_the_config(project: Path):
     config = load_config("config.toml", [("scheduling.mode", "sync")])
 
     changed = given_config(config, functions={}, overrides={"scheduling": {"mode": "async"}}, check_files=False)

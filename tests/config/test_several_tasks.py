@@ -61,7 +61,7 @@ def words(source: TaskSource) -> Any:
     return source.task.train_sample(0, 0)
 
 
-def test_each_task_has_a_name_a_weight_and_what_it_says_instead_of_the_run(project: Path):
+def test_task_has_a_name_a_weight_and_its_own_overrides(project: Path):
     config = load(SEVERAL)
     ham, echo = config.tasks
     assert (ham.name, ham.weight, words(ham)) == ("ham", 3.0, "ham")
@@ -72,13 +72,15 @@ def test_each_task_has_a_name_a_weight_and_what_it_says_instead_of_the_run(proje
     assert [config.advantage_of(source) for source in config.tasks] == ["group_mean", "standardized"]
 
 
-def test_an_option_of_tasks_for_the_one_task_says_what_its_options_are(project: Path):
-    told = failure('[task]\ntype = "echo_task:Echo"\n', ("tasks.echo.weight", "2"))
-    assert told.startswith("command line: --tasks.echo.weight: there is one [task], whose settings are options --task.")
-    assert "a table [[tasks]] in the file" in told
+def test_tasks_option_with_a_single_task_suggests_task_options(project: Path):
+    message = failure('[task]\ntype = "echo_task:Echo"\n', ("tasks.echo.weight", "2"))
+    assert message.startswith(
+        "command line: --tasks.echo.weight: there is one [task], whose settings are options --task."
+    )
+    assert "a table [[tasks]] in the file" in message
 
 
-def test_filters_of_a_task_are_for_its_groups_alone(project: Path):
+def test_task_filters_apply_only_to_its_groups(project: Path):
     check = make_filters(load(SEVERAL))[-1]
 
     def same_rewards(task: str) -> RolloutGroup:
@@ -90,7 +92,7 @@ def test_filters_of_a_task_are_for_its_groups_alone(project: Path):
 
 
 @pytest.mark.parametrize("text", [SEVERAL, '[task]\ntype = "echo_task:Echo"\n', SEVERAL.partition("\n\n")[0]])
-def test_the_resolved_config_gives_the_tasks_again(project: Path, text: str):
+def test_dumped_config_loads_the_same_tasks(project: Path, text: str):
     config = load(text)
     dumped = dump_config(config)
     Path("again.toml").write_text(dumped)
@@ -98,7 +100,7 @@ def test_the_resolved_config_gives_the_tasks_again(project: Path, text: str):
     assert ("[task]" in dumped) == ("[task]" in text)
 
 
-def test_the_command_line_names_a_task(project: Path):
+def test_command_line_overrides_a_task_by_name(project: Path):
     config = load(SEVERAL, ("tasks.ham.weight", "9"), ("tasks.echo.words", '["spam"]'), ("tasks.echo.name", "spam"))
     assert [source.weight for source in config.tasks] == [9.0, 1.0]
     assert [source.name for source in config.tasks] == ["ham", "spam"]
@@ -132,7 +134,7 @@ def test_the_command_line_names_a_task(project: Path):
         (("task.type", "echo_task:Echo"), "there is [task] as well as [[tasks]]"),
     ],
 )
-def test_what_is_wrong_with_a_task_is_named_with_its_table(project: Path, change: tuple[str, str], message: str):
+def test_invalid_task_setting_error_names_its_table(project: Path, change: tuple[str, str], message: str):
     assert message in failure(SEVERAL, change)
 
 
@@ -146,29 +148,29 @@ def test_what_is_wrong_with_a_task_is_named_with_its_table(project: Path, change
         ("", "Several tasks are tables [[tasks]]"),
     ],
 )
-def test_tables_that_cannot_be_told_apart_are_refused(project: Path, text: str, message: str):
+def test_ambiguous_task_tables_are_rejected(project: Path, text: str, message: str):
     Path("named_task.py").write_text("from echo_task import Echo\nclass Named(Echo):\n    weight: int = 3\n")
     assert message in failure(text)
 
 
-def test_a_lone_task_may_have_a_field_of_any_name(project: Path):
+def test_single_task_can_have_a_field_named_like_a_setting(project: Path):
     Path("named_task.py").write_text("from echo_task import Echo\nclass Named(Echo):\n    weight: int = 3\n")
     config = load('[task]\ntype = "named_task:Named"\nweight = 7\n')
     assert settings_of(config)["tasks.named.weight"] == 7
     assert "weight = 7" in dump_config(config)
 
 
-def test_weights_may_change_when_a_run_goes_on_and_nothing_else_of_its_tasks(project: Path):
+def test_resume_can_change_only_the_weights_of_tasks(project: Path):
     made_with = settings_of(load(SEVERAL))
 
-    def go_on(*overrides: tuple[str, str]) -> None:
+    def resume(*overrides: tuple[str, str]) -> None:
         allowed = [override for override in overrides if is_resumable(override[0])]
         check_options(load(SEVERAL, *overrides), load(SEVERAL, *allowed))
         check_unchanged(load(SEVERAL, *overrides), made_with, source=Path("config.toml"))
 
-    go_on(("tasks.ham.weight", "9"))
+    resume(("tasks.ham.weight", "9"))
     with pytest.raises(ConfigError, match=r"tasks\.NAME\.teacher can"):
-        go_on(("tasks.ham.words", '["spam"]'))
+        resume(("tasks.ham.words", '["spam"]'))
     for change in [("tasks.ham.words", '["spam"]'), ("tasks.third.type", "echo_task:Echo")]:
         with pytest.raises(ConfigError, match="and this run was made with"):
             check_unchanged(load(SEVERAL, change), made_with, source=Path("config.toml"))
@@ -177,9 +179,11 @@ def test_weights_may_change_when_a_run_goes_on_and_nothing_else_of_its_tasks(pro
         check_unchanged(one, settings_of(one) | {"tasks.echo.length": 4}, source=Path("config.toml"))
 
 
-@pytest.mark.parametrize(("of", "name"), [("AlphabetSort", "alphabet_sort"), ("GSM8K", "gsm8k"), ("QATask", "qa_task")])
-def test_a_task_is_named_after_its_class(of: str, name: str):
-    assert name_of(of) == name
+@pytest.mark.parametrize(
+    ("class_name", "name"), [("AlphabetSort", "alphabet_sort"), ("GSM8K", "gsm8k"), ("QATask", "qa_task")]
+)
+def test_default_task_name_is_derived_from_its_class(class_name: str, name: str):
+    assert name_of(class_name) == name
 
 
 SUITES = """
@@ -202,7 +206,7 @@ rollout = {max_turns = 2}
 """
 
 
-def test_each_task_is_a_suite_of_the_validation_by_default(project: Path):
+def test_each_task_is_a_validation_suite_by_default(project: Path):
     suites = load(SEVERAL).suites
     assert [(suite.name, suite.num_prompts, suite.prefix) for suite in suites] == [
         ("ham", 64, "validation/ham"),
@@ -213,7 +217,7 @@ def test_each_task_is_a_suite_of_the_validation_by_default(project: Path):
     assert load(SEVERAL, ("validation.num_prompts", "0")).suites == []
 
 
-def test_a_suite_is_of_one_of_the_tasks_or_of_a_task_of_its_own(project: Path):
+def test_suite_uses_a_task_of_the_run_or_its_own_task(project: Path):
     config = load(SEVERAL + SUITES)
     ham, unseen = config.suites
     assert ham.source is config.tasks[0]
@@ -248,14 +252,14 @@ def test_a_suite_is_of_one_of_the_tasks_or_of_a_task_of_its_own(project: Path):
         (("validation.suites.new.num_prompts", "3"), "validation.suites.new.task is missing"),
     ],
 )
-def test_what_is_wrong_with_a_suite_is_named_with_its_table(project: Path, change: tuple[str, str], message: str):
+def test_invalid_suite_setting_error_names_its_table(project: Path, change: tuple[str, str], message: str):
     assert message in failure(SEVERAL + SUITES, change)
 
 
 CURRICULUM = '\n[[tasks]]\ntype = "echo_task:Echo"\ncurriculum = {type = "by_difficulty", samples = 9}\n'
 
 
-def test_a_curriculum_is_one_of_the_librarys_or_ones_own(project: Path):
+def test_curriculum_is_built_in_or_user_defined(project: Path):
     Path("own_curriculum.py").write_text(
         "from titan_rl.scheduling.curriculum import InOrder\nclass Own(InOrder):\n    step: int = 2\n"
     )
@@ -277,5 +281,5 @@ def test_a_curriculum_is_one_of_the_librarys_or_ones_own(project: Path):
         (("tasks.echo.curriculum.too_hard", "2"), "too_hard = 2 must be less than too_easy = 1"),
     ],
 )
-def test_what_is_wrong_with_a_curriculum_is_named_with_its_table(project: Path, change: tuple[str, str], message: str):
+def test_invalid_curriculum_error_names_its_table(project: Path, change: tuple[str, str], message: str):
     assert message in failure(CURRICULUM, change)

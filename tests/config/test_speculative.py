@@ -17,7 +17,7 @@ def load(*overrides: tuple[str, str]) -> SpeculativeConfig:
     return config.generation.speculative
 
 
-def test_an_engine_is_told_what_its_method_needs_and_no_more(tmp_path: Path) -> None:
+def test_engine_options_contain_only_settings_of_the_method(tmp_path: Path) -> None:
     assert load().options() is None
     assert load(("method", "ngram"), ("num_speculative_tokens", "5")).options() == {
         "method": "ngram",
@@ -55,6 +55,6 @@ def test_an_engine_is_told_what_its_method_needs_and_no_more(tmp_path: Path) -> 
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(overrides: list[tuple[str, str]], complaint: str) -> None:
+def test_incompatible_speculative_settings_are_rejected(overrides: list[tuple[str, str]], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load(*overrides)

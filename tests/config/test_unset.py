@@ -25,8 +25,8 @@ tolerance = 0.5
 """
 
 
-@pytest.mark.parametrize("way", ["command line", "file", "Python"])
-def test_none_unsets_what_a_file_says(project: Path, way: str):
+@pytest.mark.parametrize("source", ["command line", "file", "Python"])
+def test_none_unsets_a_value_of_a_file(project: Path, source: str):
     Path("set.toml").write_text(SET)
     Path("unset.toml").write_text(
         '[sampling]\nseeded = "none"\n[scheduling]\nmax_running_rollouts = "none"\n[generation]\nmax_running = "none"\n'
@@ -34,7 +34,7 @@ def test_none_unsets_what_a_file_says(project: Path, way: str):
     overrides = {"sampling.seeded": "none", "scheduling.max_running_rollouts": "none", "generation.max_running": "none"}
     files = ["config.toml", "set.toml"]
     assert load_config(files).sampling.seeded is True
-    match way:
+    match source:
         case "command line":
             config = load_config(files, list(overrides.items()))
         case "file":
@@ -48,7 +48,7 @@ def test_none_unsets_what_a_file_says(project: Path, way: str):
     assert settings_of(load_config("dumped.toml")) == settings_of(config)
 
 
-def test_none_unsets_what_one_task_has_for_itself(project: Path):
+def test_none_unsets_a_setting_of_a_task(project: Path):
     own = 'advantage = "group_mean"\nsampling = {temperature = 0.5}'
     task = f'[[tasks]]\nname = "ham"\ntype = "echo_task:Echo"\n{own}\n'
     Path("tasks.toml").write_text(f'[model]\npath = "policy"\n{task}')
@@ -57,7 +57,7 @@ def test_none_unsets_what_one_task_has_for_itself(project: Path):
     assert (source.advantage, source.sampling.temperature) == (None, None)
 
 
-def test_a_task_of_the_users_is_unset_alike_and_keeps_a_word_that_is_its_own(project: Path):
+def test_none_unsets_a_task_field_unless_none_is_one_of_its_values(project: Path):
     Path("worded_task.py").write_text(
         "from typing import Literal\n"
         "from echo_task import Echo\n"
@@ -70,7 +70,7 @@ def test_a_task_of_the_users_is_unset_alike_and_keeps_a_word_that_is_its_own(pro
     assert (task.limit, task.tone) == (None, "none")
 
 
-def test_none_stays_a_word_where_it_is_one_and_wrong_where_something_is_needed(project: Path):
+def test_none_is_kept_as_a_choice_and_rejected_for_required_settings(project: Path):
     config = load_config("config.toml", [("correction.weight", "none"), ("generation.speculative.method", "none")])
     assert (config.correction.weight, config.generation.speculative.method) == ("none", "none")
     with pytest.raises(ConfigError, match=r"command line: training\.max_grad_norm = 'none' must be a valid number"):

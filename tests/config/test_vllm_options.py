@@ -47,18 +47,18 @@ def test_options_reach_the_engine() -> None:
         ("gpu_memory_utilization = 0.5", r"is what generation\.gpu_share says"),
     ],
 )
-def test_what_titan_rl_sets_is_refused(config_file, table: str, error: str) -> None:
+def test_rejects_arguments_that_titan_rl_sets_itself(config_file, table: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         load_config(config_file(table), [])
 
 
-def test_a_name_that_vllm_does_not_know_is_refused_with_the_one_that_was_meant(config_file) -> None:
+def test_unknown_vllm_argument_error_suggests_the_nearest_name(config_file) -> None:
     pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
     with pytest.raises(ConfigError, match=r"no field of vLLM's EngineArgs; did you mean max_num_batched_tokens\?"):
         load_config(config_file("max_num_batched_token = 1024"), [])
 
 
-def test_without_vllm_only_what_titan_rl_sets_is_refused(monkeypatch) -> None:
+def test_without_vllm_unknown_arguments_are_accepted(monkeypatch) -> None:
     monkeypatch.setattr(vllm_arguments, "_argument_names", frozenset)
     assert problem_of({"whatever": 1}) is None
     assert problem_of({"model": "x"}) == ("model", "is what model.path says; set that instead")
@@ -68,7 +68,7 @@ def test_without_vllm_only_what_titan_rl_sets_is_refused(monkeypatch) -> None:
     ("kv_cache_gib", "gpu_share", "beside_trainer", "expected"),
     [(None, None, False, None), (None, None, True, 1.0), (None, 0.3, True, None), (7.0, None, True, 7.0)],
 )
-def test_an_engine_beside_a_trainer_fills_no_gpu_unless_told_to(
+def test_engine_sharing_a_gpu_with_a_trainer_has_a_limited_kv_cache(
     kv_cache_gib: float | None, gpu_share: float | None, beside_trainer: bool, expected: float | None
 ) -> None:
     generation = GenerationConfig(kv_cache_gib=kv_cache_gib, gpu_share=gpu_share)

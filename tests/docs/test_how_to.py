@@ -15,7 +15,7 @@ WITH_TESTS = [page for page, found in SHOWN.items() if any(name.startswith("test
 
 
 @pytest.mark.slow
-def test_the_tests_of_all_pages_pass(tmp_path: Path) -> None:
+def test_tests_shown_on_all_pages_pass(tmp_path: Path) -> None:
     assert {page.stem for page in WITH_TESTS} >= {"engine", "loss", "mocks", "python", "strategy", "tasks", "tutorial"}
     for page in WITH_TESTS:
         (tmp_path / page.stem).mkdir()

@@ -50,7 +50,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_nothing_is_fetched_from_a_network(site: Path) -> None:
+def test_site_fetches_nothing_from_a_network(site: Path) -> None:
     assert not [page.name for page in site.rglob("*.html") if FETCHED.search(page.read_text())]
     assert not [sheet.name for sheet in site.rglob("*.css") if FETCHED.search(sheet.read_text())]
 
@@ -61,7 +61,7 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
     assert not [page for page in pages if page.name != "index.html" and f'href="{page}"' not in front]
 
 
-def test_the_reference_has_every_setting_command_and_public_name(site: Path) -> None:
+def test_reference_covers_every_setting_command_and_public_name(site: Path) -> None:
     text = {name: (site / "reference" / f"{name}.html").read_text() for name in ("settings", "command_line", "api")}
     tables = {name.rpartition(".")[0] for name in settings(RunConfig)}
     names = [name for name in settings(RunConfig) if name not in tables | {"adapters", "tasks", "validation.suites"}]
@@ -74,7 +74,7 @@ def test_the_reference_has_every_setting_command_and_public_name(site: Path) -> 
     assert sorted(described) == sorted(titan_rl.__all__)
 
 
-def test_the_reference_is_the_same_each_time_it_is_made(site: Path) -> None:
+def test_api_reference_is_reproducible(site: Path) -> None:
     text = (site / "reference" / "api.html").read_text()
     assert " at 0x" not in text
 
@@ -94,7 +94,7 @@ def page() -> Iterator[Any]:
             browser.close()
 
 
-WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+HORIZONTAL_OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
 def test_no_page_scrolls_sideways(site: Path, page: Any) -> None:
@@ -104,13 +104,13 @@ def test_no_page_scrolls_sideways(site: Path, page: Any) -> None:
         page.goto(file.as_uri())
         for width in (390, 1024, 1100, 1280, 1312, 1366, 1440, 1504, 1920):
             page.set_viewport_size({"width": width, "height": 900})
-            if beyond := page.evaluate(WIDER):
+            if beyond := page.evaluate(HORIZONTAL_OVERFLOW):
                 found.append((file.name, width, beyond))
     assert not found
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "sampling.max_tokens", "groups_per_step"])
-def test_a_search_for_a_setting_finds_its_row_first(site: Path, page: Any, name: str) -> None:
+def test_search_for_a_setting_finds_its_row_first(site: Path, page: Any, name: str) -> None:
     page.goto(f"{(site / 'search.html').as_uri()}?q={name}")
     first = page.locator("ul.search > li a").first
     first.wait_for(timeout=20_000)

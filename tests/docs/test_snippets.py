@@ -23,7 +23,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig
 from titan_rl.config.validation_errors import settings
 
-NEVER_THERE = {"my_engines", "my_losses", "my_server"}  # modules that stand for the reader's
+PLACEHOLDER_MODULES = {"my_engines", "my_losses", "my_server"}  # modules that stand for the reader's
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 WITH_TOML = [page for page in PAGES if blocks(page, "toml")]
 
@@ -33,7 +33,7 @@ def name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
-def test_python_parses_and_its_names_are_there(page: Path) -> None:
+def test_python_parses_and_its_imports_exist(page: Path) -> None:
     for block in blocks(page, "python"):
         tree = compile(block, name(page), "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         for node in ast.walk(tree):
@@ -58,7 +58,7 @@ def test_python_parses_and_its_names_are_there(page: Path) -> None:
 
 def own(page: Path) -> set[str]:
     """Modules that the page has the reader write."""
-    return {file.removesuffix(".py") for file in files(page) if file.endswith(".py")} | NEVER_THERE
+    return {file.removesuffix(".py") for file in files(page) if file.endswith(".py")} | PLACEHOLDER_MODULES
 
 
 def names_of(module: str) -> set[str]:
@@ -84,7 +84,7 @@ def names_of(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
-def test_python_uses_nothing_that_it_does_not_have(page: Path) -> None:
+def test_python_has_no_undefined_names(page: Path) -> None:
     """Names are of the block, of those before it, or said in the page to be the reader's."""
     code = re.sub(r"^(\s*)await (?=titan_rl)", r"\1", "\n".join(blocks(page, "python")), flags=re.MULTILINE)
     text = page.read_text()
@@ -106,7 +106,7 @@ def test_python_uses_nothing_that_it_does_not_have(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", WITH_TOML, ids=name)
-def test_settings_load(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toml_blocks_load(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block with neither a model nor a task is a fragment: it gets the least that a run needs beside that."""
     for file, text in files(page).items():
         (tmp_path / file).write_text(text)
@@ -154,7 +154,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             assert option in SETTINGS if is_setting else f"--{option}" in known._option_string_actions, command
 
 
-def test_targets_of_make_and_extras_exist() -> None:
+def test_make_targets_and_extras_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page in PAGES:
@@ -171,7 +171,7 @@ A_METRIC = [re.compile(re.sub(r"\\?<\w+\\?>", "[^/]+", re.escape(metric))) for m
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "CHANGELOG"], ids=name)
-def test_settings_and_metrics_that_it_names_exist(page: Path) -> None:
+def test_settings_and_metrics_named_in_the_text_exist(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     code = re.findall(r"`([^`\n]+)`", text)
     named = {one for part in code for one in re.findall(rf"^(?:--)?((?:{TABLES})\.\w+)(?: =|[ ,]|$)", part)}
@@ -191,7 +191,7 @@ def of_training(metric: str) -> str:
     return re.sub(r"^validation/", "rollout/", metric)
 
 
-def test_figures_of_the_readme_are_measured() -> None:
+def test_readme_figures_are_in_the_results() -> None:
     _, _, section = (ROOT / "README.md").read_text().partition("\n## What works")
     figures = re.findall(r"\d+\.\d+", section.partition("\n## ")[0])
     measured = set(re.findall(r"\d+\.\d+", (ROOT / "benchmarks" / "RESULTS.md").read_text()))

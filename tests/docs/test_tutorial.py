@@ -42,7 +42,7 @@ async def greedy(prompt_token_ids: Any, *, request_id: str, session_id: str | No
     return Completion(request_id, answer, [0.0] * len(answer), FinishReason.STOP, [VersionSpan(0, len(answer))])
 
 
-def test_its_task_is_played_and_scored_through_a_run(folder: Path) -> None:
+def test_tutorial_task_is_played_and_scored_in_a_run(folder: Path) -> None:
     quick = {
         "training.steps": 2,
         "scheduling.groups_per_step": 4,
@@ -68,7 +68,7 @@ def test_its_task_is_played_and_scored_through_a_run(folder: Path) -> None:
 
 
 @pytest.mark.skipif("TITAN_RL_TEST_DOCS" not in os.environ, reason="trains: make test-docs")
-def test_its_commands_run_in_their_order_and_the_policy_learns(tmp_path: Path) -> None:
+def test_tutorial_commands_run_and_the_policy_learns(tmp_path: Path) -> None:
     (folder := tmp_path / "change").mkdir()
     for name, text in files(PAGE).items():
         (folder / name).write_text(text)

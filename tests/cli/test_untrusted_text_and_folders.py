@@ -28,7 +28,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\rover\u202egnp\u2066"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def test_every_way_to_a_terminal_escapes_what_is_no_text(capfd: pytest.CaptureFixture[str]):
+def test_all_terminal_writers_escape_control_characters(capfd: pytest.CaptureFixture[str]):
     print_result(f"{HOSTILE}\n")
     print_stderr(HOSTILE)
     write_stderr_unbuffered(HOSTILE)
@@ -40,14 +40,14 @@ def test_every_way_to_a_terminal_escapes_what_is_no_text(capfd: pytest.CaptureFi
     assert (shown.out.count("owned"), shown.err.count("owned")) == (1, 4)
 
 
-def test_escapes_leave_lines_tabs_and_json_as_they_are():
+def test_escaping_keeps_newlines_tabs_and_json():
     text = "a\tb\r\nschön \U0001f469\u200d\U0001f52c\n"
     assert terminal_text(text) == text
     line = json.dumps({"text": HOSTILE}, ensure_ascii=False)
     assert json.loads(terminal_text(line)) == {"text": HOSTILE}
 
 
-def test_nothing_else_writes_to_the_terminal():
+def test_only_the_listed_modules_write_to_the_terminal():
     """Whoever writes to a standard stream by another way is one more place to make safe."""
     root = Path(titan_rl.__file__).parent
     allowed = {
@@ -72,9 +72,7 @@ def test_nothing_else_writes_to_the_terminal():
     assert writers == allowed
 
 
-def test_a_users_exception_that_quotes_the_model_is_shown_escaped(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_user_exceptions_are_escaped(project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     def run_training(*_: object, **__: object) -> object:
         try:
             raise KeyError(HOSTILE)
@@ -90,7 +88,7 @@ def test_a_users_exception_that_quotes_the_model_is_shown_escaped(
     assert not RAW.search(shown)
 
 
-def test_hosts_and_what_is_played_are_shown_escaped(project: Path, capfd: pytest.CaptureFixture[str]):
+def test_hosts_and_play_output_are_escaped(project: Path, capfd: pytest.CaptureFixture[str]):
     (project / "hosts.json").write_text(
         json.dumps({"hosts": [{"name": "h1", "address": "10.0.0.1:1", "state": "gone", "reason": HOSTILE}]})
     )
@@ -122,7 +120,7 @@ def stopped(project: Path) -> RunDirectory:
     "name",
     ["lock", "config.toml", "metrics.jsonl", "logs", "checkpoints/step-1", "journal", "logs/a.log", ".s"],
 )
-def test_a_link_in_a_runs_folder_is_refused_and_what_it_leads_to_stays(
+def test_links_in_a_run_folder_are_rejected_and_targets_unchanged(
     stopped: RunDirectory,
     tmp_path: Path,
     name: str,
@@ -145,13 +143,13 @@ def test_a_link_in_a_runs_folder_is_refused_and_what_it_leads_to_stays(
         link.unlink(missing_ok=True)
     link.symlink_to(target)
     assert main(["train", "--resume", str(stopped.path), *dry_run]) == 2
-    said = capfd.readouterr().err
-    assert f"{link} is a link to {target}, and links in a run's folder are not followed; replace the link" in said
+    err = capfd.readouterr().err
+    assert f"{link} is a link to {target}, and links in a run's folder are not followed; replace the link" in err
     assert kept.read_bytes() == before
     assert os.listdir(target) == ["kept"] if target.is_dir() else True
 
 
-def test_the_lock_keeps_its_bytes_and_is_opened_through_no_link(stopped: RunDirectory, tmp_path: Path):
+def test_lock_file_is_unchanged_and_links_are_not_followed(stopped: RunDirectory, tmp_path: Path):
     lock, target = stopped.path / "lock", tmp_path / "mine"
     lock.write_text("who is here")
     with stopped.locked():
@@ -164,7 +162,7 @@ def test_the_lock_keeps_its_bytes_and_is_opened_through_no_link(stopped: RunDire
     assert target.read_text() == "precious"
 
 
-def test_a_request_about_hosts_is_written_through_no_link(
+def test_hosts_request_does_not_follow_links(
     stopped: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     target = tmp_path / "mine"
@@ -176,13 +174,13 @@ def test_a_request_about_hosts_is_written_through_no_link(
     assert target.read_text() == "precious"
 
 
-def test_a_resume_says_which_code_the_folder_has_imported_before_it_is(
+def test_resume_announces_imported_code_before_importing(
     stopped: RunDirectory, project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(stopped.path.parent)
     (project / "echo_task.py").write_text("raise SystemExit('imported')")
     sys.modules.pop("echo_task", None)
     assert main(["train", "--resume", str(stopped.path), "--dry-run"]) == 2
-    said = capfd.readouterr().err
-    assert f"titan-rl: {stopped.config} imports echo_task from {project}\n" in said
-    assert said.index("imports echo_task") < said.index("importing echo_task failed")
+    err = capfd.readouterr().err
+    assert f"titan-rl: {stopped.config} imports echo_task from {project}\n" in err
+    assert err.index("imports echo_task") < err.index("importing echo_task failed")

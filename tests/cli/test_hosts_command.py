@@ -13,13 +13,13 @@ from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.core.run_files import RunStatus
 
 
-def test_who_asks_is_told_for_what_it_waits_and_that_ctrl_c_takes_nothing_back(
+def test_add_says_what_it_waits_for_and_ctrl_c_keeps_the_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.toml").write_text("")
     status = RunStatus("running", began=0.0)
     monkeypatch.setattr("titan_rl.cluster.hosts.requests.read_status", lambda folder: status)
-    asked_of = HostFiles(tmp_path)
+    host_files = HostFiles(tmp_path)
 
     def press_ctrl_c(seconds: float) -> None:
         raise KeyboardInterrupt
@@ -27,7 +27,7 @@ def test_who_asks_is_told_for_what_it_waits_and_that_ctrl_c_takes_nothing_back(
     monkeypatch.setattr(time, "sleep", press_ctrl_c)
     monkeypatch.setattr("titan_rl.cluster.hosts.requests.PROMISE_S", 0.0)
     assert main(["hosts", str(tmp_path), "add", "10.0.0.4:22222"]) == EXIT_INTERRUPTED
-    said = capfd.readouterr().err
-    assert "the run is asked to add 10.0.0.4:22222; this waits until its processes are up" in said
-    assert "titan-rl: stopped waiting; the run carries out the request" in said
-    assert [request.what for request in asked_of.new_requests()] == ["10.0.0.4:22222"]
+    err = capfd.readouterr().err
+    assert "the run is asked to add 10.0.0.4:22222; this waits until its processes are up" in err
+    assert "titan-rl: stopped waiting; the run carries out the request" in err
+    assert [request.what for request in host_files.new_requests()] == ["10.0.0.4:22222"]

@@ -37,10 +37,10 @@ words = ["ham"]
 """
 
 
-def config_of(text: str, *, is_read: bool) -> Any:
+def config_of(text: str, *, is_loaded: bool) -> Any:
     """The file, or what is read of it."""
     Path("given.toml").write_text(HEAD + text)
-    return load_config("given.toml", check_files=False) if is_read else "given.toml"
+    return load_config("given.toml", check_files=False) if is_loaded else "given.toml"
 
 
 def given(config: Any, overrides: dict[str, Any], **more: Any) -> RunConfig:
@@ -52,9 +52,9 @@ def words(source: TaskSource) -> list[str]:
     return list(task.words)
 
 
-@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("is_loaded", [False, True])
 @pytest.mark.parametrize(
-    ("text", "overrides", "now"),
+    ("text", "overrides", "expected"),
     [
         (ONE, {"task.words": ["eggs"]}, [(["eggs"], 1.0)]),
         (ONE, {"task": {"words": ["eggs"]}}, [(["eggs"], 1.0)]),
@@ -63,23 +63,23 @@ def words(source: TaskSource) -> list[str]:
         (SEVERAL, {"tasks.echo.words": ["spam"], "tasks": {"ham": {"weight": 2}}}, [(["ham"], 2.0), (["spam"], 1.0)]),
     ],
 )
-def test_a_tasks_settings_are_settings(
-    project: Path, is_read: bool, text: str, overrides: dict[str, Any], now: list[tuple[list[str], float]]
+def test_overrides_change_task_settings(
+    project: Path, is_loaded: bool, text: str, overrides: dict[str, Any], expected: list[tuple[list[str], float]]
 ) -> None:
-    config = given(config_of(text, is_read=is_read), overrides)
-    assert [(words(source), source.weight) for source in config.tasks] == now
+    config = given(config_of(text, is_loaded=is_loaded), overrides)
+    assert [(words(source), source.weight) for source in config.tasks] == expected
 
 
-@pytest.mark.parametrize("is_read", [False, True])
-def test_what_a_task_has_instead_of_a_table_keeps_its_other_settings(project: Path, is_read: bool) -> None:
-    config = given(config_of(SEVERAL, is_read=is_read), {"tasks.ham.sampling.max_tokens": 5})
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_override_in_a_task_table_keeps_its_other_settings(project: Path, is_loaded: bool) -> None:
+    config = given(config_of(SEVERAL, is_loaded=is_loaded), {"tasks.ham.sampling.max_tokens": 5})
     assert (config.tasks[0].sampling.max_tokens, config.tasks[0].sampling.temperature) == (5, 0.5)
     assert config.tasks[1].sampling.max_tokens is None
 
 
-@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("is_loaded", [False, True])
 @pytest.mark.parametrize(
-    ("text", "overrides", "says"),
+    ("text", "overrides", "message"),
     [
         (ONE, {"training.stepps": 3}, "arguments: training.stepps = 3 is not a setting; nearest: training.steps"),
         (ONE, {"training": {"lr": "much"}}, "arguments: training.lr = 'much' must be"),
@@ -92,32 +92,32 @@ def test_what_a_task_has_instead_of_a_table_keeps_its_other_settings(project: Pa
         ),
     ],
 )
-def test_an_error_names_the_arguments(
-    project: Path, is_read: bool, text: str, overrides: dict[str, Any], says: str
+def test_errors_name_the_arguments(
+    project: Path, is_loaded: bool, text: str, overrides: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        given(config_of(text, is_read=is_read), overrides)
-    assert says in str(caught.value)
+        given(config_of(text, is_loaded=is_loaded), overrides)
+    assert message in str(caught.value)
 
 
-def test_a_files_task_may_be_another_class(project: Path) -> None:
-    config = given(config_of(ONE.replace("Echo", "Half"), is_read=False), {"task.type": "echo_task:Echo"})
+def test_override_can_replace_the_task_class(project: Path) -> None:
+    config = given(config_of(ONE.replace("Echo", "Half"), is_loaded=False), {"task.type": "echo_task:Echo"})
     assert words(config.tasks[0]) == ["ham"]
 
 
-def test_the_task_that_is_given_has_the_settings(project: Path) -> None:
-    config = config_of(SEVERAL, is_read=False)
+def test_overrides_apply_to_a_task_passed_as_an_object(project: Path) -> None:
+    config = config_of(SEVERAL, is_loaded=False)
     task: Any = load_config(config, check_files=False).tasks[1].task
-    made = given(config, {"task.words": ["spam"], "training.steps": 3}, task=task)
-    assert [words(source) for source in made.tasks] == [["spam"]]
-    assert made.training.steps == 3
+    changed = given(config, {"task.words": ["spam"], "training.steps": 3}, task=task)
+    assert [words(source) for source in changed.tasks] == [["spam"]]
+    assert changed.training.steps == 3
     assert list(task.words) == ["eggs"]
 
 
-@pytest.mark.parametrize("is_read", [False, True])
-def test_a_table_within_a_table_has_settings(project: Path, is_read: bool) -> None:
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_overrides_reach_nested_tables(project: Path, is_loaded: bool) -> None:
     overrides = {"generation.speculative.method": "ngram", "generation.speculative.num_speculative_tokens": 2}
-    config = given(config_of(ONE + "[generation]\nnum_generators = 2\n", is_read=is_read), overrides)
+    config = given(config_of(ONE + "[generation]\nnum_generators = 2\n", is_loaded=is_loaded), overrides)
     assert (config.generation.speculative.method, config.generation.speculative.num_speculative_tokens) == ("ngram", 2)
     assert config.generation.num_generators == 2
 
@@ -130,26 +130,26 @@ name = "held_out"
 """
 
 
-@pytest.mark.parametrize("is_read", [False, True])
-def test_suites_with_tasks_of_their_own_stay_when_their_table_is_changed(project: Path, is_read: bool) -> None:
-    config = given(config_of(ONE + SUITE, is_read=is_read), {"validation.num_prompts": 8})
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_overriding_validation_keeps_suites_with_their_own_task(project: Path, is_loaded: bool) -> None:
+    config = given(config_of(ONE + SUITE, is_loaded=is_loaded), {"validation.num_prompts": 8})
     assert [(suite.name, words(suite.source), suite.num_prompts) for suite in config.suites] == [
         ("held_out", ["spam"], 8)
     ]
 
 
-def test_a_table_that_is_not_there_is_named(project: Path) -> None:
+def test_unknown_table_is_named(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[generation.speculate\] is not a table; nearest: generation.speculative"):
-        given(config_of(ONE, is_read=True), {"generation.speculate.method": "ngram"})
+        given(config_of(ONE, is_loaded=True), {"generation.speculate.method": "ngram"})
 
 
-def test_a_task_that_is_not_changed_stays_the_object_it_is(project: Path) -> None:
-    config = config_of(SEVERAL, is_read=True)
-    made = given(config, {"tasks.ham.weight": 7})
-    assert made.tasks[1].task is config.tasks[1].task
-    assert made.tasks[0].task is not config.tasks[0].task
+def test_unchanged_task_keeps_its_identity(project: Path) -> None:
+    config = config_of(SEVERAL, is_loaded=True)
+    changed = given(config, {"tasks.ham.weight": 7})
+    assert changed.tasks[1].task is config.tasks[1].task
+    assert changed.tasks[0].task is not config.tasks[0].task
 
 
-def test_a_file_needs_not_be_right_where_it_is_overridden(project: Path) -> None:
+def test_invalid_value_in_the_file_can_be_overridden(project: Path) -> None:
     text = ONE + "[training]\nsteps = -1\n"
-    assert given(config_of(text, is_read=False), {"training.steps": 3}).training.steps == 3
+    assert given(config_of(text, is_loaded=False), {"training.steps": 3}).training.steps == 3
