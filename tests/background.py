@@ -1,4 +1,4 @@
-"""Background tasks of tests, whose errors end the test that would otherwise wait for them without end."""
+"""Background tasks of tests. Their errors end the test, which would otherwise wait forever."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 HANG_S = 300.0
-"""Limit of a wait for another process or thread: it ends only a test that hangs, however busy the machine is."""
+"""Limit for waiting for another process or thread: long enough for a busy machine, so that only a hang reaches it."""
 
 
 @asynccontextmanager
 async def in_background(coroutine: Coroutine[Any, Any, Any]) -> AsyncGenerator[asyncio.Task[Any]]:
-    """Run `coroutine` as a task for the length of the block, then cancel it.
+    """Run `coroutine` as a task during the block, then cancel it.
 
     Raises:
-        Exception: The error of the task, as soon as it fails: it interrupts whatever the block waits for.
+        Exception: The error of the task, as soon as it fails, interrupting the block.
     """
     task = asyncio.ensure_future(coroutine)
     test = asyncio.current_task()

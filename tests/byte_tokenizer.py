@@ -1,4 +1,4 @@
-"""A tokenizer of UTF-8 bytes with the special tokens and the markup of Qwen3, made without a file."""
+"""Tokenizer of UTF-8 bytes with the special tokens and the markup of Qwen3, built without files."""
 
 from __future__ import annotations
 

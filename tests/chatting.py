@@ -1,4 +1,4 @@
-"""Plays an example's environment with a policy that is a function of the conversation so far."""
+"""Plays the environment of an example with a policy that is a function of the conversation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from titan_rl.rollout.chat_env import ChatEnv, ChatReply
 
 async def play(task: MessageTask, sample: Any, say: Callable[[Sequence[Message]], str | Message]) -> Rollout:
     async def chat(messages, *, tools=None, request_id, session_id=None, sampling) -> ChatReply:
-        said = say(messages)
-        return ChatReply({"role": "assistant", "content": said} if isinstance(said, str) else said)
+        reply = say(messages)
+        return ChatReply({"role": "assistant", "content": reply} if isinstance(reply, str) else reply)
 
     async def no_tokens(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("messages are asked for")
+        raise AssertionError("requested tokens instead of messages")
 
     rollouter = Rollouter(lambda sample: ChatEnv(task.env(sample), chat), task.rubric(), max_context=512)
     sampling = SamplingParams(max_tokens=64)
@@ -25,7 +25,7 @@ async def play(task: MessageTask, sample: Any, say: Callable[[Sequence[Message]]
 
 
 async def mean_demonstrated(task: MessageTask, count: int, *, carelessly: bool = False) -> float:
-    """The mean reward of what the task itself demonstrates."""
+    """Mean reward of the demonstrations of a task."""
     rng, rewards = random.Random(0), list[float]()
     demonstrate = task.demonstrate_carelessly if carelessly else task.demonstrate
     for index in range(count):

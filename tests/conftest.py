@@ -17,12 +17,12 @@ pytest.register_assert_rewrite("titan_rl.testing.engine_contract")
 settings.register_profile("titan_rl", max_examples=examples(100), deadline=None)
 settings.load_profile("titan_rl")
 
-# A shell has what it runs in the background ignore Ctrl-C, and what that starts inherits it.
+# A shell starts background processes with SIGINT ignored, and their children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
-# The files that take longest. They come first, because one that came last would run alone.
+# The slowest files. They come first, because one that came last would run alone.
 LONGEST = [
     "e2e/test_train.py",
     "e2e/test_stopped_and_killed.py",
@@ -43,7 +43,7 @@ LONGEST = [
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Exempt imported modules from garbage collection, which otherwise takes a quarter of the time of fast tests."""
+    """Exempt imported modules from garbage collection, which would take a quarter of the time of fast tests."""
     gc.disable()
     collected = yield
     gc.freeze()
@@ -52,18 +52,18 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_sessionfinish() -> None:
-    atexit.register(gc.unfreeze)  # else native modules report objects that are never collected as leaked
+    atexit.register(gc.unfreeze)  # otherwise native modules report uncollected objects as leaks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("looptime") is not None:  # the test's own marker takes precedence
             item.add_marker(pytest.mark.looptime(end=END_S, idle_timeout=HANG_S))
-    items.sort(key=_turn)
+    items.sort(key=_order)
 
 
-def _turn(item: pytest.Item) -> int:
-    """Sort key of a test: the files of `LONGEST`, then those of engines, trainers and hosts, then all others."""
+def _order(item: pytest.Item) -> int:
+    """Sort key of a test: the files of `LONGEST`, then the folders e2e and hosts, then all others."""
     file = item.path.relative_to(TESTS)
     if file.as_posix() in LONGEST:
         return LONGEST.index(file.as_posix())

@@ -1,4 +1,4 @@
-"""What ranks that share the tokens of a batch attend to together, computed in one process."""
+"""Attention of context-parallel ranks, computed in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titan_rl.training.attention.documents import Document
 
 @dataclass(frozen=True)
 class OneOf(ContextRanks):
-    """One of several ranks, which is told what all of them gather next."""
+    """One rank whose gather results are set beforehand."""
 
     group: Any = None
     gathered: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -29,7 +29,7 @@ class OneOf(ContextRanks):
 def attended_by_all(
     lay_out: Callable[..., Any], documents: list[Document], size: int, qkv: list[torch.Tensor], **how: Any
 ) -> torch.Tensor:
-    """The ranks' outputs, put together in token order.
+    """Outputs of all ranks, joined in token order.
 
     Args:
         qkv: [1, T, N, H] each.

@@ -1,13 +1,13 @@
-"""Depth of the tests: variants that only `make test-deep` and `make test-hosts` run, and numbers of random examples."""
+"""Depth of the tests: variants that only `make test-deep` or `make test-hosts` runs, and numbers of random examples."""
 
 import os
 
 import pytest
 
 DEEP = os.environ.get("TITAN_RL_TEST_DEPTH") == "deep"
-in_depth = pytest.mark.skipif(not DEEP, reason="make test-deep runs it, beside others of its kind")
+in_depth = pytest.mark.skipif(not DEEP, reason="make test-deep runs it, in addition to similar tests")
 on_more_hosts = pytest.mark.skipif(
-    not os.environ.get("TITAN_RL_TEST_HOSTS"), reason="make test-hosts runs it, beside others of its kind"
+    not os.environ.get("TITAN_RL_TEST_HOSTS"), reason="make test-hosts runs it, in addition to similar tests"
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class KeptMetrics(list[tuple[int, dict[str, float]]]):
-    """Steps with their metrics, in the order in which they were logged."""
+    """Steps and metrics in the order in which they were logged."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.append((step, dict(metrics)))

@@ -1,4 +1,4 @@
-"""Environments of packages that cannot be installed beside this stack, made from the package index."""
+"""Separate virtual environments, for packages that conflict with this stack, installed from the package index."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 INSTALL_S = 900
 
 asked_for = pytest.mark.skipif(
-    not os.environ.get("TITAN_RL_TEST_CLIENTS"), reason="takes minutes and the package index: make test-clients"
+    not os.environ.get("TITAN_RL_TEST_CLIENTS"), reason="takes minutes and needs the package index: make test-clients"
 )
 
 
 def python_with(cache: pytest.Cache, name: str, *requirements: str) -> str:
-    """The interpreter of an environment that has these packages."""
+    """Interpreter of an environment with these packages, created on first use."""
     folder = Path(str(cache.mkdir("clients"))) / name
     python = folder / "bin" / "python"
     done = folder / "done"

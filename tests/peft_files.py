@@ -1,4 +1,4 @@
-"""Folders of adapters in PEFT's format for the example's model, written without torch."""
+"""Writes adapter folders in PEFT's format for the model of an example, without torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def write_adapter(folder: Path, shapes: Mapping[str, list[int]] | None = None, *
     """Write an adapter of rank 2 whose matrices are zeros.
 
     Args:
-        shapes: in the place of `matrices`.
-        config: entries of adapter_config.json that differ.
+        shapes: Replaces `matrices`.
+        config: Entries of adapter_config.json to change.
     """
     folder.mkdir(parents=True)
     settings = {

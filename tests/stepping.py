@@ -1,4 +1,4 @@
-"""Replicas in virtual time, a step a second, and requests whose tokens are known beforehand."""
+"""Replicas in virtual time with one step per second, and requests whose tokens are known beforehand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMITS = Limits(abort_s=20, no_replica_s=100, paused_s=500, reabort_interval_s=2
 
 
 class SteppingReplica:
-    """A scripted engine in virtual time, a step a second, that streams every `INTERVAL` steps."""
+    """Scripted engine in virtual time with one step per second, which streams every `INTERVAL` steps."""
 
     INTERVAL = 4  # steps between two chunks
 
@@ -27,16 +27,16 @@ class SteppingReplica:
         self.served: list[str] = []
         self.prefilled: list[int] = []  # prompt tokens of each request
         self.dead = False
-        self.fails_after: int | None = None  # tokens of each attempt
+        self.fails_after: int | None = None  # tokens of each attempt before it fails
         self.pull_s = 0.0
-        self.hears_after_s = hears_after_s  # a request knows of no abort before
+        self.hears_after_s = hears_after_s  # delay before a request can be aborted
         self._version = 0
         self._going = asyncio.Event()
         self._going.set()
         self._aborted: dict[str, asyncio.Event] = {}
 
     async def generate(self, *args: Any, **kwargs: Any) -> Completion:
-        raise AssertionError("a replica that streams is asked to stream")
+        raise AssertionError("the router must call stream() instead")
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
         assert request.request_id not in self._aborted, "duplicate id"
@@ -47,7 +47,7 @@ class SteppingReplica:
         await asyncio.sleep(self.hears_after_s)
         aborted = self._aborted[request.request_id] = asyncio.Event()
         tokens, logprobs, versions = list[int](), list[float](), list[int]()
-        told, reason = 0, None
+        num_streamed, reason = 0, None
         try:
             while reason is None:
                 await asyncio.sleep(1.0)
@@ -66,10 +66,10 @@ class SteppingReplica:
                 reason = delta.finish_reason
                 if len(tokens) == self.fails_after:
                     raise ConnectionError(f"{self.name} fails")
-                if reason is None and len(tokens) - told >= self.INTERVAL:
-                    spans = _spans(versions[told:])
-                    on_chunk(TokenChunk(request.request_id, tokens[told:], logprobs[told:], spans))
-                    told = len(tokens)
+                if reason is None and len(tokens) - num_streamed >= self.INTERVAL:
+                    spans = _spans(versions[num_streamed:])
+                    on_chunk(TokenChunk(request.request_id, tokens[num_streamed:], logprobs[num_streamed:], spans))
+                    num_streamed = len(tokens)
         finally:
             del self._aborted[request.request_id]
         return Completion(request.request_id, tokens, logprobs, reason, _spans(versions))
@@ -120,7 +120,7 @@ def undisturbed(num_tokens: int, version: int = 0) -> tuple[list[int], list[floa
 
 
 class Asked:
-    """Requests to a router, and what was told of each ahead of its answer."""
+    """Requests to a router, with the tokens streamed before each answer."""
 
     def __init__(self, router: GeneratorRouter) -> None:
         self._router = router
@@ -159,7 +159,7 @@ def routed(
 ) -> GeneratorRouter:
     """
     Args:
-        in_turn: the replicas get requests in turn; else a session stays where it is.
+        in_turn: Route requests in turn; otherwise a session stays on its replica.
     """
     strategy = RoundRobin() if in_turn else None
     return GeneratorRouter(
@@ -168,7 +168,7 @@ def routed(
 
 
 def ask_two_replicas(asked: Asked, long: int = 40, short: int = 4) -> None:
-    """Five long requests on the one, of which the first is the longest, and five short ones on the other."""
+    """Submit five long requests to one replica, the first the longest, and five short ones to the other."""
     for place in range(5):
         asked.ask(f"long/{place}/0", long if place else 60)
         asked.ask(f"short/{place}/0", short)

@@ -1,4 +1,4 @@
-"""Packed numbers read as the lists that they were made of."""
+"""Packed arrays behave like the lists that they were made from."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`in_background`: the error of a background task ends the test."""
+"""`in_background`: an error of a background task ends the test."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -21,7 +21,7 @@ async def wait_beside(background: Coroutine[Any, Any, None]) -> None:
 async def fail_beside(background: Coroutine[Any, Any, None]) -> None:
     async with in_background(background) as task:
         await asyncio.wait([task])
-        raise AssertionError("the task is no more")
+        raise AssertionError("the task has ended")
 
 
 @pytest.mark.looptime

@@ -1,4 +1,4 @@
-"""What the docs name is there: files by paths, imports of examples, pages and headings that are linked to."""
+"""References in the docs resolve: paths of files, imports of examples, links to pages and headings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titan_rl.viewer.verdicts import SIGNS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-CODE = [str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/**/*.py")]  # not what is installed in .venv
+CODE = [str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/**/*.py")]  # without .venv
 HEAVY = ("titan_rl.training.trainer", "titan_rl.generation.vllm_engine")
 
 
@@ -38,13 +38,13 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def links(page: Path) -> Iterator[tuple[Path, str]]:
-    """The files that a page links to, with the heading in them."""
+    """Link targets of a page: file and anchor."""
     for path, anchor in LINK.findall(page.read_text()):
         yield (page.parent / path).resolve() if path else page, anchor
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub and the site make them."""
+    """Anchors of a page's headings, as on GitHub and on the site."""
     without_code = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", without_code, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

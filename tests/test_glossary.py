@@ -1,4 +1,4 @@
-"""The glossary and the code have the same words: what it names is there, and a class name stands for one class."""
+"""The glossary matches the code: the names in it exist, and public class names are unique."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def members(node: ast.ClassDef) -> Iterator[str]:
-    """Methods, fields, and what is set on `self`."""
+    """Methods, fields and attributes set on `self`."""
     for inner in ast.walk(node):
         match inner:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
@@ -26,7 +26,7 @@ def members(node: ast.ClassDef) -> Iterator[str]:
 
 @cache
 def definitions() -> tuple[dict[str, list[str]], set[str]]:
-    """The modules that define each public class; and every name that a module defines, with "Class.member"."""
+    """Modules that define each public class, and all names that modules define, including "Class.member"."""
     classes: dict[str, list[str]] = defaultdict(list)
     names: set[str] = set()
     for path in sorted((ROOT / "titan_rl").rglob("*.py")):

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# The packages that each package may import, lowest first: a package imports only what is listed above it.
+# The packages that each package may import, lowest first: a package imports only packages listed above it.
 MAY_IMPORT = {
     "core": "",
     "types": "core",
@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "api": "config core evaluation generation metrics rollout run scheduling training types weights",
     "cli": "cluster config core evaluation run training viewer",
 }
-MODULES = ("types", "api")  # what is at the top level without being a package
+MODULES = ("types", "api")  # top-level modules, which are not packages
 
 
 @cache

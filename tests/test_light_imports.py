@@ -1,5 +1,4 @@
-"""The public names and the planes without torch import on a machine that has none of the heavy stack, and only what is
-asked for is imported."""
+"""Imports without the heavy stack: the public names and the planes without torch, and no more modules than needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine, a transport, a strategy and a filter of the user's own, each named as "module:function"."""
+"""User-defined engine, transport, strategy and filter, each given as "module:function"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`titan_rl.__all__` has what a loop of one's own is made of."""
+"""`titan_rl.__all__` contains the parts of a custom loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user writes first. README.md and docs/how_to/mocks.md show the examples word for word; this file runs them."""
+"""First examples of the docs, runnable. README.md and docs/how_to/mocks.md show them word for word."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What docs/how_to/several_tasks.md shows works as it stands."""
+"""Examples of docs/how_to/several_tasks.md work as written."""
 
 from __future__ import annotations
 

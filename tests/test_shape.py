@@ -1,4 +1,4 @@
-"""The script that measures the structure of the code counts a tiny package right."""
+"""`scripts/shape.py`: structure metrics of a tiny package, and the limit for docstring openings."""
 
 from __future__ import annotations
 

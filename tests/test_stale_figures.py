@@ -1,4 +1,4 @@
-"""Figures of RESULTS.md are marked once the code that they measure has changed."""
+"""Figures of RESULTS.md are stale once the code that they measure has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything at once: pauses, aborts, resumes, pulls and deaths over many rollouts, none of which may notice."""
+"""Many rollouts during random pauses, aborts, resumes, pulls and deaths: the results are the undisturbed ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LIMITS = Limits(
 
 
 class Conversation:
-    """Some turns, each with a marker behind the last answer."""
+    """Environment of `TURNS` turns, each of which appends a marker to the conversation."""
 
     def __init__(self, start: int) -> None:
         self._tokens, self._turn = [start, start + 1], 0
@@ -62,7 +62,7 @@ class Conversation:
 
 
 def continue_after_length(generate: GenerateFn) -> GenerateFn:
-    """A completion cut by its budget ends no rollout here, so that every rollout has all its turns."""
+    """Treat a completion cut by its budget as stopped, so that every rollout has all its turns."""
 
     async def whole(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
         completion = await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
@@ -121,7 +121,7 @@ logprobs_of = functools.cache(scripted_logprobs)
 
 
 class Storm:
-    """Three replicas, and what is done to them in an order drawn from a seed."""
+    """Three replicas, and random events on them in an order drawn from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -129,7 +129,7 @@ class Storm:
         self._num_born = 3
         self._version = 0
         self.events: Counter[str] = Counter()
-        self.num_disturbing = 0  # events that met running requests
+        self.num_disturbing = 0  # events during running requests
         self.router = GeneratorRouter(self._replicas.values(), max_attempts=1000, limits=LIMITS)
 
     async def start(self) -> None:
@@ -151,7 +151,7 @@ class Storm:
             await self.router.resume()
 
     async def _pause(self) -> None:
-        with contextlib.suppress(RuntimeError):  # paused already
+        with contextlib.suppress(RuntimeError):  # already paused
             await self.router.pause(self._rng.choice(["keep", "wait", "abort"]))
 
     async def _resume(self) -> None:
@@ -215,7 +215,7 @@ async def test_rollouts_are_unaffected_by_a_storm_of_events() -> None:
             for turn, expected in zip(rollout.turns, reference.turns, strict=True):
                 assert list(turn.prompt_token_ids) == list(expected.prompt_token_ids)
                 assert list(turn.completion.token_ids) == list(expected.completion.token_ids)
-            # Every turn's tokens are a prefix of the last one's, and those of siblings are the same.
+            # The tokens of every turn are a prefix of those of the last turn, which siblings share.
             last = rollout.turns[-1]
             sequence = (*last.prompt_token_ids, *last.completion.token_ids)
             for turn in rollout.turns:
@@ -226,6 +226,6 @@ async def test_rollouts_are_unaffected_by_a_storm_of_events() -> None:
                 versions.update(turn.completion.versions)
         assert len(versions) > 10
     except (GenerationError, EngineDeadError) as error:
-        raise AssertionError("a caller noticed") from error
+        raise AssertionError("the storm reached a caller") from error
     finally:
         await storm.close()

@@ -1,4 +1,4 @@
-"""Checksums of tensors add up over slices, and differ where a bit does."""
+"""Checksums of tensors: they add up over slices, and every changed bit changes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Te
 def test_checksums_of_slices_add_up_for_any_partition(
     dtype: torch.dtype, shape: list[int], data: st.DataObject
 ) -> None:
-    offset = data.draw(st.integers(0, 3))  # views may begin within a word
+    offset = data.draw(st.integers(0, 3))  # views may begin inside a word
     whole = (
         drawn((offset + math.prod(shape),), dtype)[offset:].view(shape).movedim(0, data.draw(st.sampled_from((0, -1))))
     )

@@ -1,4 +1,4 @@
-"""What crosses the seams between planes is checked when it is made, and holds plain numbers."""
+"""Types that cross the planes validate their fields on construction and hold plain numbers."""
 
 from __future__ import annotations
 
@@ -114,24 +114,24 @@ INVALID: dict[str, tuple[Callable[[], object], str]] = {
         "reward 'penalty' has weight -0.5; in a mean it must be positive, or 0",
     ),
     "a weight of text": (lambda: Reward(half, "1"), "reward 'half' has weight '1'"),
-    "a weight that is none": (lambda: Reward(half, NAN), "reward 'half' has weight nan"),
+    "a weight of nan": (lambda: Reward(half, NAN), "reward 'half' has weight nan"),
     "a fixed reward of text": (lambda: Rubric([half], error_reward="0"), "error_reward is '0'"),
     "a huge fixed reward": (lambda: Rubric([half], truncated_reward=1e300), "truncated_reward is 1e+300"),
     "a rubric of numbers": (
         lambda: Rubric([0.5]),
         "has 0.5 among its rewards; it must be a reward, such as Reward(fun",
     ),
-    "a rubric's time": (lambda: Rubric([half], timeout_s="5"), "timeout_s is '5'"),
-    "a reward that is no function": (lambda: Reward(0.5), "Reward is given 0.5"),
-    "threads of a reward": (lambda: Reward(half, max_threads=1.5), "max_threads 1.5"),
-    "a time that is none": (lambda: Reward(half, timeout_s=NAN), "timeout_s nan"),
-    "a wait without end": (lambda: FailurePolicy(backoff_s=INF), "backoff_s is inf"),
-    "a fraction of a margin": (lambda: SoftOverlong(100, 1.5), "margin is 1.5"),
+    "a rubric's timeout": (lambda: Rubric([half], timeout_s="5"), "timeout_s is '5'"),
+    "a reward that is not a function": (lambda: Reward(0.5), "Reward is given 0.5"),
+    "a fractional number of threads": (lambda: Reward(half, max_threads=1.5), "max_threads 1.5"),
+    "a timeout of nan": (lambda: Reward(half, timeout_s=NAN), "timeout_s nan"),
+    "an infinite backoff": (lambda: FailurePolicy(backoff_s=INF), "backoff_s is inf"),
+    "a fractional margin": (lambda: SoftOverlong(100, 1.5), "margin is 1.5"),
     "a player's temperature": (lambda: TokenPlayer(generate, temperature=INF), "TokenPlayer.temperature is inf"),
-    "a player's time": (lambda: TokenPlayer(generate, timeout_s=0), "TokenPlayer.timeout_s is 0"),
-    "a script's time": (lambda: MessagePlayer(str, timeout_s=-1.0), "MessagePlayer.timeout_s is -1.0"),
+    "a player's timeout": (lambda: TokenPlayer(generate, timeout_s=0), "TokenPlayer.timeout_s is 0"),
+    "a script's timeout": (lambda: MessagePlayer(str, timeout_s=-1.0), "MessagePlayer.timeout_s is -1.0"),
     "tools of text": (lambda: MessageObservation([], tools=["add"]), "MessageObservation.tools is ['add']"),
-    "a context of a fraction": (lambda: Rollouter(half, RUBRIC, max_context=10.5), "max_context is 10.5"),
+    "a fractional context": (lambda: Rollouter(half, RUBRIC, max_context=10.5), "max_context is 10.5"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The trainer assigns versions; who is given one that does not fit what it was given before says so at once."""
+"""Weight versions come from the trainer; every receiver rejects one that does not follow from the previous one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_trained_version_must_be_the_next_step() -> None:
 
 
 class Loading:
-    """Trainer whose checkpoint has the weights of a version."""
+    """Trainer whose checkpoint holds the weights of one version."""
 
     def __init__(self, version: int) -> None:
         self.version = version

@@ -1,4 +1,4 @@
-"""The wheel works outside the repository: it has what the package reads, and nothing of the tests."""
+"""The wheel works outside the repository: it contains all files that the package reads, and no tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built of a copy, so that no older build gets into it and none is left in the repository."""
+    """Wheel built from a copy, so that old builds do not get into it and none is left in the repository."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -69,7 +69,7 @@ print("task of", type(titan_rl.load_config("sorted/cpu.toml").tasks[0].task).__m
 
 
 def run(python: Path | str, *arguments: str, cwd: Path) -> str:
-    """What a program prints, by an interpreter that is told of no other place."""
+    """Run an interpreter without PYTHONPATH and return its standard output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(python), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
@@ -79,7 +79,7 @@ def run(python: Path | str, *arguments: str, cwd: Path) -> str:
 
 
 def works_outside(python: Path | str, folder: Path) -> None:
-    """What needs neither torch nor an engine, in one process: each compiles what it imports."""
+    """Check commands that need neither torch nor an engine, in one process, since each process compiles its imports."""
     output = run(python, "-c", OUTSIDE, cwd=folder)
     (place,) = [line.removeprefix("at ") for line in output.splitlines() if line.startswith("at ")]
     assert not Path(place).is_relative_to(ROOT / "titan_rl")
@@ -90,12 +90,12 @@ def works_outside(python: Path | str, folder: Path) -> None:
 
 
 def test_wheel_works_without_the_repository(wheel: Path, tmp_path: Path):
-    """Unpacked rather than installed, before what the tests' environment has: an installation takes a minute."""
+    """The wheel is unpacked in front of the packages of this environment, since an installation takes a minute."""
     venv.create(tmp_path / "own", with_pip=False)
     (packages,) = (tmp_path / "own").glob("lib/python*/site-packages")
     zipfile.ZipFile(wheel).extractall(packages)
     theirs = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "others.pth").write_text("\n".join(theirs))  # the folders alone: not what is installed from elsewhere
+    (packages / "others.pth").write_text("\n".join(theirs))  # only these folders: no editable installs
     work = tmp_path / "work"
     work.mkdir()
     works_outside(tmp_path / "own" / "bin" / "python", work)

@@ -1,4 +1,4 @@
-"""Ranks of a replica as threads of one process."""
+"""Ranks of a replica that are threads of one process."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from titan_rl.generation.loop.state import LoopDecision
 
 
 class ThreadRanks(Ranks):
-    """Ranks that are threads of one process, each with an engine of its own. Messages wait in queues for slow ranks.
+    """Ranks that are threads of one process, each with its own engine. Messages to slow ranks wait in queues.
 
     Example: `leader, follower = ThreadRanks.make(2)`.
     """
 
     def __init__(self, rank: int, inboxes: list[queue.Queue[Any]], replies: queue.Queue[Any]) -> None:
         self._rank = rank
-        self._inboxes = inboxes  # of the followers; None says that rank 0 has left
-        self._replies = replies  # to rank 0: (rank, value), or None from one that has left
+        self._inboxes = inboxes  # of the followers; None means that rank 0 has left
+        self._replies = replies  # to rank 0: (rank, value), or None if the rank has left
 
     @classmethod
     def make(cls, num_ranks: int) -> list[ThreadRanks]:
-        """The ends of all ranks, rank 0 first."""
+        """Make the connected ranks, rank 0 first."""
         inboxes, replies = [queue.Queue[Any]() for _ in range(num_ranks)], queue.Queue[Any]()
         return [cls(rank, inboxes, replies) for rank in range(num_ranks)]
 
     def broadcast(self, decision: LoopDecision) -> None:
-        if not self._replies.empty():  # nobody was asked anything
+        if not self._replies.empty():  # no gather is in progress, so a reply means that a rank has left
             raise EngineDeadError("a rank of this replica has ended")
         self._tell(decision)
 

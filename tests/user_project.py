@@ -1,4 +1,4 @@
-"""A user's project in a temporary folder: a task of their own, a model folder and a TOML file."""
+"""User project in a temporary folder: a task, a model folder and a TOML file."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ARCHITECTURE = {
 
 
 def write_tensors(path: Path, *names: str) -> None:
-    """A safetensors file of tensors of one float32 each."""
+    """Write a safetensors file of tensors with one float32 each."""
     header = {
         name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * index, 4 * index + 4]}
         for index, name in enumerate(names)
@@ -106,7 +106,7 @@ def _weights() -> bytes:
 
 @functools.cache
 def _tokenizer_files() -> dict[str, str]:
-    """Of a tokenizer of bytes, as a tiny model has it."""
+    """Files of the byte tokenizer of a tiny model, by name."""
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder, texts=[], level="byte", parameters=200_000)
         return {path.name: path.read_text() for path in Path(folder).iterdir() if path.name in TOKENIZER_FILES}

@@ -1,4 +1,4 @@
-"""What the machine lacks for a run."""
+"""`titan-rl doctor`: checks of the machine, and the hints of how to install an extra."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`titan-rl eval` with endpoints, which need no engine."""
+"""`titan-rl eval` against an HTTP endpoint, which needs no engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ type = "own_sums:Sums"
 
 
 class Adder(ThreadingHTTPServer):
-    """Knows all sums but that of 2, and fails at those that it is told to."""
+    """Endpoint that adds 1 to a number, except to 2, and returns errors for the numbers in `fails_at`."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -1,4 +1,4 @@
-"""What holds for all commands: results on standard output, messages on standard error, exit codes as README.md says."""
+"""Conventions of all commands: results on standard output, messages on standard error, the exit codes of README.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, st
 
 @pytest.fixture(scope="module")
 def commands() -> list[str]:
-    """Of the command line, as its help lists them."""
+    """Names of the commands, as listed in the help."""
     capture = pytest.MonkeyPatch()
     printed: list[str] = []
     with capture.context() as patch:
@@ -40,7 +40,7 @@ def test_help_goes_to_standard_output(commands: list[str], capsys: pytest.Captur
         code, out, err = run([command, "--help"], capsys)
         assert (code, err) == (0, ""), command
         assert out.startswith(f"usage: titan-rl {command}"), command
-        assert len(out.splitlines()) > 4, f"{command} does not say what it does"
+        assert len(out.splitlines()) > 4, f"{command} lacks a description"
 
 
 def test_invalid_arguments_go_to_standard_error_and_exit_with_2(
@@ -53,7 +53,7 @@ def test_invalid_arguments_go_to_standard_error_and_exit_with_2(
             assert (code, out) == (2, ""), argv
             assert err, argv
             assert "Traceback" not in err, argv
-    assert not list(tmp_path.iterdir()), "nothing is made of wrong arguments"
+    assert not list(tmp_path.iterdir()), "invalid arguments create no files"
 
 
 def test_unrecognized_arguments_show_the_usage_of_the_command(capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,4 @@
-"""`titan-rl export`, but for the weights: those are read and written in tests/e2e/test_checkpoint.py."""
+"""`titan-rl export` without the weights, which tests/e2e/test_checkpoint.py reads and writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "alphabet_sort"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """With two checkpoints, and an export that is newer."""
+    """Run with two checkpoints and a newer export."""
     folder = tmp_path / "run"
     for step in (3, 12):
         checkpoint = folder / "checkpoints" / f"step-{step:06}"
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What would have been written: the dtype, the checkpoint and where to."""
+    """Calls that would write weights: the dtype, the checkpoint and the target folder."""
     calls: list[tuple[Any, ...]] = []
 
     async def export(model: Any, checkpoint: Path, directory: Path, log: Path, *, as_adapter: bool = False) -> None:

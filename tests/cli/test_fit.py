@@ -1,4 +1,4 @@
-"""`titan-rl fit` says whether a run fits the memory of its GPUs, and which settings would make it fit."""
+"""`titan-rl fit`: whether a run fits into the memory of its GPUs, and which settings would make it fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`titan-rl init`: a package of one's own."""
+"""`titan-rl init`: a new package from a template or an example."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_template_package_passes_its_tests_and_loads_its_settings(template: str,
     config = load_config(Path(name) / "config.toml", check_files=False)
     (source,) = config.tasks
     assert type(source.task).__module__ == f"{name}.task"
-    assert source.task.rubric().error_reward == 0.0  # else what cannot be parsed would go unpunished
+    assert source.task.rubric().error_reward == 0.0  # otherwise unparsable answers would go unpunished
     assert config.model.renderer == ("chat_template" if template == "multi-turn" else "auto")
     assert config.pythonpath == (str(Path(name).resolve()),)
     (demonstration,) = source.task.demonstrations(1)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""`titan-rl launch`: a run is submitted to whoever starts it, or what would be is shown."""
+"""`titan-rl launch`: submits a run to Slurm or Kubernetes, or shows what it would submit."""
 
 import re
 import shutil

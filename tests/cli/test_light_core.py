@@ -1,4 +1,4 @@
-"""The command where only the packages of `dependencies` are installed: no extra."""
+"""The command with only the core dependencies installed, without any extra."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def modules_outside_core() -> set[str]:
-    """Top-level modules of packages that the core does not depend on."""
+    """Top-level modules of installed packages that the core does not depend on."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     allowed: set[str] = {"titan-rl"}
     pending = [Requirement(each) for each in project["dependencies"]]
@@ -38,7 +38,7 @@ def modules_outside_core() -> set[str]:
 
 @pytest.fixture(scope="module")
 def hidden_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose `sitecustomize` hides all other packages."""
+    """Folder with a `sitecustomize` that hides packages outside the core."""
     folder = tmp_path_factory.mktemp("hidden_packages")
     hidden = sorted(modules_outside_core() - {"tests", "examples", "benchmarks", "titan_rl"})
     (folder / "sitecustomize.py").write_text(

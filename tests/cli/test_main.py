@@ -28,7 +28,7 @@ from titan_rl.run.journal.state import RunState
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RunConfig], int]], None]:
-    """Put a function in the place of `titan_rl.run.train.run_training`."""
+    """Replace `titan_rl.run.train.run_training` with a function."""
 
     def install(run: Callable[[RunConfig], int]) -> None:
         module = ModuleType("titan_rl.run.train")
@@ -256,7 +256,7 @@ def test_signal_unwinds_the_run_and_sets_the_exit_code(project: Path, launch, nu
 
     launch(run)
     before = signal.getsignal(signal.SIGTERM)
-    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
 
     try:
         assert main(["train", "config.toml"]) == code
@@ -268,8 +268,8 @@ def test_signal_unwinds_the_run_and_sets_the_exit_code(project: Path, launch, nu
 
 @pytest.fixture
 def sigint() -> Iterator[object]:
-    """Its handler, put back after the test."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    """Python's handler of SIGINT, restored after the test."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
     yield signal.default_int_handler
     signal.signal(signal.SIGINT, before)
 
@@ -292,7 +292,7 @@ def test_second_ctrl_c_ends_a_stopped_program_silently(
 
 
 def settings(section: Any) -> Iterator[Any]:
-    """Of a table and those within it."""
+    """Fields of a table and of its subtables."""
     for field in section.model_fields.values():
         if hasattr(field.annotation, "model_fields"):
             yield from settings(field.annotation)

@@ -1,4 +1,4 @@
-"""What a command prints, where nobody reads it or the disk is full: in programs of their own, to their very end."""
+"""Commands whose output cannot be written: a full disk, a closed pipe, no standard output. Each runs as a process."""
 
 from __future__ import annotations
 

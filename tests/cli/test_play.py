@@ -1,4 +1,4 @@
-"""`titan-rl play` with what is typed piped in."""
+"""`titan-rl play` with input from a pipe."""
 
 from __future__ import annotations
 

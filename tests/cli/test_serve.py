@@ -1,4 +1,4 @@
-"""`titan-rl serve`: what it takes for a policy, and with which settings. Nothing is started."""
+"""`titan-rl serve`: the policies and settings that it accepts. No server is started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from titan_rl.evaluation.policies.policy_source import PolicySource, find_policy
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ServeConfig, PolicySource]]:
-    """What a command line hands to the server."""
+    """Run a command line and return the arguments that the server gets."""
     calls: list[Any] = []
     module = ModuleType("titan_rl.evaluation.serve")
     module.run_server = lambda config, source, verbosity, adapters: calls.append((config, source)) or 0  # type: ignore[attr-defined]
@@ -39,7 +39,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ServeConfig, 
 
 @pytest.fixture
 def run_folder(project: Path) -> Path:
-    """Of a run that has saved nothing."""
+    """Folder of a run without checkpoints."""
     run = project / "runs" / "20260101-000000-policy"
     (run / "checkpoints").mkdir(parents=True)
     config = load_config("config.toml", [("generation.num_generators", "3"), ("model.max_context", "128")])
@@ -156,7 +156,7 @@ def test_folder_of_runs_suggests_the_newest(run_folder: Path, capsys):
 @pytest.mark.parametrize(
     ("host", "keys", "message"),
     [
-        ("127.0.0.1", {}, "cannot listen on"),  # where something else listens
+        ("127.0.0.1", {}, "cannot listen on"),  # the port is in use
         ("0.0.0.0", {}, "there is no key for clients"),
         ("nowhere.invalid", {"API": "a"}, "host 'nowhere.invalid'"),
         ("127.0.0.1", {"API": "a", "ADMIN": "a"}, "the admin key is also a client key"),

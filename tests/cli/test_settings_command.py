@@ -1,4 +1,4 @@
-"""`titan-rl settings`: a reference of all settings in the terminal."""
+"""`titan-rl settings`: the reference of all settings in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that a model, a task or a run's folder brings reaches no terminal raw, and a run's folder leads nowhere else."""
+"""Untrusted text is escaped before it reaches a terminal, and links in a run's folder are not followed."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_escaping_keeps_newlines_tabs_and_json():
 
 
 def test_only_the_listed_modules_write_to_the_terminal():
-    """Whoever writes to a standard stream by another way is one more place to make safe."""
+    """A module that writes to a standard stream directly bypasses the escaping."""
     root = Path(titan_rl.__file__).parent
     allowed = {
-        "run/terminal/standard_streams.py",  # where text is made safe
+        "run/terminal/standard_streams.py",  # escapes text
         "core/console.py",  # writes to the log
-        "run/machine/guard.py",  # a program without imports, which is given safe text
-        "cluster/processes/sockets.py",  # passes on, made safe, what Monarch writes while it starts
+        "run/machine/guard.py",  # a program without imports; its text is escaped by the caller
+        "cluster/processes/sockets.py",  # forwards, escaped, the output of Monarch during its start
         "cluster/hosts/monarch_host.py",  # one fixed word to the process that started it
     }
     writers: set[str] = set()

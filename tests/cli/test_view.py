@@ -1,4 +1,4 @@
-"""`titan-rl view`: which runs it finds, and what it says where it cannot serve."""
+"""`titan-rl view`: finding runs, reports, and errors about folders and ports."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_report_contains_the_given_runs(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["view", *folders, "--report", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     assert '"id":"a"' in out.read_text()
-    assert out.stat().st_mode & 0o777 == 0o600, "as the run's own files"
+    assert out.stat().st_mode & 0o777 == 0o600, "private, like the run's own files"
     assert main(["view", *folders, "--report", str(tmp_path / "no" / "folder.html")]) == 2
     assert "--report" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Where `titan-rl worker` listens, and what it ends with."""
+"""`titan-rl worker`: its listen address, its drain time and its exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong with an argument or a file, a command says it in one sentence and ends with 1 or 2."""
+"""Invalid arguments and files: each command prints one sentence and exits with 1 or 2."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ COMMANDS_WITH_A_PATH = (
 
 
 def files_of(project: Path) -> list[Path]:
-    """All but what Python compiles, as whoever has switched that off has none."""
+    """All files but Python's bytecode, which is not always written."""
     return sorted(path for path in project.rglob("*") if "__pycache__" not in path.parts)
 
 
@@ -86,7 +86,7 @@ def test_impossible_paths_are_rejected_by_every_command(project: Path, path: str
 @pytest.mark.parametrize("command", ["train", "sft", "serve"])
 def test_path_of_an_unknown_user_is_rejected(project: Path, command: str, capfd: pytest.CaptureFixture[str]):
     code, err = run([command, "config.toml", "--dry-run", "--model.path=~nobody-of-that-name/model"], capfd)
-    assert code in (1, 2) or command == "sft"  # which would make it
+    assert code in (1, 2) or command == "sft"  # sft would create the folder
     assert "Traceback" not in err
 
 
@@ -125,7 +125,7 @@ def test_unparsable_option_values_exit_with_2(project: Path, option: str, capfd:
 
 @pytest.fixture
 def stopped(project: Path) -> RunDirectory:
-    """A run that was stopped in step 4, with checkpoints of the steps 2 and 3."""
+    """A run that was stopped in step 4, with checkpoints of steps 2 and 3."""
     config = load_config("config.toml")
     run_dir = RunDirectory.create(config)
     RunState(settings=settings_of(config)).write(run_dir.path)
@@ -211,4 +211,4 @@ def test_dry_run_of_a_resume_reports_damage_and_changes_nothing(
     assert f"{damaged / 'run_state.json'} is damaged" in err
     assert f"the run continues from {step_directory(stopped.checkpoints, 2)}, which is older" in err
     assert f"{stopped.metrics} has no lines of steps 1: they are lost" in err
-    assert damaged.is_dir(), "a dry run sets nothing aside"
+    assert damaged.is_dir(), "a dry run does not move damaged checkpoints"

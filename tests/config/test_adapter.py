@@ -1,4 +1,4 @@
-"""The table [training.adapter]: its defaults, what an engine is told, and what it excludes."""
+"""The table [training.adapter]: its defaults, the specs for engines, and incompatible settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`training.adapter.start`: the folder of an adapter is checked before anything is started."""
+"""`training.adapter.start`: checks of the folder of an adapter, before anything starts."""
 
 from __future__ import annotations
 

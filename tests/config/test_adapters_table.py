@@ -1,4 +1,4 @@
-"""[[adapters]]: the settings of each, and what they exclude."""
+"""The tables [[adapters]]: settings of each adapter, and incompatible settings."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_several_adapters_can_be_trained_without_validation(tmp_path: Path) -> N
         assert not experiment.suites
         assert not experiment.validates_beside_training
         (folder := tmp_path / name).mkdir()
-        assert load(folder, dump_config(experiment)).training == experiment.training, "what its folder has is valid"
+        assert load(folder, dump_config(experiment)).training == experiment.training, (
+            "the config in the folder of an experiment is valid"
+        )
 
 
 def test_problem_shared_by_all_adapters_is_reported_once(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_model_folder_is_resolved_next_to_the_file_that_names_it(project: Path):
 
 @pytest.fixture
 def other_cwd(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Another current folder than the project's."""
+    """Current directory other than the project's."""
     folder = project / "other_cwd"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -1,4 +1,4 @@
-"""How many requests the engines take: sized from the batch, bounded by the KV cache, and warned of if it throttles."""
+"""Number of requests that engines run: sized from the batch, bounded by the KV cache, with warnings if it throttles."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from titan_rl.config.concurrency import Concurrency, throttles
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.core.errors import ConfigError
 
-# The model of the project: 2 (keys, values) x 2 layers x 2 heads x 16 numbers x 4 bytes, so half of its context of 512
-# tokens takes 128 KiB.
+# KV cache of half a context (256 tokens) of the project's model, 128 KiB:
+# 2 (keys, values) x 2 layers x 2 heads x 16 numbers x 4 bytes x 256 tokens.
 HALF_CONTEXT_GIB = 2**17 / 2**30
 
 
@@ -28,10 +28,10 @@ def config_of(**settings: object):
 @pytest.mark.parametrize(
     ("settings", "in_flight", "max_running"),
     [
-        ({}, 256, 128),  # 2 x 16 slots of 8 rollouts on two generators
+        ({}, 256, 128),  # 2 x 16 slots of 8 rollouts, on two generators
         ({"scheduling__max_staleness": 0}, 128, 64),
         ({"scheduling__oversample": 0.5}, 320, 160),
-        ({"generation__num_generators": 3}, 256, 88),  # 85.3, and a multiple of 8
+        ({"generation__num_generators": 3}, 256, 88),  # 85.3, rounded up to a multiple of 8
         ({"scheduling__groups_per_step": 1, "rollout__group_size": 3, "scheduling__max_staleness": 0}, 3, 8),
         ({"scheduling__max_running_rollouts": 100}, 100, 56),
         ({"generation__max_running": 37}, 256, 37),

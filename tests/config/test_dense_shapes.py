@@ -1,4 +1,4 @@
-"""Formulas for the tensors of dense models, against torchtitan's models: what they accept can be built."""
+"""Shape formulas of dense models, compared with torchtitan: every accepted folder can be built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A setting that is given and has no effect is an error that says what would make it take effect."""
+"""Settings without effect are errors that name the missing condition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MADE_TRUE: dict[str, dict[str, Any]] = {
     "hosts.provider": {"hosts.provider": "mine:workers"},
     "training.num_ranks": {"training.data_parallel": 2},
 }
-"""Settings that make a condition hold whose own setting cannot simply be set to a value."""
+"""Settings to change so that a computed condition holds."""
 
 OTHER_VALUES: dict[str, Any] = {
     "correction.cap": 2.0,

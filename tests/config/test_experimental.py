@@ -1,4 +1,4 @@
-"""Experimental settings: a run that uses one says so when it starts, and their help has the word."""
+"""Experimental settings: the warning at the start of a run, and their help."""
 
 from __future__ import annotations
 

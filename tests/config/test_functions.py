@@ -1,4 +1,4 @@
-"""What settings name as "module:function" is looked at when they are read."""
+"""Settings of the form "module:function" are imported and checked when the config is loaded."""
 
 from __future__ import annotations
 

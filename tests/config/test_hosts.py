@@ -1,4 +1,4 @@
-"""What `[hosts]` takes."""
+"""The table [hosts]: addresses, roles, providers and limits."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_addresses_file_must_exist_and_needs_addresses(tmp_path: Path) -> None:
             "hosts.train is 3, and there is 1 host;",
         ),
         ({"addresses": ("a", "b"), "train": 2, "generate": 2}, None),
-        ({"provider": "slurm", "train": 3}, None),  # an allocation says how many it has
+        ({"provider": "slurm", "train": 3}, None),  # the allocation determines the number of hosts
         ({"provider": "mine:workers", "train": 3}, None),
     ],
 )

@@ -1,4 +1,4 @@
-"""The renderer is the one that the settings name, over the tokenizer of the model's folder."""
+"""`make_renderer`: the renderer that model.renderer selects for the tokenizer of a model folder."""
 
 from __future__ import annotations
 

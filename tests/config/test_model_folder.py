@@ -50,7 +50,7 @@ def test_missing_draft_model_is_rejected(project: Path):
             "small' has vocab_size = 900 in its config.json, and the policy 600: .* family",
         ),
         ("eagle", 600, "fc.weight", None),
-        ("eagle3", 900, "model.fc.weight", None),  # heads may know the likeliest tokens alone
+        ("eagle3", 900, "model.fc.weight", None),  # heads may cover only the most frequent tokens
         ("eagle", 600, "lm_head", 'no tensor fc.weight, as heads of eagle do; .*method = "draft_model" where'),
     ],
 )
@@ -82,7 +82,7 @@ def test_gpu_share_too_small_for_the_weights_is_rejected(project: Path):
     text = json.dumps(header).encode()
     with Path("policy/model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + 2**35)  # which takes no room on the disk
+        file.truncate(8 + len(text) + 2**35)  # sparse: occupies no disk space
 
     def load(*overrides: tuple[str, str]) -> None:
         load_config("config.toml", [("generation.kv_cache_gib", "4"), *overrides])

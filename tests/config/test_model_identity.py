@@ -1,4 +1,4 @@
-"""Whether a folder still holds the model that a run began with."""
+"""`model_identity`: detects that a folder no longer holds the model a run started from."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_changed_weights_are_detected_in_every_tensor(model: Path) -> None:
 
 
 def test_sparse_bfloat16_update_is_detected(model: Path) -> None:
-    """At a small learning rate most numbers stay where rounding has them."""
+    """At a small learning rate most numbers round back to their old value."""
     weights = {name: tensor.bfloat16() for name, tensor in weights_of(model).items()}
     save_file(weights, model / "model.safetensors")
     identity = model_identity(model)

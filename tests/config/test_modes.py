@@ -1,4 +1,4 @@
-"""scheduling.mode: a preset of settings, each of which may be given for itself."""
+"""scheduling.mode: a preset of settings, each of which can be overridden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that Python gives: they mean what they mean on the command line."""
+"""Overrides passed from Python have the same meaning as options of the command line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ words = ["ham"]
 
 
 def config_of(text: str, *, is_loaded: bool) -> Any:
-    """The file, or what is read of it."""
+    """Path of the config file, or the config loaded from it."""
     Path("given.toml").write_text(HEAD + text)
     return load_config("given.toml", check_files=False) if is_loaded else "given.toml"
 

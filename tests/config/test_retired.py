@@ -1,4 +1,4 @@
-"""Settings of earlier versions: refused with what to write instead, and ignored where they change nothing."""
+"""Settings of earlier versions: rejected with their replacement, or ignored if they change nothing."""
 
 from __future__ import annotations
 

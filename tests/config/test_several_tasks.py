@@ -1,4 +1,4 @@
-"""The tables [[tasks]]: what they say of each task, and what is wrong with them."""
+"""The tables [[tasks]]: settings of each task, suites, curricula, and errors."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ ARCHITECTURES = {
         "hidden_size": 1024,
     }
 }
-"""What the folders say that have to be fetched first."""
+"""config.json of models that must be downloaded first."""
 
 
 def tiny(parameters: int) -> dict[str, int]:
-    """What the folder says that `titan-rl sft` makes."""
+    """config.json of the model that `titan-rl sft` creates."""
     shape = fitting_shape(parameters, vocab_size=400)
     return {
         "num_hidden_layers": shape.layers,

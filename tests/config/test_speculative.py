@@ -1,4 +1,4 @@
-"""The table [generation.speculative]: what it hands to an engine, and what it refuses."""
+"""The table [generation.speculative]: options for the engine, and incompatible settings."""
 
 from __future__ import annotations
 

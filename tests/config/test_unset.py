@@ -1,4 +1,4 @@
-"""Optional settings go back to what they are by default, from wherever they are said."""
+"""The value "none" resets an optional setting to its default, from any source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""[generation.vllm] passes on what vLLM knows, and refuses what titan_rl sets itself, before anything starts."""
+"""The table [generation.vllm]: forwards vLLM's arguments, and rejects those that titan_rl sets itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pages in docs/ and README.md hold: their files, and what they show."""
+"""Pages in docs/ and README.md: their paths and their code blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTINUES = "<!-- continues the file above -->"
 
 
 def shown(page: Path) -> Iterator[tuple[str, str, str]]:
-    """Each block of a page in a language: the paragraph before it, the language, and the text."""
+    """Code blocks of a page, each with the paragraph before it and its language: (paragraph, language, text)."""
     paragraph, language, text = list[str](), "", list[str]()
     for line in page.read_text().splitlines():
         if line.startswith("```") and not language:
@@ -29,16 +29,16 @@ def shown(page: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """What a page shows of one language; a block that continues the one above is a part of that."""
+    """Code blocks of one language. A block that continues the one above is joined to it."""
     found = list[str]()
-    for told, one, text in shown(page):
-        if one == language and CONTINUES in told:
+    for paragraph, block_language, text in shown(page):
+        if block_language == language and CONTINUES in paragraph:
             found[-1] += text
-        elif one == language:
+        elif block_language == language:
             found.append(text)
     return found
 
 
 def files(page: Path) -> dict[str, str]:
-    """What a page tells to write, by name: the block behind a paragraph with a file's name in bold."""
-    return {name: text for told, _, text in shown(page) for name in re.findall(r"\*\*(\w+\.\w+)\*\*", told)}
+    """Files that the reader is to write, by name: each block after a paragraph with a file name in bold."""
+    return {name: text for paragraph, _, text in shown(page) for name in re.findall(r"\*\*(\w+\.\w+)\*\*", paragraph)}

@@ -1,4 +1,4 @@
-"""The page of the memory of public models has the figures that the library computes."""
+"""The page on the memory of public models contains the figures that the library computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests that pages show are run as they stand, with the modules beside them."""
+"""Tests shown in the docs run as written, with the modules that the same page shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The docs as a site: built without a warning, whole, and nothing in it comes from a network."""
+"""The docs as a site: builds without warnings, is complete, and loads nothing from a network."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_api_reference_is_reproducible(site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Any]:
-    """A page of a browser."""
+    """A browser page."""
     playwright = pytest.importorskip("playwright.sync_api")
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:

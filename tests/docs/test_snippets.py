@@ -1,4 +1,4 @@
-"""What pages show in code is code: modules parse and import what is there, settings load, commands exist."""
+"""Code blocks of the docs are valid: Python parses and its imports exist, settings load, commands exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig
 from titan_rl.config.validation_errors import settings
 
-PLACEHOLDER_MODULES = {"my_engines", "my_losses", "my_server"}  # modules that stand for the reader's
+PLACEHOLDER_MODULES = {"my_engines", "my_losses", "my_server"}  # modules that the reader would write
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 WITH_TOML = [page for page in PAGES if blocks(page, "toml")]
 
@@ -62,7 +62,7 @@ def own(page: Path) -> set[str]:
 
 
 def names_of(module: str) -> set[str]:
-    """What can be imported from a module, read and not run: some need torch."""
+    """Names that can be imported from a module, found without running it, since some modules need torch."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None, module
@@ -85,7 +85,7 @@ def names_of(module: str) -> set[str]:
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
 def test_python_has_no_undefined_names(page: Path) -> None:
-    """Names are of the block, of those before it, or said in the page to be the reader's."""
+    """Every name is defined in the block or an earlier one, or the page says that it stands for the reader's own."""
     code = re.sub(r"^(\s*)await (?=titan_rl)", r"\1", "\n".join(blocks(page, "python")), flags=re.MULTILINE)
     text = page.read_text()
     checked = [
@@ -107,10 +107,10 @@ def test_python_has_no_undefined_names(page: Path) -> None:
 
 @pytest.mark.parametrize("page", WITH_TOML, ids=name)
 def test_toml_blocks_load(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block with neither a model nor a task is a fragment: it gets the least that a run needs beside that."""
+    """A block without a model or a task is a fragment, completed with the minimum that a run needs."""
     for file, text in files(page).items():
         (tmp_path / file).write_text(text)
-        monkeypatch.delitem(sys.modules, Path(file).stem, raising=False)  # another test's module of that name
+        monkeypatch.delitem(sys.modules, Path(file).stem, raising=False)  # a module of that name from another test
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = set(sys.modules)
@@ -130,7 +130,7 @@ def test_toml_blocks_load(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def commands_shown(page: Path) -> Iterator[str]:
-    """Lines of shell that begin with titan-rl, and those in the text."""
+    """Commands that begin with titan-rl, in blocks and in the text."""
     text = page.read_text()
     without_code = re.sub(r"^```(python|toml|json).*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     yield from re.findall(r"^(?:    |\$ )?(titan-rl [a-z][^\n]*)$", without_code, re.MULTILINE)
@@ -150,7 +150,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         for option in re.findall(r"(?<![\w-])--([\w.-]+)", " ".join(words)):
             is_setting = "." in option
             if is_setting and option.partition(".")[0] in ("task", "tasks", "table"):
-                continue  # the class has them
+                continue  # settings of the task's class
             assert option in SETTINGS if is_setting else f"--{option}" in known._option_string_actions, command
 
 
@@ -187,7 +187,7 @@ def test_settings_and_metrics_named_in_the_text_exist(page: Path) -> None:
 
 
 def of_training(metric: str) -> str:
-    """Held-out samples have the metrics of those that are trained on."""
+    """Name of the training metric that a validation metric corresponds to."""
     return re.sub(r"^validation/", "rollout/", metric)
 
 

@@ -1,6 +1,6 @@
-"""The tutorial is what it says: its files are written, its settings read, its task played through a whole run.
+"""The tutorial works as written: its files and settings load, and its task is played in a whole run.
 
-With TITAN_RL_TEST_DOCS=1 (`make test-docs`, three minutes) its commands are run, too, in their order.
+With TITAN_RL_TEST_DOCS=1 (`make test-docs`, three minutes) its commands run too, in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def greedy(prompt_token_ids: Any, *, request_id: str, session_id: str | None = None, sampling: Any) -> Completion:
-    """Pays with the largest coin that fits, in letters as tokens; one of each two siblings with the smallest."""
+    """Pay with the largest coin that fits, or, in every second rollout, with the smallest. Tokens are characters."""
     left = int(re.findall(r"\d+", "".join(map(chr, prompt_token_ids)))[-1])
     fitting = [coin for coin in COINS if coin <= left]
     answer = [*map(ord, str(fitting[0 if int(request_id.split("/")[1]) % 2 else -1])), 0]
