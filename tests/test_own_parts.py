@@ -143,7 +143,7 @@ def test_settings_unsupported_by_a_custom_engine_are_rejected() -> None:
         load(speculative, ("generation.engine", "own_parts:engine"))
     load(speculative)
     auto = ("generation.max_running", "auto")
-    with pytest.raises(ConfigError, match=r"max_running = 'auto'.*'own_parts:engine' does not find out.*set it to a"):
+    with pytest.raises(ConfigError, match=r"max_running = 'auto'.*'own_parts:engine' cannot determine.*set it to a"):
         load(auto, ("generation.engine", "own_parts:engine"))
     load(auto)
     assert find_engine("own_parts:experts").routed_experts

@@ -1,8 +1,8 @@
 """Reinforcement learning of language models on a mesh of actors.
 
-`train` runs a config, and `evaluate` says how good a policy is. The other names are what a loop of one's own is made
-of. Everything exported here is light: importing `titan_rl` needs neither torch, vLLM, torchtitan nor Monarch. What
-needs them is in modules of its own: `titan_rl.training.trainer.TrainerCore` and
+`train` runs a config, and `evaluate` evaluates a policy. The other names are the parts of a custom loop. Everything
+exported here is light: importing `titan_rl` needs neither torch, vLLM, torchtitan nor Monarch. The classes that need
+them are in their own modules: `titan_rl.training.trainer.TrainerCore` and
 `titan_rl.generation.vllm_engine.VLLMEngine`.
 """
 
@@ -41,7 +41,7 @@ from titan_rl.core.errors import (
     VerificationError,
 )
 
-TYPE_CHECKING = False  # of `typing`, whose import would be most of this one's
+TYPE_CHECKING = False  # not imported from `typing`, which would take most of the time of importing this package
 if TYPE_CHECKING:
     from typing import Any
 
@@ -153,8 +153,8 @@ _NAMES = {
     "types": "Completion FinishReason GenerateFn SamplingParams VersionSpan",
     "weights.types": "StateDictTransport",
 }
-"""The public names by the modules below `titan_rl` that have them. Each is imported when it is first asked for: every
-process and command imports this package, and few need all of it."""
+"""Public names by the modules of `titan_rl` that define them. Each is imported on first access: every process and
+command imports this package, and few need all of it."""
 
 _MODULES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 

@@ -115,8 +115,8 @@ class SamplingParams:
         return_routed_experts: Whether a mixture-of-experts model returns the experts of each token.
         top_logprobs: Number of likeliest tokens to return at each position, at most 20. The sampled tokens stay the
             same.
-        prompt_logprobs: Number of likeliest tokens to return at each position of the prompt, at most 20, besides the
-            logprobs of the prompt's own tokens. None returns no scores of the prompt. Teachers score with it.
+        prompt_logprobs: Number of likeliest tokens to return at each position of the prompt, at most 20, in addition
+            to the logprobs of the prompt's own tokens. None returns no scores of the prompt. Teachers use it.
         presence_penalty: Subtracted from the logits of tokens that the completion already has, in [-2, 2].
         frequency_penalty: Subtracted from a token's logit for each occurrence in the completion, in [-2, 2].
         repetition_penalty: Divides the positive logits and multiplies the negative logits of tokens that the prompt or
@@ -197,12 +197,12 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.constraint is {self.constraint!r}; it must be JSON as a string, or None")
         if self.min_tokens:
             raise ValueError(
-                f"SamplingParams.min_tokens is {self.min_tokens}; it must be 0 beside a constraint, "
-                "which itself says when a completion may end"
+                f"SamplingParams.min_tokens is {self.min_tokens}; it must be 0 with a constraint, "
+                "which determines when a completion may end"
             )
         if not self.stop_token_ids:
             raise ValueError(
-                "SamplingParams.stop_token_ids is (); beside a constraint there must be some: they end what it allows"
+                "SamplingParams.stop_token_ids is (); with a constraint at least one is needed, to end the completion"
             )
 
     def _checked_stop_token_ids(self) -> tuple[int, ...]:
@@ -312,7 +312,7 @@ class PromptScores:
         if not len(self.top_ids) == len(self.top_logprobs) == len(self.logprobs) * self.top_k:
             raise ValueError(
                 f"PromptScores of {len(self.logprobs)} tokens and top_k = {self.top_k} has {len(self.top_ids)} top_ids "
-                f"and {len(self.top_logprobs)} top_logprobs; each place needs {self.top_k}"
+                f"and {len(self.top_logprobs)} top_logprobs; each position needs {self.top_k}"
             )
 
     def between(self, start: int, stop: int) -> PromptScores:
@@ -410,7 +410,7 @@ def _keep_metrics(completion: Completion) -> None:
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """The tokens that a request has gained since its last chunk, streamed before its completion. A chunk without tokens
-    says that the engine is stepping.
+    means that the engine is stepping.
 
     Raises:
         ValueError: the lengths disagree.
@@ -448,7 +448,7 @@ def require_aligned(tokens: TokenChunk | Completion) -> None:
         if rows is not None and len(rows) != len(tokens.token_ids):
             raise ValueError(
                 f"{type(tokens).__name__} {tokens.request_id!r} has {len(tokens.token_ids)} token_ids and "
-                f"{len(rows)} rows in {name}; each token has its row, or {name} is None"
+                f"{len(rows)} rows in {name}; give each token a row, or set {name} to None"
             )
 
 

@@ -129,7 +129,7 @@ def test_sleeping_engines_lower_the_total_memory(folder: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--gpus", "0", "--memory", "80"), "--gpus 0: a run on GPUs needs one at least"),
+        (("--gpus", "0", "--memory", "80"), "--gpus 0: a run on GPUs needs at least one"),
         (("--gpus", "1", "--memory", "0"), "--memory 0: give the memory of a GPU in GiB, such as 80"),
         (("--gpus", "1", "--memory", "nan"), "--memory nan: give the memory of a GPU"),
         (("--gpus", "1", "--memory", "80", "--training.data_parallel", "2"), "set it to 1 or less"),

@@ -67,10 +67,10 @@ def test_model_option_uses_a_hugging_face_folder(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["my-task"], "'my-task' cannot be the name of a Python package; my_task could"),
-        (["café"], "'café' cannot be the name of a Python package; cafe could"),
-        (["class"], "'class' cannot be the name of a Python package; my_task could"),
-        (["a/b/2x"], "'2x' cannot be the name of a Python package; my_task could"),
+        (["my-task"], "'my-task' is not a valid name of a Python package; use my_task"),
+        (["café"], "'café' is not a valid name of a Python package; use cafe"),
+        (["class"], "'class' is not a valid name of a Python package; use my_task"),
+        (["a/b/2x"], "'2x' is not a valid name of a Python package; use my_task"),
         (["random"], "'random' is an existing module"),
         (["pytest"], "'pytest' is an existing module"),
         (["tests"], "'tests' is an existing module"),
@@ -117,7 +117,7 @@ def test_example_is_copied_under_a_new_name(example: str, capsys: pytest.Capture
 
 def test_unknown_example_error_lists_the_examples(capsys: pytest.CaptureFixture[str]):
     assert main(["init", "mine", "--example", "chess"]) == 2
-    assert "there is no such example; there are agent, alphabet_sort, arithmetic" in capsys.readouterr().err
+    assert "there is no such example; the examples are agent, alphabet_sort, arithmetic" in capsys.readouterr().err
     assert not Path("mine").exists()
 
 

@@ -59,7 +59,9 @@ def test_model_folder_is_checked_for_slurm_but_not_for_kubernetes(project: Path,
     assert "policy" in capfd.readouterr().err
     assert main(["launch", "config.toml", *KUBERNETES, "--seed", "3", "--dry-run"]) == 0
     shown = capfd.readouterr()
-    assert "model.path = 'policy' is /workspace/policy where the run is; make sure that it exists" in shown.err
+    assert (
+        "model.path = 'policy' is /workspace/policy on the machines of the run; make sure that it exists" in shown.err
+    )
     made = {found["kind"]: found for found in yaml.safe_load_all(shown.out)}
     data = made["ConfigMap"]["data"]
     assert data["0-config.toml"] == (project / "config.toml").read_text()

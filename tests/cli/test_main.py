@@ -112,7 +112,7 @@ def test_dry_run_is_short_and_ends_with_a_verdict(project: Path, capsys):
     ("arguments", "message"),
     [
         (["--hosts.listen=203.0.113.9"], "hosts.listen = '203.0.113.9': Cannot assign requested address; name an"),
-        (["--hosts.addresses_file=nope.txt"], "hosts.addresses_file = 'nope.txt': No such file or directory; make it"),
+        (["--hosts.addresses_file=nope.txt"], "hosts.addresses_file = 'nope.txt': No such file or directory; create a"),
         (["--hosts.train=2"], "hosts.train is 2, and there is 1 host; lower it"),
         (["--hosts.listen=0.0.0.0"], "hosts.listen = '0.0.0.0' stands for all interfaces; name one address"),
     ],
@@ -557,7 +557,7 @@ def test_dry_run_rejects_a_resume_that_would_fail(stopped: RunDirectory, capsys)
     size = settings_of(load_config(stopped.config))["rollout.group_size"]
     stopped.config.write_text(before.replace(f"group_size = {size}\n", f"group_size = {size + 2}\n"))
     assert main(dry) == 2
-    assert f"rollout.group_size is {size + 2}, and this run was made with {size}; set it" in capsys.readouterr().err
+    assert f"rollout.group_size is {size + 2}, and this run was made with {size}; restore" in capsys.readouterr().err
     stopped.config.write_text(before)
     with stopped.locked():
         assert main(dry) == 1

@@ -128,7 +128,7 @@ def test_dry_run_prints_the_settings(project: Path, capsys):
         (["policy", "--server.hos", "::1"], "server.hos = '::1' is not a setting; nearest: server.host"),
         (["policy", "--training.lr", "1"], "[training] is not a table; valid here: seed, pythonpath, model"),
         (["policy", "--port", "8123"], "port = 8123 is not a setting; nearest: server.port"),
-        (["policy", "--model.path", "other"], "--model.path: what is served is"),
+        (["policy", "--model.path", "other"], "--model.path: the policy is already given as"),
         (["policy", "--model.max_context", "513"], "model.max_context = 513 is more than the model's 512 positions"),
         (["policy", "--hosts.generate", "2", "--dry-run"], "hosts.generate is 2, and there is 1 host; lower it"),
         (["policy", "--hosts.addresses", "a", "--hosts.generate", "2"], "hosts.generate is 2, and there is 1 host"),
@@ -235,7 +235,7 @@ def test_run_with_pinned_adapters_is_served(run_folder: Path, served):
         ({}, ""),
         ({"server.follow_s": "5"}, "server.follow_s"),
         ({"server.model": "sorter"}, "server.adapters has 'sorter', the name of the model"),
-        ({"generation.speculative.method": "ngram"}, "drafts would come without the adapter"),
+        ({"generation.speculative.method": "ngram"}, "drafts would be generated or verified without the adapter"),
         ({"server.adapters": '{ sorter = "nowhere" }'}, "server.adapters.sorter = 'nowhere' is neither"),
     ],
 )

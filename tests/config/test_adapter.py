@@ -51,8 +51,8 @@ def test_unsupported_target_error_names_the_reason(target: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        ([("scheduling.on_batch_ready", "sleep")], "an engine that sleeps gives up the base model"),
-        ([("generation.speculative.method", "ngram")], "drafts would come without the adapter"),
+        ([("scheduling.on_batch_ready", "sleep")], "an engine that sleeps discards the base model"),
+        ([("generation.speculative.method", "ngram")], "drafts would be generated or verified without the adapter"),
         ([("training.adapter.rank", "1024")], "rank = 1024 is more than the 512 that vLLM supports"),
         ([("training.kl_coef", "0.1"), ("training.offload", '["reference"]')], "has no weights of its own"),
         ([("training.kl_coef", "0.1"), ("training.reference_interval", "9")], "leave reference_interval out"),

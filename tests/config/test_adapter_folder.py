@@ -48,7 +48,7 @@ def test_damaged_folder_is_rejected(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter")
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ModelError, match="by its header: it is damaged"):
+    with pytest.raises(ModelError, match=r"but its header describes .* it is damaged"):
         load(folder)
     weights.unlink()
     with pytest.raises(ModelError, match=r"adapter_model.safetensors cannot be read: No such file"):

@@ -118,7 +118,7 @@ def test_resume_compares_an_adapter_option_with_the_inherited_value(tmp_path: Pa
         ({"scheduling__on_batch_ready": "keep"}, "a step of one adapter would stop the others"),
         ({"generation__pull_mode": "drain"}, "a version of one adapter would hold up"),
         ({"rollout__num_workers": "1"}, "their rollouts run in the controller's process; set it to 0"),
-        ({"adapters__plain__tasks": '["long"]'}, r"task 'short' belongs to none of \[\[adapters\]\]"),
+        ({"adapters__plain__tasks": '["long"]'}, r"task 'short' belongs to no adapter"),
         ({"adapters__other__tasks": '["lnog"]'}, "adapters.other.tasks has 'lnog'; the run has the tasks short, long"),
         ({"adapters__other__tasks": '["long", "long"]'}, "adapters.other.tasks names 'long' twice"),
         ({"adapters__other__training__critic": "head"}, r"critics are not supported with \[\[adapters\]\]"),
@@ -165,7 +165,7 @@ def test_resume_compares_an_adapter_option_with_the_inherited_value(tmp_path: Pa
         (
             {"adapters__otter__training__lr": "1e-3", "adapters__otter__training__steps": "2"},
             "command line: adapters.otter.training.lr, adapters.otter.training.steps: there is no adapter 'otter'; "
-            "nearest: adapters.other; those of the run are plain, other$",
+            "nearest: adapters.other; the adapters of the run are plain, other$",
         ),
         ({"adapters__a/b__tasks": '["long"]'}, "adapters.a/b.name = 'a/b' must be letters, digits, - and _, 1 to 100$"),
         ({"adapters": "3"}, r"adapters = 3 must be tables, each under \[\[adapters\]\]$"),

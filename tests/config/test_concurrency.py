@@ -62,7 +62,7 @@ def test_kv_cache_sized_by_the_free_gpu_memory_sets_no_limit(project: Path, monk
     config = config_of()
     assert (Concurrency.of(config).max_running, Concurrency.of(config).held) == (128, None)
     assert list(throttles(config)) == []
-    assert "# the KV cache of a generator takes what is free on its GPU" in dump_config(config)
+    assert "# the KV cache of a generator uses the free memory of its GPU" in dump_config(config)
 
 
 def test_default_settings_throttle_nothing(project: Path):
@@ -75,7 +75,7 @@ def test_default_settings_throttle_nothing(project: Path):
         (
             {"generation__max_running": 64},
             [
-                "generation.max_running = 64 on 2 generators takes 128 of 256",
+                "generation.max_running = 64 on 2 generators runs 128 of 256",
                 "32 slots x rollout.group_size = 8",
                 "128,",
             ],

@@ -89,7 +89,7 @@ def test_addresses_file_must_exist_and_needs_addresses(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=r"addresses_file = .* needs addresses or provider"):
         HostsConfig(addresses_file=str(file))
     config = HostsConfig(addresses=("127.0.0.1",), addresses_file=str(file))
-    with pytest.raises(ConfigError, match=r"hosts\.addresses_file = '.*': No such file or directory; make it"):
+    with pytest.raises(ConfigError, match=r"hosts\.addresses_file = '.*': No such file or directory; create"):
         check_own_machine(config)
     file.touch()
     check_own_machine(config)
@@ -119,9 +119,7 @@ def test_roles_cannot_need_more_hosts_than_configured(table: dict[str, object], 
 
 def test_slurm_job_has_a_known_number_of_hosts_when_launched() -> None:
     config = HostsConfig(provider="slurm", train=3)
-    assert list(config.too_few(launched=True)) == [
-        "hosts.train is 3, and there is 1 host; lower it, or have more hosts"
-    ]
+    assert list(config.too_few(launched=True)) == ["hosts.train is 3, and there is 1 host; lower it, or use more hosts"]
     with pytest.raises(ConfigError, match=r"hosts\.train is 3, and there is 1 host;"):
         Roles.of(config, ["a"])
 

@@ -158,7 +158,7 @@ def test_all_invalid_settings_are_reported_at_once(project: Path):
         ),
         (
             {"routing.move_below": "0.5", "scheduling.max_staleness": "0"},
-            ["routing.move_below = 0.5", "requests that are seeded", "sampling.seeded = false"],
+            ["routing.move_below = 0.5", "seeded requests", "sampling.seeded = false"],
         ),
         (
             {"generation.stall_timeout_s": "60", "statedict.pull_timeout_s": "60"},
@@ -268,8 +268,11 @@ def test_missing_tables_are_named(project: Path):
         ("echo_task.sub:Echo", "there is no module echo_task"),
         ("echo_task:Eco", "echo_task has no Eco; tasks in echo_task: Echo"),
         ("importing_task:Eco", "importing_task has no Eco; tasks in importing_task: none"),
-        ("echo_task:Literal", "Literal is no subclass of titan_rl.core.settings.Section"),
-        ("echo_task:Half", "Half is no task: it lacks make_env, train_sample, validation_samples; tasks in echo_task"),
+        ("echo_task:Literal", "Literal is not a subclass of titan_rl.core.settings.Section"),
+        (
+            "echo_task:Half",
+            "Half is not a task: it lacks make_env, train_sample, validation_samples; tasks in echo_task",
+        ),
         ("broken_task:Echo", "importing broken_task failed: ZeroDivisionError"),
         ("leaving_task:Echo", "importing leaving_task failed: SystemExit: 3"),
         ("fussy_task:Echo", "fussy_task.Echo cannot be read: RuntimeError: no"),

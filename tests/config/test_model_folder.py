@@ -51,7 +51,7 @@ def test_missing_draft_model_is_rejected(project: Path):
         ),
         ("eagle", 600, "fc.weight", None),
         ("eagle3", 900, "model.fc.weight", None),  # heads may cover only the most frequent tokens
-        ("eagle", 600, "lm_head", 'no tensor fc.weight, as heads of eagle do; .*method = "draft_model" where'),
+        ("eagle", 600, "lm_head", 'no tensor fc.weight, which eagle heads have; .*method = "draft_model" if'),
     ],
 )
 def test_draft_model_must_match_the_policy(
@@ -139,9 +139,12 @@ def test_truncated_weights_error_names_file_and_sizes(project: Path):
     whole = path.read_bytes()
     load_config("config.toml")
     for content, message in (
-        (whole[:-1], rf"has {len(whole) - 1} bytes, and {len(whole)} by its header: it is damaged; fetch it again"),
-        (whole + b"x", rf"has {len(whole) + 1} bytes, and {len(whole)} by its header"),
-        (whole[:20], "is not a safetensors file, or is cut off: its first 8 bytes give no length"),
+        (
+            whole[:-1],
+            rf"has {len(whole) - 1} bytes, but its header describes {len(whole)}: it is damaged; fetch it again",
+        ),
+        (whole + b"x", rf"has {len(whole) + 1} bytes, but its header describes {len(whole)}"),
+        (whole[:20], "is not a safetensors file, or is cut off: its first 8 bytes are not the length"),
         (b"", "is not a safetensors file, or is cut off: "),
         (b"version https://git-lfs.github.com/spec/v1\n", "is not a safetensors file, or is cut off: "),
         (whole[:8] + whole[9:], "is not a safetensors file, or is cut off: "),

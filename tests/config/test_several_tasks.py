@@ -123,11 +123,11 @@ def test_command_line_overrides_a_task_by_name(project: Path):
         (("tasks.ham.rollout", "2"), "tasks.ham.rollout = 2 must be a table"),
         (("tasks.ham.filters", '["zero_varianse"]'), "tasks.ham.filters[0] = 'zero_varianse' must be one of zero_var"),
         (("tasks.ham.advantage", "no_module:f"), "tasks.ham.advantage"),
-        (("tasks.ham.name", '"echo"'), "2 of them have name = 'echo'"),
+        (("tasks.ham.name", '"echo"'), "2 tasks have name = 'echo'"),
         (("tasks.ham.name", '"h m"'), "tasks.ham.name = 'h m'"),
         (
             ("tasks.hem.weight", "2"),
-            'command line: tasks.hem has no type = "module:Class"; nearest: tasks.ham; those with one are ham, echo',
+            'command line: tasks.hem has no type = "module:Class"; nearest: tasks.ham; tasks with one: ham, echo',
         ),
         (("tasks.ham.type", "echo_task:Eco"), "tasks.ham.type = 'echo_task:Eco': echo_task has no Eco"),
         (("tasks.ham.sampling.max_tokens", "9999"), "tasks.ham.sampling.max_tokens = 9999 leaves no room"),
@@ -142,9 +142,9 @@ def test_invalid_task_setting_error_names_its_table(project: Path, change: tuple
     ("text", "message"),
     [
         ('[[tasks]]\ntype = "echo_task:Echo"\n' * 2, "two of [[tasks]] are named 'echo'"),
-        ("[[tasks]]\nweight = 2\n", 'number 1 of [[tasks]] has no type = "module:Class", nor a name'),
+        ("[[tasks]]\nweight = 2\n", 'number 1 of [[tasks]] has neither type = "module:Class" nor a name'),
         ('[tasks.ham]\ntype = "echo_task:Echo"\n', "tasks must be tables, each under a line [[tasks]]"),
-        ('[[tasks]]\ntype = "named_task:Named"\n', "the class has a field 'weight', which is a setting of every one"),
+        ('[[tasks]]\ntype = "named_task:Named"\n', "the class has a field 'weight', which is a setting of all"),
         ("", "Several tasks are tables [[tasks]]"),
     ],
 )
@@ -237,15 +237,15 @@ def test_suite_uses_a_task_of_the_run_or_its_own_task(project: Path):
     [
         (
             ("validation.suites.ham.task", "hum"),
-            "validation.suites.ham.task = 'hum' is none of the run's tasks, ham, echo",
+            "validation.suites.ham.task = 'hum' is not one of the run's tasks, ham, echo",
         ),
         (
             ("validation.suites.unseen.num_promts", "2"),
             "validation.suites.unseen.num_promts = 2 is not a setting; nearest",
         ),
         (("validation.suites.unseen.lenght", "2"), "nearest: validation.suites.unseen.length"),
-        (("validation.suites.unseen.name", '"ham"'), "2 of them have name = 'ham'"),
-        (("validation.suites.unseen.name", '"echo"'), "one of the run's has that name"),
+        (("validation.suites.unseen.name", '"ham"'), "2 of [[validation.suites]] have name = 'ham'"),
+        (("validation.suites.unseen.name", '"echo"'), "with the name of a task of the run"),
         (("validation.suites.ham.samples_per_prompt", "4"), "validation.suites.ham.temperature = 0 is greedy"),
         (("validation.suites.unseen.type", "echo_task:Eco"), "validation.suites.unseen.type = 'echo_task:Eco': "),
         (("validation.suites", "3"), "validation.suites = 3 must be tables"),
@@ -276,7 +276,7 @@ def test_curriculum_is_built_in_or_user_defined(project: Path):
     ("change", "message"),
     [
         (("tasks.echo.curriculum.type", "by_dificulty"), "one of in_order, by_difficulty, stages, or a string"),
-        (("tasks.echo.curriculum.type", "echo_task:Echo"), "Echo is no curriculum: it lacks begin, finished, given"),
+        (("tasks.echo.curriculum.type", "echo_task:Echo"), "Echo is not a curriculum: it lacks begin, finished, given"),
         (("tasks.echo.curriculum.sampels", "3"), "nearest: tasks.echo.curriculum.samples"),
         (("tasks.echo.curriculum.too_hard", "2"), "too_hard = 2 must be less than too_easy = 1"),
     ],

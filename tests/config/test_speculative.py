@@ -44,14 +44,17 @@ def test_engine_options_contain_only_settings_of_the_method(tmp_path: Path) -> N
         ([("num_speculative_tokens", "5")], 'num_speculative_tokens = 5 with method = "none".*leave it out'),
         ([("method", "draft_model")], 'method = "draft_model" needs model, the folder of the draft model'),
         ([("method", "ngram"), ("model", "small")], 'model is for .* and method is "ngram"; leave it out'),
-        ([("method", "ngram"), ("prompt_lookup", "[6, 4]")], r"prompt_lookup = \[6, 4\]: the fewest tokens come first"),
+        (
+            [("method", "ngram"), ("prompt_lookup", "[6, 4]")],
+            r"prompt_lookup = \[6, 4\]: the least number of tokens must come first",
+        ),
         (
             [("method", "ngram"), ("generation.return_routed_experts", "true")],
             '"ngram" with generation.return_routed_experts = true: the experts',
         ),
         (
             [("method", "mtp"), ("scheduling.on_batch_ready", "sleep")],
-            '"mtp" with scheduling.on_batch_ready = "sleep": an engine that sleeps gives up the weights that guess',
+            '"mtp" with scheduling.on_batch_ready = "sleep": an engine that sleeps discards the draft weights',
         ),
     ],
 )

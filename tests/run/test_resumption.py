@@ -320,7 +320,7 @@ def test_edited_config_is_compared_with_the_checkpoint_settings(run_dir):
     changes = ["seed is 8, {} 7", "scheduling.groups_per_step is 12, {} 16"]
     for line, change in zip(message.splitlines(), changes, strict=True):
         difference = change.format("and this run was made with")
-        assert line == f"{run_dir.config}: {difference}; set it back to that, or begin a new run with what it is now"
+        assert line == f"{run_dir.config}: {difference}; restore that value, or begin a new run with the current one"
 
 
 @pytest.mark.parametrize(

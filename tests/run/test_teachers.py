@@ -93,7 +93,10 @@ async def test_teacher_server_must_be_reachable_and_tokenize() -> None:
         ([("training.distill_coef", "0.5")], "training.distill_coef = 0.5 without a teacher; set training.teacher to"),
         ([("training.algorithm", "distillation")], "training.distill_coef = 1 without a teacher"),
         ([("training.teacher", "self")], 'training.teacher = "self" has no effect'),
-        ([("training.teacher", "gone"), ("training.distill_coef", "1")], "training.teacher = 'gone' is no folder here"),
+        (
+            [("training.teacher", "gone"), ("training.distill_coef", "1")],
+            "training.teacher = 'gone' is not a folder here",
+        ),
         (
             [("training.teacher", "https://"), ("training.distill_coef", "1")],
             "training.teacher = 'https://' names no host, or a port that does not exist; write http://HOST:PORT",
@@ -118,7 +121,7 @@ def test_invalid_teacher_settings_are_rejected(teaching: Path, overrides: list[t
 
 def test_missing_teacher_override_is_rejected_before_the_run(teaching: Path) -> None:
     overrides = {"training.teacher": "gone", "training.distill_coef": 1.0}
-    with pytest.raises(ConfigError, match=r"arguments: training.teacher = 'gone' is no folder here"):
+    with pytest.raises(ConfigError, match=r"arguments: training.teacher = 'gone' is not a folder here"):
         given_config(load_config("config.toml"), functions={}, overrides=overrides, check_files=True)
 
 

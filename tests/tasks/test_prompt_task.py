@@ -183,5 +183,5 @@ class Unfinished(PromptTask):
 
 
 def test_missing_method_error_names_the_method() -> None:
-    with pytest.raises(ConfigError, match=r"Unfinished is no task: it lacks prompt, reward; tasks in .*Sums"):
+    with pytest.raises(ConfigError, match=r"Unfinished is not a task: it lacks prompt, reward; tasks in .*Sums"):
         load_task({"type": f"{__name__}:Unfinished"}, Origins((Path("run.toml"),)))

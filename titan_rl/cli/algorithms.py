@@ -17,13 +17,13 @@ def set_up(parser: Parser) -> None:
     parser.description = (
         "Describe the learning algorithms: how rewards become advantages, the terms of the loss with their "
         "denominators, which other models each needs, its source, and the settings that it stands for. "
-        'A run selects one with training.algorithm = "NAME"; settings given beside it override its own.'
+        'A run selects one with training.algorithm = "NAME"; settings given alongside it override its own.'
     )
     parser.add_argument(
         "name",
         metavar="NAME",
         nargs="?",
-        help='one of them, or one of yours as "module:value". By default all of the library\'s',
+        help='name of an algorithm, or your own as "module:value" (default: all built-in algorithms)',
     )
     parser.set_defaults(run=run)
 

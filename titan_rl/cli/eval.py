@@ -21,7 +21,7 @@ from titan_rl.run.directory import run_name
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
 
-if TYPE_CHECKING:  # its import is slow
+if TYPE_CHECKING:  # slow to import
     from titan_rl.evaluation.elo import Ratings
 
 
@@ -63,7 +63,7 @@ def set_up(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         if missing := [folder for folder in arguments.given if not Path(folder).exists()]:
-            raise ConfigError(f"--compare {missing[0]}: there is no such folder; name that of an evaluation")
+            raise ConfigError(f"--compare {missing[0]}: there is no such folder; name the folder of an evaluation")
         folders = [folder for given in arguments.given for folder in evaluation_folders(given)]
         _show([read_evaluation(folder) for folder in folders], arguments)
         return 0

@@ -15,13 +15,15 @@ from titan_rl.run.terminal.standard_streams import StderrConsole, print_next_com
 def set_up(parser: Parser) -> None:
     parser.description = (
         "Write a policy as a Hugging Face folder, which transformers, vLLM and titan-rl load: the newest checkpoint of "
-        "a run, or the checkpoint that is named, saved by any number of ranks. The result is read back and compared."
+        "a run, or a given checkpoint, saved by any number of ranks. The result is read back and compared."
     )
     parser.add_argument(
-        "policy", type=file_path, metavar="RUN", help="a run's folder, or that of one of its checkpoints"
+        "policy", type=file_path, metavar="RUN", help="the folder of a run or of one of its checkpoints"
     )
     parser.add_argument("out", type=file_path, metavar="OUT", help="the folder to write, which must not exist")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights; by default the run's")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="dtype of the weights (default: that of the run)"
+    )
     parser.add_argument(
         "--adapter",
         action="store_true",
@@ -36,8 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     with status(f"exporting {arguments.policy}"):
         exporting = export_policy(arguments.policy, out, arguments.dtype, StderrConsole(), as_adapter=arguments.adapter)
         name = asyncio.run(exporting)
-    what = f"the adapter of {name}" if arguments.adapter else name
-    print_stderr(f"titan-rl: {what} is written and verified")
+    subject = f"the adapter of {name}" if arguments.adapter else name
+    print_stderr(f"titan-rl: {subject} is written and verified")
     print_result(f"{out}\n")
     if not arguments.adapter:
         print_next_command("serve", str(out))

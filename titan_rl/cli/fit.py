@@ -24,8 +24,8 @@ def set_up(parser: Parser) -> None:
     parser.usage = "titan-rl fit CONFIG.toml ... --gpus N --memory GIB [--table.setting value ...] [--json]"
     parser.description = (
         "Compute the memory that each GPU of a run holds, by component, from the model's config.json and the settings. "
-        "Neither weights nor a GPU are needed. If it does not fit, name the settings that save memory, and end with "
-        "exit code 1."
+        "Neither weights nor a GPU are needed. If the run does not fit, name the settings that save memory, and exit "
+        "with code 1."
     )
     parser.add_run_config()
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
@@ -36,7 +36,7 @@ def set_up(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.gpus < 1:
-        raise ConfigError(f"--gpus {arguments.gpus}: a run on GPUs needs one at least; give 1 or more")
+        raise ConfigError(f"--gpus {arguments.gpus}: a run on GPUs needs at least one; give 1 or more")
     if not 0 < arguments.memory < 2**20:
         raise ConfigError(f"--memory {arguments.memory:g}: give the memory of a GPU in GiB, such as 80")
     if find_spec("torchtitan") is None:

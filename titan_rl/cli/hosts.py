@@ -21,19 +21,19 @@ def set_up(parser: Parser) -> None:
     listing.set_defaults(run=_list)
     adding = actions.add_parser("add", help="add the host of a worker")
     adding.add_argument(
-        "what", metavar="ADDRESS", help="HOST:PORT on which its `titan-rl worker` listens, the port 22222 by default"
+        "what", metavar="ADDRESS", help="HOST:PORT on which its `titan-rl worker` listens; the default port is 22222"
     )
     adding.set_defaults(
         run=_ask, do="add", stopped=STOPPED, until="its processes are up, which takes as long as engines do"
     )
     draining = actions.add_parser("drain", help="drain a host: its requests finish or move before it leaves")
-    draining.add_argument("what", metavar="HOST", help="its name, as `list` shows it")
-    draining.set_defaults(run=_ask, do="drain", stopped=STOPPED, until="nothing of the run is there")
+    draining.add_argument("what", metavar="HOST", help="name of the host, as shown by `list`")
+    draining.set_defaults(run=_ask, do="drain", stopped=STOPPED, until="no process of the run is left on it")
 
 
 def _list(arguments: argparse.Namespace) -> int:
     files = HostFiles(find_run(arguments.of, "titan-rl hosts"))
-    waits = "the run's processes still start; this waits until they are up, or until Ctrl-C"
+    waits = "the run's processes are still starting; this waits until they are up, or until Ctrl-C"
     states = files.states(WAIT_S, lambda: print_stderr(f"titan-rl: {waits}"))
     if not files.is_running:
         print_stderr("titan-rl: the run has ended; these were its hosts when it ended")

@@ -25,7 +25,7 @@ TEMPLATES: tuple[Template, ...] = get_args(Template)
 
 TEMPLATE_FOLDER = Path(__file__).parent / "templates"
 TAKEN = frozenset({"tests", "base", "runs"})
-"""Names that the folders beside the package use."""
+"""Names of folders next to the package."""
 
 LENGTHS: dict[Template, dict[str, int]] = {
     "single": {"max_context": 64, "max_tokens": 16},
@@ -38,7 +38,7 @@ LENGTHS: dict[Template, dict[str, int]] = {
 def set_up(parser: Parser) -> None:
     parser.description = (
         "Make a folder NAME with a task of your own: samples, rewards, demonstrations, settings, tests, a README. It "
-        "can be learned on two cores in a minute or two as it is; change it step by step. Prints the files."
+        "can be learned on two cores in a minute or two; change it step by step. Prints the files."
     )
     parser.add_argument("name", type=file_path, metavar="NAME", help="the folder to make, and the Python package in it")
     parser.add_argument(
@@ -66,7 +66,7 @@ def set_up(parser: Parser) -> None:
         help="what a token of the tiny model is: a byte, or also a word of the task (default: word)",
     )
     parser.add_argument(
-        "--size", type=int, default=250_000, metavar="PARAMETERS", help="of the tiny model (default: %(default)s)"
+        "--size", type=int, default=250_000, metavar="PARAMETERS", help="size of the tiny model (default: %(default)s)"
     )
     parser.set_defaults(run=run)
 
@@ -141,11 +141,11 @@ def write_starter(folder: Path, template: Template, model: Path | None, *, level
 
 @contextlib.contextmanager
 def writing() -> Generator[None]:
-    """Context manager that turns an `OSError` of writing where the user said into a `ConfigError`."""
+    """Context manager that turns an `OSError` while writing to the user's folder into a `ConfigError`."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}; name a folder that you may make") from None
+        raise ConfigError(f"{error.filename}: {error.strerror}; name a folder that you can create") from None
 
 
 def check_name(name: str) -> None:
@@ -158,13 +158,15 @@ def check_name(name: str) -> None:
         letters = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()  # "cafe" of "café"
         plain = "".join(letter if letter.isalnum() else "_" for letter in letters).strip("_")
         fix = plain if plain.isidentifier() and not keyword.iskeyword(plain) else "my_task"
-        raise ConfigError(f"{name!r} cannot be the name of a Python package; {fix} could")
+        raise ConfigError(f"{name!r} is not a valid name of a Python package; use {fix}, for example")
     if name in TAKEN or name in sys.stdlib_module_names or _is_installed(name):
-        raise ConfigError(f"{name!r} is an existing module, which would be imported instead; my_{name} could be made")
+        raise ConfigError(
+            f"{name!r} is an existing module, which would be imported instead; use my_{name}, for example"
+        )
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether a module of this name would hide the package or be hidden by it. A mere folder would not."""
+    """Return whether a module of this name would hide the package or be hidden by it. A plain folder would not."""
     found = importlib.util.find_spec(name)
     return found is not None and found.origin is not None
 
@@ -196,7 +198,7 @@ def _rendered(folder: Path, template: Template, values: Mapping[str, Any]) -> It
         "gitignore": folder / ".gitignore",
         "test.py": folder / "tests" / f"test_{folder.name}.py",
     }
-    for source in sorted(path for room in ("common", template) for path in (TEMPLATE_FOLDER / room).iterdir()):
+    for source in sorted(path for part in ("common", template) for path in (TEMPLATE_FOLDER / part).iterdir()):
         file = source.name.removesuffix(".jinja")
         text = environment.get_template(source.relative_to(TEMPLATE_FOLDER).as_posix()).render(values)
         yield outside_package.get(file, folder / folder.name / file), text
@@ -228,7 +230,9 @@ def copy_example(example: str, folder: Path) -> list[Path]:
     """
     names = example_names()
     if example not in names:
-        raise ConfigError(f"--example {example}: there is no such example; there are {', '.join(names) or 'none here'}")
+        raise ConfigError(
+            f"--example {example}: there is no such example; the examples are {', '.join(names) or 'not installed'}"
+        )
     check_name(folder.name)
     check_room(folder)
     source = examples_folder() / example
@@ -244,10 +248,10 @@ def copy_example(example: str, folder: Path) -> list[Path]:
 
 
 def _is_shipped(path: Path, source: Path) -> bool:
-    """Return whether a file belongs to the example. Caches do not, nor do models without a README, which can be made
+    """Return whether a file belongs to the example. Caches do not, nor do models without a README, which can be created
     again."""
-    room = path.relative_to(source).parts[0]
-    return "__pycache__" not in path.parts and (room != "base" or (source / room / "README.md").is_file())
+    top = path.relative_to(source).parts[0]
+    return "__pycache__" not in path.parts and (top != "base" or (source / top / "README.md").is_file())
 
 
 def _renamed(path: Path, example: str, name: str) -> bytes:

@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif not PurePath(config.model.path).is_absolute():
         remote_path = PurePath(provider.remote_folder(hosts), config.model.path)
         print_stderr(
-            f"titan-rl: model.path = {config.model.path!r} is {remote_path} where the run is; make sure that it exists"
+            f"titan-rl: model.path = {config.model.path!r} is {remote_path} on the machines of the run; make sure that "
+            "it exists"
         )
     if warning := experimental_warning(config, config.statedict.transport.replace("auto", "tcp")):
         print_stderr(f"titan-rl: warning: {warning}")

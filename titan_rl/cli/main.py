@@ -106,7 +106,7 @@ def command_line(command: str | None = None) -> Parser:
     from titan_rl.cli.options import Parser, Version
 
     parser = Parser(prog="titan-rl", description="Reinforcement learning of language models.")
-    parser.add_argument("--version", action=Version, nargs=0, help="print titan-rl's version, and stop")
+    parser.add_argument("--version", action=Version, nargs=0, help="print the version of titan-rl, and stop")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, does in COMMANDS.items():
         added = commands.add_parser(name, help=does)
@@ -127,7 +127,7 @@ def _print_error(error: BaseException) -> None:
     print_stderr(f"titan-rl: {reason(error)}")
     printed = str(error)
     for cause in with_causes(error):
-        is_quoted = str(cause) and str(cause) in printed  # as a message often quotes its cause
+        is_quoted = str(cause) and str(cause) in printed  # messages often quote their cause
         if cause is error or is_quoted or isinstance(cause, BaseExceptionGroup | CancelledError):
             continue
         print_stderr(f"  caused by {summary(cause)}")

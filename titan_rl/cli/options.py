@@ -34,8 +34,8 @@ class Parser(argparse.ArgumentParser):
     def add_settings(self, root: str) -> None:
         """Accept every setting as an option, and set `overrides` to the given pairs (name, text) in their order.
 
-        The options are not declared, because tasks have settings of their own, and the check of the whole config gives
-        the best error for a wrong option.
+        The options are not declared, because tasks have their own settings, and the check of the whole config gives the
+        best error for a wrong option.
 
         Args:
             root: Class of the settings as "module:Class".
@@ -89,14 +89,14 @@ class Parser(argparse.ArgumentParser):
                 continue
             _add_option(group, setting_entry(name.replace("_", "-"), field), _Option)
 
-    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  of several signatures
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  overloaded
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         if self._settings is not None and args is not None:
             args = _with_negative_values(args)
             names = {argument.partition("=")[0] for argument in args if argument.startswith("--")}
             for name in names - {"--"}:
-                with contextlib.suppress(argparse.ArgumentError):  # it is declared already
+                with contextlib.suppress(argparse.ArgumentError):  # already declared
                     self.add_argument(name, action=_Override, help=argparse.SUPPRESS)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:  # argparse would report it with the usage of titan-rl, instead of that of the command

@@ -36,16 +36,18 @@ def set_up(parser: Parser) -> None:
         help="a run, checkpoint, model, adapter or endpoint that plays",
     )
     parser.add_argument("--sample", metavar="N", type=int, default=0, help="the first sample (default: 0)")
-    parser.add_argument("--count", metavar="N", type=int, default=1, help="samples, one after the other (default: 1)")
-    parser.add_argument("--validation", action="store_true", help="held-out samples instead of those to train on")
-    parser.add_argument("--task", metavar="NAME", help="of several tasks; by default the first")
+    parser.add_argument("--count", metavar="N", type=int, default=1, help="number of samples to play (default: 1)")
+    parser.add_argument("--validation", action="store_true", help="play held-out samples instead of training samples")
+    parser.add_argument("--task", metavar="NAME", help="the task to play (default: the first)")
     parser.add_options(EvalConfig, leave_out=("num_prompts", "samples", "tasks", "success", "in_flight"))
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.sample < 0 or arguments.count < 1:
-        raise ConfigError(f"--sample {arguments.sample} --count {arguments.count}: at least 0, and at least 1")
+        raise ConfigError(
+            f"--sample {arguments.sample} --count {arguments.count}: give a sample of at least 0, a count of at least 1"
+        )
     settings = make_eval_config(arguments.options)
     config = load_config(arguments.config, arguments.overrides, check_files=False)
     selection = SampleSelection(arguments.task, arguments.sample, arguments.count, arguments.validation)

@@ -24,7 +24,7 @@ def set_up(parser: Parser) -> None:
         "titan-rl serve (RUN | MODEL | ADAPTER | CONFIG.toml) [--follow] [--table.setting value ...] [--dry-run]"
     )
     parser.description = (
-        "Serve a policy without training, to the clients that agents have: the newest checkpoint of a run, with the "
+        "Serve a policy without training, to the usual clients of agents: the newest checkpoint of a run, with the "
         "run's settings; the model of a Hugging Face folder; an adapter in PEFT's format, merged into the model that "
         "its adapter_config.json names; or the model that a TOML file names. An option --table.setting value, or "
         "--table.setting=value, overrides the file."
@@ -73,9 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if (versions := config.server.versions) is not None:
         if config.server.follow_s is not None:
-            raise ConfigError("server.versions and server.follow_s (--follow) are given; a server does one of the two")
+            raise ConfigError("server.versions and server.follow_s (--follow) exclude each other; leave one out")
         if not Path(versions).is_dir():
-            raise ConfigError(f"server.versions = {versions!r}: there is no such folder; name one with model folders")
+            raise ConfigError(
+                f"server.versions = {versions!r}: there is no such folder; name a folder of model folders"
+            )
     adapters = find_adapters(config, source)
     if arguments.dry_run:
         from titan_rl.evaluation.serve import take_keys

@@ -25,8 +25,8 @@ def set_up(parser: Parser) -> None:
         nargs="?",
         type=lambda text: text.strip("[]"),
         choices=[table.name for table in tables()],
-        help=f"one table and those within it, such as scheduling; {RUN} for the settings that are in no table. "
-        "By default all of them",
+        help=f"a table, shown with its subtables, such as scheduling; {RUN} for the settings that are in no table "
+        "(default: all tables)",
     )
     parser.set_defaults(run=run)
 

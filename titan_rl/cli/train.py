@@ -179,7 +179,7 @@ def _play_dry_run(config: RunConfig) -> int:
     try:
         results = play_dry_run(config, StderrConsole())
     except MissingExtraError as error:
-        print_stderr(f"titan-rl: no group was run: {error}")
+        print_stderr(f"titan-rl: no group was played: {error}")
         return 0
     for result in results:
         for line in describe(result, config.model.max_context):
@@ -188,5 +188,5 @@ def _play_dry_run(config: RunConfig) -> int:
     for problem in losses:
         print_stderr(f"error: {problem}")
     for name in {source.name for source in config.tasks} - {result.task for result in results}:
-        print_stderr(f"{name}: not run: the programs of agents are not started in a dry run")
+        print_stderr(f"{name}: not played: the programs of agents are not started in a dry run")
     return 1 if losses or any(result.problems for result in results) else 0

@@ -71,15 +71,15 @@ def _writing(option: str) -> Generator[None]:
         with file_modes(share=False):
             yield
     except OSError as error:
-        raise ConfigError(f"{option}: {error.strerror}; name a file in a folder that you may write to") from None
+        raise ConfigError(f"{option}: {error.strerror}; name a file in a folder that you can write to") from None
 
 
 def _write_trace(folders: Sequence[Path], out: Path) -> None:
     if len(folders) != 1:
-        raise ConfigError(f"--trace {out}: a trace is of one run, and there are {len(folders)}; name the run")
+        raise ConfigError(f"--trace {out}: a trace shows one run, and {len(folders)} runs were given; name one run")
     (folder,) = folders
     if not (folder / "trace").is_dir():
-        raise ConfigError(f"--trace {out}: {folder} has no trace; runs with logging.trace = true have")
+        raise ConfigError(f"--trace {out}: {folder} has no trace; set logging.trace = true to write one")
     with _writing(f"--trace {out}"), out.open("wb") as file:
         file.writelines(chrome_trace(folder))
     print_result(f"{out}\n")

@@ -17,7 +17,7 @@ from titan_rl.run.terminal.standard_streams import StderrConsole, print_stderr
 def set_up(parser: Parser) -> None:
     parser.usage = "titan-rl worker [--listen HOST:PORT] [--drain-s SECONDS]"
     parser.description = (
-        "Let runs that are started on other machines have processes on this one, one run after the other: "
+        "Let runs started on other machines use this one, one run after the other: "
         "`titan-rl train CONFIG.toml --hosts.addresses HOST:PORT,...` on one of the machines uses it."
     )
     parser.add_argument(
@@ -84,7 +84,7 @@ def _free(listen: str) -> str:
 
 def _is_broadcast(host: str, port: int) -> bool:
     """Whether an address is the broadcast address of a network of this machine. Nothing is sent."""
-    if ":" in host:  # IPv6 has none
+    if ":" in host:  # IPv6 has no broadcast addresses
         return False
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -1,4 +1,4 @@
-"""Table [[adapters]]: several experiments of one run, each with an adapter of its own."""
+"""Table [[adapters]]: several experiments of one run, each with its own adapter."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _load_adapter(
     source, given = origins.of(prefix), origins.below(prefix)
     if name not in complete and given and all(origins.of(key) in (COMMAND_LINE, ARGUMENTS) for key in given):
         near = nearest(name, complete)
-        known = f"those of the run are {', '.join(complete)}" if complete else "the run has no [[adapters]]"
+        known = f"the adapters of the run are {', '.join(complete)}" if complete else "the run has no [[adapters]]"
         raise ConfigError(
             f"{source}: {', '.join(given)}: there is no adapter {name!r}; "
             f"{f'nearest: adapters.{near}; ' if near else ''}{known}"

@@ -1,9 +1,9 @@
 """Concurrency of a run: requests in flight and requests running per engine, sized by the batch and bounded by the KV
 cache.
 
-If a batch has more requests than the engines run at a time, some of them wait in the engines' queues, unnoticed. So the
-number of requests that an engine runs at a time follows from the slots of the scheduler, unless
-`generation.max_running` says otherwise, and there are warnings, with numbers, about settings that throttle a run.
+If a batch has more requests than the engines run at a time, some of them wait in the engines' queues, unnoticed.
+Therefore the number of requests that an engine runs at a time follows from the slots of the scheduler, unless
+`generation.max_running` is set, and there are warnings, with numbers, about settings that throttle a run.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def describe_concurrency(config: RunConfig) -> Iterator[str]:
             f"{config.model.max_context} tokens"
         )
     elif planned_kv_gib(config.generation.kv_cache_gib) is None:
-        yield "the KV cache of a generator takes what is free on its GPU (generation.kv_cache_gib)"
+        yield "the KV cache of a generator uses the free memory of its GPU (generation.kv_cache_gib)"
 
 
 def throttles(config: RunConfig) -> Iterator[str]:
@@ -113,7 +113,7 @@ def throttles(config: RunConfig) -> Iterator[str]:
     sized = Concurrency.of(config)
     scheduling, generation, training = config.scheduling, config.generation, config.training
     group_size = config.rollout.group_size
-    of_a_step = scheduling.groups_per_step * group_size
+    step_rollouts = scheduling.groups_per_step * group_size
     groups_at_once = scheduling.groups_per_step // min(training.minibatches, scheduling.groups_per_step)
     if (at_once := groups_at_once * group_size) < training.data_parallel:
         yield (
@@ -122,27 +122,27 @@ def throttles(config: RunConfig) -> Iterator[str]:
             f"{group_size} in training.minibatches = {training.minibatches}), so that ranks idle; lower it to "
             f"{at_once}, or raise scheduling.groups_per_step"
         )
-    if (limit := scheduling.max_running_rollouts) is not None and limit < of_a_step:
+    if (limit := scheduling.max_running_rollouts) is not None and limit < step_rollouts:
         yield (
-            f"scheduling.max_running_rollouts = {limit} is less than the {of_a_step} rollouts of one step "
+            f"scheduling.max_running_rollouts = {limit} is less than the {step_rollouts} rollouts of one step "
             f"(scheduling.groups_per_step = {scheduling.groups_per_step} x rollout.group_size = {group_size}), "
-            "which are run in turns; raise it, or leave it out"
+            "which run in several rounds; raise it, or leave it out"
         )
     max_running = sized.max_running * generation.num_generators
     if generation.max_running is not None and max_running < sized.in_flight:
         yield (
-            f"generation.max_running = {generation.max_running} on {generation.num_generators} generators takes "
+            f"generation.max_running = {generation.max_running} on {generation.num_generators} generators runs "
             f"{max_running} of {sized.in_flight} rollouts in flight ({scheduling.num_slots} slots x "
             f"rollout.group_size = {group_size}), and the others wait in the engines; set it to {sized.wanted}, or "
             "leave it out"
         )
-    taken = sized.wanted if generation.max_running is None else min(sized.max_running, sized.wanted)
-    if sized.held is not None and sized.held < taken:
+    running = sized.wanted if generation.max_running is None else min(sized.max_running, sized.wanted)
+    if sized.held is not None and sized.held < running:
         kv_gib = planned_kv_gib(generation.kv_cache_gib) or 0.0
-        need = 1.01 * kv_gib * taken / sized.held  # still enough when it is rounded
+        need = 1.01 * kv_gib * running / sized.held  # still enough after rounding
         yield (
             f"generation.kv_cache_gib = {kv_gib:g} holds {sized.held} contexts of half of "
-            f"model.max_context = {config.model.max_context}, and {taken} rollouts are in flight on each generator, "
-            f"some of which wait or are computed anew; raise it to {need:.3g}, or lower "
+            f"model.max_context = {config.model.max_context}, and {running} rollouts are in flight on each generator, "
+            f"so some of them wait or are recomputed; raise it to {need:.3g}, or lower "
             "scheduling.max_running_rollouts"
         )

@@ -54,14 +54,14 @@ def of_lengths(run: RunTables) -> Iterator[str]:
         if max_tokens >= context:
             yield (
                 f"{table}.max_tokens = {max_tokens} leaves no room for a prompt in model.max_context = {context}; "
-                "lower the one or raise the other"
+                f"lower {table}.max_tokens or raise model.max_context"
             )
 
 
 def of_task_names(run: RunTables) -> Iterator[str]:
     for name, count in Counter(source.name for source in run.tasks).items():
         if count > 1:
-            yield f"tasks: {count} of them have name = {name!r}; give each a name of its own"
+            yield f"{count} tasks have name = {name!r}; give each a different name"
 
 
 def of_training(run: RunTables) -> Iterator[str]:
@@ -75,7 +75,7 @@ def of_training(run: RunTables) -> Iterator[str]:
     if training.context_parallel > training.row_tokens:
         yield (
             f"training.context_parallel = {training.context_parallel} is more than training.row_tokens = "
-            f"{training.row_tokens}: there would be ranks without a token; lower the one or raise the other"
+            f"{training.row_tokens}: some ranks would have no tokens; lower context_parallel or raise row_tokens"
         )
     if "parameters" in training.offload and training.num_ranks == 1:
         yield (
@@ -85,14 +85,14 @@ def of_training(run: RunTables) -> Iterator[str]:
     if training.warmup_steps > training.steps:
         yield (
             f"training.warmup_steps = {training.warmup_steps} is more than training.steps = "
-            f"{training.steps}; the learning rate would never reach training.lr"
+            f"{training.steps}; the learning rate would never reach training.lr; lower it"
         )
     correction = run.correction
     corrected = (correction.weight, correction.mask, correction.veto) != ("none", "none", None)
     if correction.proximal == "behaviour" and corrected:
         yield (
-            'correction.proximal = "behaviour" makes every importance ratio 1, so correction.weight, mask and veto do '
-            'nothing; set proximal = "recomputed" or "interpolated"'
+            'correction.proximal = "behaviour" makes every importance ratio 1, so correction.weight, mask and veto '
+            'have no effect; set proximal = "recomputed" or "interpolated"'
         )
 
 
@@ -118,7 +118,7 @@ def of_distillation(run: RunTables) -> Iterator[str]:
         if teacher == "self" and not isinstance(source.task, TeachingTask):
             yield (
                 f'the teacher of task {name!r} is "self", and the task has no method teacher_messages(rollout), which '
-                "gives the policy more to read than its own prompt; add it, or name another teacher"
+                "extends the prompt that the policy sees; add it, or name another teacher"
             )
 
 
@@ -146,7 +146,7 @@ def of_kept_cache(run: RunTables) -> Iterator[str]:
     if generation.pull_mode == "drain":
         yield (
             'generation.prefix_cache = "keep" with generation.pull_mode = "drain": no request mixes weights, but later '
-            "ones would reuse KV of the old; set prefix_cache = true"
+            "requests would reuse KV of old weights; set prefix_cache = true"
         )
     if generation.pull_mode == "recompute":
         yield (
@@ -161,17 +161,17 @@ def of_kept_cache(run: RunTables) -> Iterator[str]:
 
 
 def of_speculative_decoding(run: RunTables) -> Iterator[str]:
-    guesses = run.generation.speculative
-    if guesses.is_on and run.generation.return_routed_experts:
+    speculative = run.generation.speculative
+    if speculative.is_on and run.generation.return_routed_experts:
         yield (
-            f'generation.speculative.method = "{guesses.method}" with generation.return_routed_experts = true: the '
-            "experts of rejected draft tokens cannot be told from those of the others; set either to what it is "
-            "by default"
+            f'generation.speculative.method = "{speculative.method}" with generation.return_routed_experts = true: the '
+            "experts of rejected draft tokens cannot be distinguished from those of accepted ones; set either to its "
+            "default"
         )
-    if guesses.has_weights and run.scheduling.on_batch_ready == "sleep":
+    if speculative.has_weights and run.scheduling.on_batch_ready == "sleep":
         yield (
-            f'generation.speculative.method = "{guesses.method}" with scheduling.on_batch_ready = "sleep": an engine '
-            "that sleeps gives up the weights that guess, and no version brings them back; set method to "
+            f'generation.speculative.method = "{speculative.method}" with scheduling.on_batch_ready = "sleep": an '
+            "engine that sleeps discards the draft weights, which published versions do not contain; set method to "
             '"ngram" or on_batch_ready to "abort"'
         )
 
@@ -186,8 +186,8 @@ def of_adapter(run: RunTables) -> Iterator[str]:
         yield f"training.adapter.rank = {rank} is more than the {MAX_ADAPTER_RANK} that vLLM supports; lower it"
     if scheduling.on_batch_ready == "sleep":
         yield (
-            f'training.adapter.rank = {rank} with scheduling.on_batch_ready = "sleep": an engine that sleeps gives up '
-            'the base model, and versions are only the adapter; set on_batch_ready to "abort"'
+            f'training.adapter.rank = {rank} with scheduling.on_batch_ready = "sleep": an engine that sleeps discards '
+            'the base model, and versions contain only the adapter; set on_batch_ready to "abort"'
         )
     if generation.adapter_swap == "pinned":
         overtaking = [name for name in ("window", "max_group_age", "oversample") if getattr(scheduling, name)]
@@ -195,18 +195,18 @@ def of_adapter(run: RunTables) -> Iterator[str]:
             name = overtaking[0] if overtaking else "tail"
             yield (
                 f'generation.adapter_swap = "pinned" with scheduling.{name} = {getattr(scheduling, name)!r}: groups '
-                "that others overtake could run on versions of any age, and an engine holds max_staleness + 2; "
+                "that others overtake could run on versions of any age, and an engine holds only max_staleness + 2; "
                 f'leave scheduling.{name} out, or set adapter_swap = "hot"'
             )
         if generation.pull_mode != "hot_swap":
             yield (
                 f'generation.adapter_swap = "pinned" with generation.pull_mode = "{generation.pull_mode}": running '
-                "requests do not change to new weights, so that nothing is drained or recomputed; leave pull_mode out"
+                "requests keep their weights, so nothing is drained or recomputed; leave pull_mode out"
             )
     if generation.speculative.is_on:
         yield (
             f'training.adapter.rank = {rank} with generation.speculative.method = "{generation.speculative.method}": '
-            "drafts would come without the adapter, or be verified without it; set method to its default"
+            "drafts would be generated or verified without the adapter; set method to its default"
         )
 
 
@@ -220,15 +220,15 @@ def of_interruptions(run: RunTables) -> Iterator[str]:
         )
     if routing.move_below is not None and run.seeds_requests:
         yield (
-            f"routing.move_below = {routing.move_below:g} with requests that are seeded, of which none moves: "
-            "when is a matter of time, and a seed draws another answer from there on; leave move_below out, or set "
-            "sampling.seeded = false"
+            f"routing.move_below = {routing.move_below:g} with seeded requests, which never move: the "
+            "continuation on another generator draws other tokens, at a point that depends on timing; leave move_below "
+            "out, or set sampling.seeded = false"
         )
     if generation.stall_timeout_s <= statedict.pull_timeout_s:
         yield (
             f"generation.stall_timeout_s = {generation.stall_timeout_s:g} is not more than statedict.pull_timeout_s = "
             f"{statedict.pull_timeout_s:g}: a generator that loads weights generates nothing meanwhile, and "
-            "would be taken to hang; raise the one or lower the other"
+            "would be considered hung; raise stall_timeout_s or lower pull_timeout_s"
         )
 
 
@@ -240,16 +240,17 @@ def of_suites(run: RunTables) -> Iterator[str]:
     validation, names = run.validation, [source.name for source in run.tasks]
     for name, count in Counter(suite.name for suite in validation.suites).items():
         if count > 1:
-            yield f"validation.suites: {count} of them have name = {name!r}; give each a name of its own"
+            yield f"{count} of [[validation.suites]] have name = {name!r}; give each a different name"
     for suite in validation.suites:
         if isinstance(suite.task, str) and suite.task not in names:
             yield (
-                f"validation.suites.{suite.name}.task = {suite.task!r} is none of the run's tasks, {', '.join(names)}; "
+                f"validation.suites.{suite.name}.task = {suite.task!r} is not one of the run's tasks, "
+                f"{', '.join(names)}; "
                 'name one of them, or give the suite type = "module:Class"'
             )
             return
         if isinstance(suite.task, TaskSource) and suite.task.name in names:
-            yield f"validation.suites.{suite.name} has a task of its own, and one of the run's has that name; rename it"
+            yield f"validation.suites.{suite.name} has its own task, with the name of a task of the run; rename it"
     for table, temperature, samples in _sampled(validation):
         if temperature == 0 and samples > 1:
             yield (
@@ -278,14 +279,14 @@ def of_background_validation(run: RunTables) -> Iterator[str]:
         yield f"{setting} with validation.interval = 0: no validation runs between steps; set interval, or leave it out"
     if scheduling.on_batch_ready != "continue":
         yield (
-            f'{setting} with scheduling.on_batch_ready = "{scheduling.on_batch_ready}": generation is interrupted for '
-            'each training step, and so would be the validation; set on_batch_ready = "continue"'
+            f'{setting} with scheduling.on_batch_ready = "{scheduling.on_batch_ready}": each training step would '
+            'interrupt the validation; set on_batch_ready = "continue"'
         )
     least = max(1, generation.least_generators)
     if generation.adapter_swap != "pinned" and generation.num_generators <= least:
         yield (
             f"{setting} with generation.num_generators = {generation.num_generators}: one generator is held for the "
-            f"validation, and training needs {least} besides; set num_generators to at least {least + 1}"
+            f"validation, and training needs {least} more; set num_generators to at least {least + 1}"
         )
 
 
@@ -300,11 +301,11 @@ def of_adapter_names(run: RunTables) -> Iterator[str]:
             if task not in tasks:
                 yield f"adapters.{adapter.name}.tasks has {task!r}; the run has the tasks {', '.join(tasks)}"
         if repeated := [task for task, count in Counter(adapter.tasks).items() if count > 1]:
-            yield f"adapters.{adapter.name}.tasks names {repeated[0]!r} twice; set its weight in [[tasks]]"
+            yield f"adapters.{adapter.name}.tasks names {repeated[0]!r} twice; set its weight in [[tasks]] instead"
     trained = {task for adapter in adapters for task in adapter.tasks}
     for task in tasks:
         if task not in trained:
-            yield f"task {task!r} belongs to none of [[adapters]]; name it in the tasks of one, or leave it out"
+            yield f"task {task!r} belongs to no adapter; add it to the tasks of one of [[adapters]], or leave it out"
 
 
 def of_adapter_trainings(run: RunTables) -> Iterator[str]:
@@ -342,8 +343,8 @@ def of_several_adapters(run: RunTables) -> Iterator[str]:
         )
     if run.validation.beside_training:
         yield (
-            "validation.beside_training = true with [[adapters]]: an adapter waits for its validation, and the others "
-            "train meanwhile; leave it out"
+            "validation.beside_training = true with [[adapters]]: an adapter waits for its validation, while the "
+            "others train; leave it out"
         )
     if run.rollout.num_workers:
         yield (
@@ -351,7 +352,7 @@ def of_several_adapters(run: RunTables) -> Iterator[str]:
             "controller's process; set it to 0"
         )
     if run.hosts.elsewhere:
-        yield "[[adapters]] with hosts.addresses or hosts.provider: they run on one machine; leave these out"
+        yield "[[adapters]] with hosts.addresses or hosts.provider: [[adapters]] train on one machine; leave these out"
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class SearchPath:
 
 def recorded_modules(toml: Path) -> dict[str, str]:
     """Find the modules that a TOML file of settings names, with their folders, if they are in its `pythonpath` or
-    beside it. Nothing is imported."""
+    next to it. Nothing is imported."""
     tables, _ = read_tables([toml], ())
     folders = [str((toml.parent / folder).resolve()) for folder in _folders(tables.get("pythonpath"))]
     folders.append(str(_import_root(toml)))
@@ -113,8 +113,8 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
         make_strategy(routing.strategy)
     except ConfigError as error:
         raise ConfigError(f"{origins.of('routing.strategy')}: {error}") from error.__cause__
-    of_run = _engine_problems_of_run(config) if isinstance(config, RunConfig) else ()
-    for key, problem in chain(of_run, _engine_problems(generation)):
+    run_problems = _engine_problems_of_run(config) if isinstance(config, RunConfig) else ()
+    for key, problem in chain(run_problems, _engine_problems(generation)):
         raise ConfigError(f"{origins.of(key)}: {problem}")
 
 
@@ -149,7 +149,7 @@ def _engine_problems_of_run(config: RunConfig) -> Iterator[tuple[str, str]]:
     name, rank = config.generation.engine, config.training.adapter.rank
     engine = find_engine(name)
     if config.scheduling.on_batch_ready == "sleep" and not engine.sleeps:
-        problem = 'cannot give its memory back; set it to "abort"'
+        problem = 'cannot release its memory; set it to "abort"'
         yield _unsupported("scheduling.on_batch_ready", '"sleep"', name, problem)
     if rank and not engine.adapters:
         problem = "does not apply adapters; set it to 0, or the engine to 'vllm'"
@@ -164,10 +164,10 @@ def _engine_problems(generation: GenerationConfig) -> Iterator[tuple[str, str]]:
     name, size = generation.engine, generation.tensor_parallel_size
     engine = find_engine(name)
     if size > 1 and not engine.tensor_parallel:
-        problem = "does not share a model between processes; set it to 1"
+        problem = "cannot split a model across processes; set it to 1"
         yield _unsupported("generation.tensor_parallel_size", size, name, problem)
     if generation.max_running == "auto" and not engine.adapts:
-        problem = "does not find out how many requests it can hold; set it to a number"
+        problem = "cannot determine how many requests it can hold; set it to a number"
         yield _unsupported("generation.max_running", "'auto'", name, problem)
     if generation.return_routed_experts and not engine.routed_experts:
         problem = "does not return them; set it to false"

@@ -79,10 +79,10 @@ REPLACED_BY_SETTINGS = {
 }
 """Options of sbatch that the job's script sets itself, and the setting to use instead."""
 AGAINST_THE_SCRIPT = {
-    "--array": "a job is one run: submit each run by itself",
-    "-a": "a job is one run: submit each run by itself",
-    "--chdir": "a run's paths are meant from where it is submitted: submit it from that folder",
-    "-D": "a run's paths are meant from where it is submitted: submit it from that folder",
+    "--array": "a job is one run: submit each run separately",
+    "-a": "a job is one run: submit each run separately",
+    "--chdir": "paths are relative to the folder where a run is submitted: submit it from that folder",
+    "-D": "paths are relative to the folder where a run is submitted: submit it from that folder",
 }
 """Options of sbatch that would break the job, and what to do instead."""
 
@@ -98,7 +98,7 @@ def _split_option(option: str) -> tuple[str, str]:
 def _host(text: str) -> str:
     host, equals, address = text.partition("=")
     if not host or host.startswith("-") or host.split() != [host]:
-        raise refusal("must be a host's name as ssh takes it, without spaces and options")
+        raise refusal("must be a host name as ssh accepts it, without spaces and options")
     if not equals:
         return host
     try:
@@ -121,7 +121,7 @@ Quantity = Annotated[
     str,
     matching(
         r"(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?",
-        'must be a quantity as Kubernetes takes it: "8", "500m" or "64Gi"',
+        'must be a quantity as Kubernetes accepts it: "8", "500m" or "64Gi"',
     ),
 ]
 
@@ -170,7 +170,7 @@ class ProviderSettings(Section):
     options: Annotated[tuple[_Line, ...], Field(strict=False), _WITH_PROVIDER] = ()
     """Options of the provider's command. ssh: each word by itself, ["-p", "2222", "-i", "key"]. sbatch:
     ["--partition=gpu", "--gpus-per-node=8", "--time=24:00:00"]; with "--no-requeue" a job whose time is up ends,
-    instead of waiting for its next turn to continue the run. kubectl: ["--context=far", "--namespace=team"]."""
+    instead of being requeued to continue the run. kubectl: ["--context=far", "--namespace=team"]."""
     port: Annotated[int, _WITH_PROVIDER] = Field(default=22222, ge=0, le=65535)
     """Port of the provider's workers; with 0 each takes a free one, except with kubernetes."""
     command: Annotated[Annotated[str, AfterValidator(_words)] | None, _WITH_PROVIDER] = None
@@ -184,7 +184,7 @@ class ProviderSettings(Section):
         Field(strict=False),
         TakesEffect("hosts.provider", one_of=("slurm",)),
     ] = ()
-    """Lines of shell that a job of Slurm runs first: ["module load cuda"]."""
+    """Shell commands that a Slurm job runs first: ["module load cuda"]."""
     kubernetes: Annotated[KubernetesConfig, TakesEffect("hosts.provider", one_of=("kubernetes",))] = KubernetesConfig()
 
     @property
@@ -226,20 +226,20 @@ class ProviderSettings(Section):
             if name in ("--time", "-t") and self.worker_drain_s >= _seconds(value):
                 raise ValueError(
                     f"options has {option!r}, and a job starts to stop {self.worker_drain_s} s before its time limit "
-                    f"({DETACH_S} s more than drain_s and at least {WORKER_DRAIN_S}: it would end as it begins; "
-                    "give it more time, or lower drain_s"
+                    f"({DETACH_S} s more than drain_s, at least {WORKER_DRAIN_S} s), so it would stop at once; give it "
+                    "more time, or lower drain_s"
                 )
         return self
 
 
 OPEN = (
-    "whoever reaches it can run programs as this user: nothing is encrypted, and nobody is asked who they are; close "
-    "it to all but the hosts of your runs"
+    "anyone who can reach it can run programs as this user, because connections are neither encrypted nor "
+    "authenticated; close it to all but the hosts of your runs"
 )
 """Warning about an address that other machines can reach."""
 
 NOT_AN_ADDRESS = "must be HOST or HOST:PORT"
-ONE_ADDRESS = "name one address of the machine, that by which the others reach it"
+ONE_ADDRESS = "name one address of the machine, at which the others reach it"
 
 LEAST_SILENCE_S = 1.0
 LEAST_HANG_S = 2.0
@@ -320,7 +320,7 @@ def own_address(config: HostsConfig) -> str:
         with socket.socket(family, kind) as probe:
             probe.bind(address)
     except (OSError, UnicodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else "no name of a host"
+        problem = error.strerror if isinstance(error, OSError) else "not a host name"
         raise ConfigError(
             f"hosts.listen = {config.listen!r}: {problem}; name an address of this machine, without a port"
         ) from None
@@ -339,10 +339,10 @@ def check_own_machine(config: HostsConfig) -> None:
         try:
             Path(config.addresses_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            problem = error.strerror if isinstance(error, OSError) else "no text"
+            problem = error.strerror if isinstance(error, OSError) else "not text"
             raise ConfigError(
-                f"hosts.addresses_file = {config.addresses_file!r}: {problem}; make it a file of addresses, one a "
-                "line, empty where there are no further ones yet"
+                f"hosts.addresses_file = {config.addresses_file!r}: {problem}; create a file of addresses, one per "
+                "line; it may be empty"
             ) from None
 
 
@@ -398,7 +398,7 @@ class HostsConfig(ProviderSettings):
     deleted at the end of the run."""
 
     @model_validator(mode="after")
-    def _each_once_from_one_side(self) -> Self:
+    def _addresses_are_consistent(self) -> Self:
         twice = sorted({address for address in self.addresses if self.addresses.count(address) > 1})
         if twice:
             raise ValueError(f"addresses: {', '.join(twice)} is listed more than once; list each worker once")
@@ -411,11 +411,11 @@ class HostsConfig(ProviderSettings):
         return self
 
     @model_validator(mode="after")
-    def _intervals_allow_missed_signs(self) -> Self:
+    def _limits_exceed_intervals(self) -> Self:
         if self.silence_s < LEAST_SILENCE_S:
             raise ValueError(
                 f"silence_s = {self.silence_s:g} is less than {LEAST_SILENCE_S:g}: hosts send four heartbeats a "
-                "second, and one that is busy for a moment would be given up; raise it"
+                "second, and one that is busy for a moment would be considered lost; raise it"
             )
         if self.hang_timeout_s < LEAST_HANG_S:
             raise ValueError(
@@ -445,7 +445,7 @@ class HostsConfig(ProviderSettings):
         """Yield an error for each role that asks for more hosts than there are, if the settings determine their number.
 
         Args:
-            launched: Whether the run is a job of its own, which has `count` nodes with Slurm. Otherwise the Slurm
+            launched: Whether the run is submitted as a job, which has `count` nodes with Slurm. Otherwise the Slurm
                 allocation determines the number of nodes.
         """
         counts = {
@@ -463,7 +463,7 @@ class HostsConfig(ProviderSettings):
         for name in ("train", "generate", "play"):
             wanted: int | None = getattr(self, name)
             if wanted is not None and wanted > count:
-                yield f"hosts.{name} is {wanted}, and there {present}; lower it, or have more hosts"
+                yield f"hosts.{name} is {wanted}, and there {present}; lower it, or use more hosts"
 
 
 @dataclass(frozen=True, slots=True)

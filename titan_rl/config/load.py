@@ -58,7 +58,7 @@ def load_config(
     """Read the settings of a run.
 
     The task and every "module:function" are imported from the current folder, the folders of `pythonpath`, the folder
-    of a TOML file, or Python's own search path. `model.path` is searched in the current folder, and then beside the
+    of a TOML file, or Python's own search path. `model.path` is searched in the current folder, and then next to the
     TOML file that names it. The config holds the absolute path that was found, so that it means the same in other
     folders.
 
@@ -161,7 +161,7 @@ def _teacher(name: str, key: str, origins: Origins, *, check_files: bool) -> str
     if name.startswith(("http://", "https://")):
         if not is_http_url(name):
             raise ConfigError(
-                f"{origins.of(key)}: {key} = {name!r} names no host, or a port that does not exist; write http://HOST:PORT"
+                f"{origins.of(key)}: {key} = {name!r} has no host or an invalid port; write http://HOST:PORT"
             )
         return name
     folders = origins.folders_for(key)
@@ -169,7 +169,7 @@ def _teacher(name: str, key: str, origins: Origins, *, check_files: bool) -> str
         return str(folder)
     if check_files:
         raise ConfigError(
-            f"{origins.of(key)}: {key} = {name!r} is no folder {describe_folders(folders)}; name the folder of a "
+            f"{origins.of(key)}: {key} = {name!r} is not a folder {describe_folders(folders)}; name the folder of a "
             'model, a run or a checkpoint, the URL of a server, or "self"'
         )
     return name
@@ -382,7 +382,8 @@ def _data(sft: SFTConfig, origins: Origins) -> str:
         )
     if found.is_dir() and not (found / "rollouts.jsonl").is_file():
         raise ConfigError(
-            f"{origins.of('sft.data')}: sft.data = {sft.data!r} is a folder without rollouts.jsonl; name that of a run"
+            f"{origins.of('sft.data')}: sft.data = {sft.data!r} is a folder without rollouts.jsonl; name the "
+            "folder of a run"
         )
     return str(found.resolve())
 

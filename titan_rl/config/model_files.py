@@ -14,7 +14,7 @@ from titan_rl.core.errors import ModelError
 
 
 def check_weights(folder: Path) -> None:
-    """Check that all weights are there.
+    """Check that all weights exist.
 
     Raises:
         ModelError: A file is missing, is cut off, or is not a safetensors file.
@@ -49,7 +49,7 @@ def read_header(path: Path) -> dict[str, tuple[list[int], int]]:
         with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
             if not 8 < start <= size:
-                raise ValueError("its first 8 bytes give no length of a header")
+                raise ValueError("its first 8 bytes are not the length of a header")
             entries = parse_json(file.read(start - 8))
         entries.pop("__metadata__", None)
         header = {name: (entry["shape"], start + entry["data_offsets"][1]) for name, entry in entries.items()}
@@ -59,7 +59,7 @@ def read_header(path: Path) -> dict[str, tuple[list[int], int]]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{path} is not a safetensors file, or is cut off: {error}; fetch it again") from None
     if size != end:
-        raise ModelError(f"{path} has {size} bytes, and {end} by its header: it is damaged; fetch it again")
+        raise ModelError(f"{path} has {size} bytes, but its header describes {end}: it is damaged; fetch it again")
     return header
 
 

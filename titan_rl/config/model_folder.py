@@ -77,16 +77,16 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, folders
         raise ConfigError(
             f"model.path = {path!r} is not a folder {describe_folders(folders)}. Run titan-rl sft first, which "
             "trains it on the task's demonstrations, if there are any; titan-rl sft --resume RUN continues a run that "
-            "was stopped. Or name "
-            "the folder of a model that is there, such as after hf download ORGANIZATION/NAME --local-dir FOLDER"
+            "was stopped. Or name the folder of an existing model, such as one fetched with hf download "
+            "ORGANIZATION/NAME --local-dir FOLDER"
         )
     architecture = read_json(folder, "config.json")
     check_numbers(architecture)
     check_weights(folder)
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
-        raise ModelError(f"model.path = {path!r} has no tokenizer: none of {', '.join(VOCABULARY_FILES)} is there")
+        raise ModelError(f"model.path = {path!r} has no tokenizer: none of {', '.join(VOCABULARY_FILES)} exists")
     _check_vocabulary(folder, architecture)
-    check_guesses(generation.speculative, architecture)
+    check_speculative(generation.speculative, architecture)
     _check_fit(model, generation, architecture)
     _check_share(folder, model, generation)
 
@@ -236,7 +236,7 @@ def check_chat_template(model: ModelConfig) -> None:
     if not (folder / TOKENIZER_CONFIG).is_file() or not read_json(folder, TOKENIZER_CONFIG).get("chat_template"):
         raise ModelError(
             f"model.path = {model.path!r} has no chat template, and model.renderer = {model.renderer!r} needs one; add "
-            "a chat_template.jinja to it, such as that of the model that was tuned for conversations"
+            "a chat_template.jinja to it, such as that of the chat-tuned variant of the model"
         )
 
 
@@ -280,7 +280,7 @@ def _check_fit(model: ModelConfig, generation: GenerationConfig, architecture: d
         if is_longrope(architecture):
             raise ConfigError(
                 f"model.max_context = {context} is more than the {positions} positions of short sequences: config.json "
-                "has rope type 'longrope', which turns the tokens of longer ones in another way; set it to at most that"
+                "has rope type 'longrope', which encodes longer sequences differently; set it to at most that"
             )
         raise ConfigError(
             f"model.max_context = {context} is more than the model's {positions} positions; set it to at most that, or "
@@ -321,7 +321,7 @@ def _check_share(folder: Path, model: ModelConfig, generation: GenerationConfig)
     """Check `generation.gpu_share` against the largest GPU.
 
     Raises:
-        ConfigError: This share of no GPU is enough for the weights and the KV cache.
+        ConfigError: Not even the largest GPU has room for the weights and the KV cache in this share.
     """
     share, size = generation.gpu_share, generation.tensor_parallel_size
     if share is None:
@@ -361,7 +361,7 @@ MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 """Keys in config.json with the number of multi-token prediction heads."""
 
 
-def check_guesses(guesses: SpeculativeConfig, architecture: Mapping[str, Any]) -> None:
+def check_speculative(speculative: SpeculativeConfig, architecture: Mapping[str, Any]) -> None:
     """Check the model or the heads that draft tokens.
 
     Args:
@@ -371,25 +371,25 @@ def check_guesses(guesses: SpeculativeConfig, architecture: Mapping[str, Any]) -
         ModelError: A file of the draft model is missing or unreadable.
         ConfigError: The draft model's folder does not exist, or the model cannot draft tokens of the policy.
     """
-    if guesses.method == "mtp" and not any(architecture.get(name) for name in MTP_COUNTS):
+    if speculative.method == "mtp" and not any(architecture.get(name) for name in MTP_COUNTS):
         raise ConfigError(
             'generation.speculative.method = "mtp" drafts with heads of the policy, and its config.json has none of '
             f'{", ".join(MTP_COUNTS)}; set it to "ngram", or to "draft_model" or "eagle" with a model'
         )
-    if guesses.model is None:
+    if speculative.model is None:
         return
-    folder, shown = Path(guesses.model), f"generation.speculative.model = {guesses.model!r}"
+    folder, shown = Path(speculative.model), f"generation.speculative.model = {speculative.model!r}"
     if not folder.is_dir():
         raise ConfigError(
-            f"{shown} is not a folder; name that of the draft model, such "
-            'as after hf download ORGANIZATION/NAME --local-dir FOLDER, or set generation.speculative.method = "ngram"'
+            f"{shown} is not a folder; name the folder of the draft model, such as one fetched with hf download "
+            'ORGANIZATION/NAME --local-dir FOLDER, or set generation.speculative.method = "ngram"'
         )
     drafter = read_json(folder, "config.json")
-    if guesses.method == "draft_model":
+    if speculative.method == "draft_model":
         check_weights(folder)
         _check_drafter_vocabulary(shown, drafter, architecture)
     else:
-        _check_heads(shown, folder, guesses.method)
+        _check_heads(shown, folder, speculative.method)
 
 
 def _check_drafter_vocabulary(shown: str, drafter: Mapping[str, Any], architecture: Mapping[str, Any]) -> None:
@@ -407,6 +407,6 @@ def _check_heads(shown: str, folder: Path, method: str) -> None:
     names = tensor_shapes(folder)
     if names and not any(f".{name}".endswith(".fc.weight") for name in names):
         raise ConfigError(
-            f"{shown} has no tensor fc.weight, as heads of {method} do; name a folder of such heads, or set "
-            'generation.speculative.method = "draft_model" where it is a model of its own'
+            f"{shown} has no tensor fc.weight, which {method} heads have; name a folder of such heads, or set "
+            'generation.speculative.method = "draft_model" if it is a complete model'
         )

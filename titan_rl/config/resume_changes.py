@@ -92,7 +92,7 @@ def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: 
     now = settings_of(config)
     changed = [
         f"{source}: {_shown(config, name)} is {_as_json(now[name])}, and this run was made with {_as_json(before)}; "
-        "set it back to that, or begin a new run with what it is now"
+        "restore that value, or begin a new run with the current one"
         for name, before in made_with.items()
         if name in now
         and not (is_resumable(name) or name.startswith(LOCATIONS))

@@ -11,7 +11,7 @@ from titan_rl.core.files import as_table
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Setting that is refused with advice, unless its value is its last default."""
+    """Setting that is rejected with advice, unless its value is its last default."""
 
     default: Any
     advice: str
@@ -54,7 +54,7 @@ RETIRED: Mapping[str, Retired] = {
     "routing.max_sessions": Retired(65536, "leave it out: the router remembers 262,144 sessions"),
     "scheduling.suspend_timeout_s": Retired(3600.0, "leave it out: it is an hour"),
     "scheduling.tail_age": Retired(1, "set scheduling.tail to the number of versions"),
-    "sft.lr_decay": Retired("cosine", 'for "constant" set sft.min_lr_ratio = 1; it is a cosine else'),
+    "sft.lr_decay": Retired("cosine", 'for "constant" set sft.min_lr_ratio = 1; otherwise it is a cosine'),
     "sft.warmup_ratio": Retired(0.05, "leave it out: the learning rate rises over 5% of the steps"),
     "statedict.fanout": Retired(1, "leave it out: each host sends a version to one other"),
     "training.clip_high": Retired(0.28, "set training.clip = [LOW, HIGH]"),

@@ -89,7 +89,7 @@ class SpeculativeConfig(Section):
                 "decoding; set method, or leave it out"
             )
         if self.prompt_lookup[0] > self.prompt_lookup[1]:
-            raise ValueError(f"prompt_lookup = {list(self.prompt_lookup)}: the fewest tokens come first")
+            raise ValueError(f"prompt_lookup = {list(self.prompt_lookup)}: the least number of tokens must come first")
         return self
 
 
@@ -129,8 +129,8 @@ class GenerationConfig(Section):
     at the same moment, and running requests recompute their KV cache. drain: once a generator's requests have
     finished."""
     adapter_swap: Annotated[Literal["hot", "pinned"], TakesEffect("training.adapter.rank", none_of=(0,))] = "hot"
-    """Loading of a new version of [training.adapter]. hot: as pull_mode says, in the place of the version before.
-    pinned: running requests finish on the version they started with, so that each has one policy; an engine holds
+    """Loading of a new version of [training.adapter]. hot: as set by pull_mode, replacing the previous version. pinned:
+    running requests finish on the version they started with, so that each has one policy; an engine holds
     scheduling.max_staleness + 2 versions. Groups must be trained in data order."""
     prefix_cache: Annotated[bool | Literal["keep"], one_of('must be true, false or "keep"')] = True
     """Reuse the KV cache of requests that begin with the same tokens, until new weights are loaded; with "keep" also
@@ -148,7 +148,7 @@ class GenerationConfig(Section):
     speculative: SpeculativeConfig = SpeculativeConfig()
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Options of vLLM, by the names of its EngineArgs: {max_num_batched_tokens = 16384}. Options that other settings
-    cover, or that titan_rl sets itself, are refused."""
+    cover, or that titan_rl sets itself, are rejected."""
 
     @property
     def least_generators(self) -> int:
@@ -181,7 +181,7 @@ class RoutingConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Sampling of completions for training. The loss accounts for temperature alone, so nothing else is offered."""
+    """Sampling of training completions. The loss accounts for temperature only, so there are no other parameters."""
 
     max_tokens: PositiveInt = 64
     """Maximum number of tokens of one completion."""
@@ -208,8 +208,8 @@ class StateDictConfig(Section):
     """Transport of published versions to the generators, and their verification."""
 
     transport: Annotated[str, FunctionName(tuple(TRANSPORTS), ("spec",))] = "auto"
-    """auto is tcp on several hosts, cuda_ipc if vLLM and the trainer have GPUs of their own on one host with enough
-    free memory, and otherwise shared_memory; --dry-run says which, and why. With tcp each host receives a version once,
+    """auto is tcp on several hosts, cuda_ipc if vLLM and the trainer have separate GPUs on one host with enough free
+    memory, and otherwise shared_memory; --dry-run shows which, and why. With tcp each host receives a version once,
     from the previous host, mostly as a delta. With rdma each generator reads the trainer's memory over the network.
     With cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which then holds two more copies.
     Experimental between hosts, and with rdma or cuda_ipc."""
@@ -241,9 +241,9 @@ class ValidationConfig(Section):
     interval: Annotated[NonNegativeInt, _VALIDATED] = 0
     """Steps between validations; 0 validates only before and after training."""
     beside_training: Annotated[bool | None, _VALIDATED] = None
-    """Train on while validations between steps run, with the same results. One generator stays at the validated version
-    until it is done, and the others go on; with generation.adapter_swap = "pinned" all of them keep that version. By
-    default true only with "pinned"; false has training wait."""
+    """Continue training while validations between steps run, with the same results. One generator keeps the validated
+    version until the validation is done, while the others continue; with generation.adapter_swap = "pinned" all of them
+    keep that version. By default true only with "pinned"; with false, training waits."""
     suites: Annotated[tuple[ValidationSuite, ...], _VALIDATED] = Field(default=(), strict=False)
     """Validation suites; by default one for each task of the run."""
 
@@ -321,7 +321,7 @@ class SFTConfig(Section):
     def _min_reward_needs_a_run(self) -> Self:
         if not self.data and self.min_reward is not None:
             raise ValueError(
-                f"min_reward = {self.min_reward:g} chooses rollouts of a run; set data to its folder, or leave it out"
+                f"min_reward = {self.min_reward:g} selects rollouts of a run; set data to its folder, or leave it out"
             )
         return self
 
@@ -347,7 +347,7 @@ class RunTables(Section):
     model: ModelConfig
     tasks: tuple[TaskSource, ...] = Field(min_length=1, strict=False)
     adapters: tuple[AdapterRun, ...] = Field(default=(), strict=False)
-    """Experiments that share the generators and the trainer, each with an adapter of its own."""
+    """Experiments that share the generators and the trainer, each with its own adapter."""
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
@@ -412,7 +412,7 @@ class RunTables(Section):
 
     @property
     def seeds_requests(self) -> bool:
-        """Whether training requests have seeds of their own. Validation requests always have."""
+        """Whether each training request has its own seed. Validation requests always have one."""
         if self.sampling.seeded is not None:
             return self.sampling.seeded
         return self.scheduling.max_staleness == 0 and not self.scheduling.oversample
@@ -440,7 +440,7 @@ class RunTables(Section):
         return {adapter.name: self._experiment(adapter) for adapter in self.adapters}
 
     def _experiment(self, adapter: AdapterRun) -> Self:
-        # Each experiment has task objects of its own, so that opening and closing them does not affect the others.
+        # Each experiment has its own task objects, so that opening and closing them does not affect the others.
         tasks = tuple(
             source.model_copy(update={"task": copy(source.task)})
             for source in self.tasks

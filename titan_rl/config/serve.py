@@ -57,9 +57,9 @@ class ServerConfig(Section):
     /inference/v1/generate whose model is the name of one is answered with its weights, which are loaded into the same
     generators once no other version's requests run."""
     adapters: AdapterFolders = Field(default_factory=dict[str, FilePath])
-    """LoRA adapters beside the model, by the names of their models in requests: folders in PEFT's format, or
-    RUN/adapters/NAME. The batches of an engine mix their requests. For a run of several adapters, by default all that
-    have a checkpoint."""
+    """LoRA adapters served in addition to the model, by the names of their models in requests: folders in PEFT's
+    format, or RUN/adapters/NAME. The batches of an engine mix their requests. For a run of several adapters, by default
+    all that have a checkpoint."""
     follow_s: PositiveFloat | None = Field(default=None, le=3600.0)
     """Seconds between checks for a newer checkpoint of the served run, whose weights are then loaded. By default there
     are no checks; --follow sets 5."""
@@ -98,7 +98,9 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
     drop_unchanged(tables)
     if policy is not None:
         if origins.of("model.path") == COMMAND_LINE:
-            raise ConfigError(f"command line: --model.path: what is served is {policy}; give one of the two")
+            raise ConfigError(
+                f"command line: --model.path: the policy is already given as {policy}; leave --model.path out"
+            )
         override(tables, [("model.path", str(policy))], origins)
     config = validated(ServeConfig, tables, origins)
     for problem in config.hosts.of_generators_alone.too_few():

@@ -31,7 +31,7 @@ class ClassKind:
     noun: str
     plural: str
     protocol: type
-    own: Mapping[str, type[Section]] = field(default_factory=dict[str, type[Section]])  # the library's, by name
+    own: Mapping[str, type[Section]] = field(default_factory=dict[str, type[Section]])  # built-in classes, by name
 
 
 TASK = ClassKind("task", "tasks", Task)
@@ -61,11 +61,11 @@ def find_class(kind: ClassKind, name: object) -> type[Section]:
         missing = _missing_members(kind, found)
         if not missing:
             return found
-        problem = f"{class_name} is no {kind.noun}: it lacks {', '.join(missing)}"
+        problem = f"{class_name} is not a {kind.noun}: it lacks {', '.join(missing)}"
     elif found is None:
         problem = f"{module_name} has no {class_name}"
     else:
-        problem = f"{class_name} is no subclass of titan_rl.core.settings.Section"
+        problem = f"{class_name} is not a subclass of titan_rl.core.settings.Section"
     candidates = [
         key
         for key, value in vars(module).items()
@@ -158,7 +158,7 @@ def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ..
         if name not in typed:
             near = nearest(name, typed)
             meant = f"nearest: tasks.{near}; " if near else ""
-            typed_text = f"those with one are {', '.join(typed)}" if typed else "none has one"
+            typed_text = f"tasks with one: {', '.join(typed) or 'none'}"
             raise ConfigError(
                 f'{origins.of(f"tasks.{name}")}: tasks.{name} has no type = "module:Class"; {meant}{typed_text}'
             )
@@ -260,7 +260,7 @@ def _load(kind: ClassKind, table: Any, origins: Origins, prefix: str, extra_name
     if taken := [key for key in found.model_fields if key in extra_names]:
         raise ConfigError(
             f"{origins.of(f'{prefix}.type')}: {prefix}.type = {name!r}: the class has a field {taken[0]!r}, which is a "
-            f"setting of every one of [[{prefix.rpartition('.')[0]}]]; give that field another name"
+            f"setting of all [[{prefix.rpartition('.')[0]}]]; give that field another name"
         )
     folders = {field: origins.folders_for(f"{prefix}.{field}") for field in found.model_fields}
     folders[INNER] = origins.folders_for(prefix)

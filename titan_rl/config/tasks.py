@@ -107,7 +107,7 @@ def tables_by_name(key: str, tables: Any, source: object) -> dict[str, Any]:
         if key == "adapters" and not isinstance(name := table.get("name"), str):
             raise ConfigError(f'{source}: number {number} of [[adapters]] has no name; give it a name = "..."')
         if not isinstance(name, str):
-            raise ConfigError(f'{source}: number {number} of [[{key}]] has no type = "module:Class", nor a name')
+            raise ConfigError(f'{source}: number {number} of [[{key}]] has neither type = "module:Class" nor a name')
         if name in named:
             raise ConfigError(f"{source}: two of [[{key}]] are named {name!r}; give one of them another name = ...")
         named[name] = table
