@@ -5,17 +5,17 @@
 
 - adapter_bytes_vs_formula: bytes of a published version, over the sum of rank x (in + out) x bytes per element.
 - lora_decode_vs_base: tokens per second of an engine with an adapter of rank 8, over those of an engine without one, in
-  turns; the figure before is that with vLLM's own kernels.
+  turns; `before` is the figure with vLLM's own kernels.
 - lora_swap_stall_vs_reload: seconds of loading a version and reading it back, over vLLM's own reload of a folder
   (`add_lora` with `load_inplace`).
-- wrong_adapters_caught: share of faulty loads that the probes or reading back refuse, in float32 and bfloat16:
+- wrong_adapters_caught: share of faulty loads that the probes or reading back reject, in float32 and bfloat16:
   withheld, applied twice, one layer missing, the previous version, permuted query and key rows. Every correct load must
   pass.
 - lora_trainer_peak_vs_full and lora_step_vs_full: memory and seconds of an optimizer step with an adapter of rank 8,
   over those of training all weights. The model has 30M parameters.
 - steps_per_hour_with_evaluation: steps per hour of alphabet-sort at rank 1 and staleness 1 with a validation every 5
   steps beside training, over those without. A validation has a twentieth of the rollouts of 5 steps, because on these
-  cores everything that generates takes time from training. Before is that of training that waits.
+  cores everything that generates takes time from training. `before` is the figure when training waits.
 - adapter_reward_vs_full: mean reward of alphabet-sort in the last validation at rank 1 over the seeds, over that of
   training all weights; and the same at rank 8.
 """
@@ -216,9 +216,9 @@ def faulty(fault: str, new: Tensors, old: Tensors, chance: random.Random) -> Ten
 
 
 def wrong(folder: Path, dtype: str, tries: int) -> dict[str, tuple[int, int]]:
-    """By fault: the numbers caught by the probes alone, and by the probes or reading back.
+    """Numbers of caught faults by kind: by the probes alone, and by the probes or reading back.
 
-    The rewards are random, so that a policy is soon of no use: each run has `TRIES_OF_A_RUN` versions.
+    Rewards are random, so a policy degrades quickly; therefore each run has only `TRIES_OF_A_RUN` versions.
     """
     engine, chance = make_engine(folder, dtype), random.Random(0)
     caught: dict[str, tuple[int, int]] = dict.fromkeys(FAULTS, (0, 0))
@@ -350,7 +350,7 @@ def reward_after(seed: int, rank: int, steps: int, folder: Path) -> float:
 
 
 def reward(seeds: int, steps: int) -> None:
-    """Seed by seed, so that a run that is stopped has compared what it has."""
+    """Compare seed by seed, so that an interrupted benchmark has complete comparisons."""
     found: dict[int, list[float]] = {0: [], 1: [], 8: []}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(seeds):

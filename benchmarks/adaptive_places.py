@@ -30,9 +30,9 @@ from titan_rl.testing.simulated_replica import SimulatedReplica
 from titan_rl.testing.simulation import Workload
 from titan_rl.types import SamplingParams
 
-CACHES = (0.25, 0.5, 1.0)  # of the places, at the mean length
-FIXED = (1.0, 0.5, 0.25, 0.125)  # of the places
-VERL_COST = CostModel(step=5.3e-3, request=5.3e-3 / 256, prompt_token=1e-5)  # what `long_tail.verl_cost` comes to
+CACHES = (0.25, 0.5, 1.0)  # share of the places that the cache holds at the mean length
+FIXED = (1.0, 0.5, 0.25, 0.125)  # share of the places
+VERL_COST = CostModel(step=5.3e-3, request=5.3e-3 / 256, prompt_token=1e-5)  # result of `long_tail.verl_cost`
 REQUESTS_A_PLACE = 4
 TARGET = 0.97
 

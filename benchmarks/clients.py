@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and clients in another process."""
+"""Servers in separate processes, and clients in another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Load:
     """Load of clients on a server; each client sends one request after the other."""
 
     url: str
-    requests: int  # of each client
+    requests: int  # per client
     stream: bool = False
 
     def body(self, rng: random.Random) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Measured:
 
 
 def ask(load: Load) -> Measured:
-    """Send the requests of a load; runs in a process of its own."""
+    """Send the requests of a load; runs in the process of the clients."""
     return asyncio.run(_ask(load))
 
 
@@ -62,9 +62,9 @@ async def _ask(load: Load) -> Measured:
             for _ in range(load.requests):
                 began = time.perf_counter()
                 async with client.post(f"{load.url}/v1/chat/completions", json=load.body(rng)) as answer:
-                    said = await answer.read()
-                    assert answer.status == 200, said
-                    assert not load.stream or said.endswith(b"data: [DONE]\n\n"), said[-200:]
+                    content = await answer.read()
+                    assert answer.status == 200, content
+                    assert not load.stream or content.endswith(b"data: [DONE]\n\n"), content[-200:]
                 latencies.append(time.perf_counter() - began)
 
         began = time.perf_counter()
@@ -87,7 +87,7 @@ class Clients:
 
 @asynccontextmanager
 async def server(command: Sequence[str], port: int, log: Path, **environment: str) -> AsyncGenerator[tuple[str, int]]:
-    """Start a server in a process of its own, and yield its address and process id once it answers."""
+    """Start a server in its own process, and yield its address and process id once it answers."""
     url, started_by = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -96,7 +96,7 @@ async def server(command: Sequence[str], port: int, log: Path, **environment: st
     try:
         while True:
             if process.returncode is not None or time.monotonic() > started_by:
-                raise RuntimeError(f"{command} does not serve:\n{said(log)}")
+                raise RuntimeError(f"{command} does not serve:\n{tail_of(log)}")
             with suppress(OSError):
                 await asyncio.to_thread(urllib.request.urlopen, f"{url}/health", timeout=5)
                 break
@@ -108,7 +108,7 @@ async def server(command: Sequence[str], port: int, log: Path, **environment: st
         await process.wait()
 
 
-def said(log: Path) -> str:
+def tail_of(log: Path) -> str:
     return log.read_text()[-2000:]
 
 

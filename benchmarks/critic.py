@@ -13,8 +13,8 @@ the end of the answer only. Runs start from the same model, which often gives up
 Rollouts are sampled by transformers in this process, each step with the present weights.
 
 Prints one JSON object per line: {"name": ..., "value": ..., "target": ..., "unit": ...}. `critic_samples_vs_grpo` is
-the median over the seeds of the rollouts that PPO needs over those of GRPO, counting a run that does not get there as
-having taken all of its steps.
+the median over the seeds of the rollouts that PPO needs over those of GRPO, where a run that does not reach it
+counts with all of its steps.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ def curve(kind: str, seed: int, folder: Path, target: float, threads: int) -> li
         metrics = trainer.step(maker.samples(groups, version=step)).metrics
         sampler.load(trainer)
         if step % 10 == 0:
-            told = {name: round(metrics[name], 3) for name in ("value_loss", "explained_variance") if name in metrics}
+            noted = {name: round(metrics[name], 3) for name in ("value_loss", "explained_variance") if name in metrics}
             where = f"seed {seed}, {kind}, step {step}, {time.process_time():.0f} s of a core"
-            print(f"{where}: {rewards[-1]} {told}", file=sys.stderr, flush=True)
+            print(f"{where}: {rewards[-1]} {noted}", file=sys.stderr, flush=True)
     return rewards
 
 

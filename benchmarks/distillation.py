@@ -10,8 +10,8 @@ for each seed start from the same student, which knows sums and often gives up, 
     teacher_free  has neither: a fixed negative advantage on improbable tokens (arXiv:2608.31046)
 
 Prints one JSON object per line: {"name": ..., "value": ..., "target": ..., "unit": ...}. `distill_steps_vs_grpo` is the
-median over the seeds of GRPO's steps over those of distillation. A run of GRPO that does not get there counts as having
-taken all of its steps; where distillation does not get there, the ratio is 0. `teacher_share_of_step` is the share of a
+median over the seeds of GRPO's steps over those of distillation. A run of GRPO that does not reach it counts with
+all of its steps; if distillation does not reach it, the ratio is 0. `teacher_share_of_step` is the share of a
 step's time that the teacher costs: 1 minus GRPO's median step over that of distillation, validation not counted.
 """
 

@@ -1,6 +1,6 @@
 """Figures of `RESULTS.md`: reads the rows of its tables, and updates them after a measurement.
 
-Each section of the page has a table of its own. The section "Missed targets" lists the rows whose targets are in bold;
+Each section of the page has its own table. The section "Missed targets" lists the rows whose targets are in bold;
 that list is generated.
 """
 
@@ -100,8 +100,8 @@ def with_measured(text: str, measured: Mapping[str, Measured], *, date: str, com
             values = [each.value for each in found]
             quartiles = found[0].quartiles if len(found) == 1 else None
             replaced = f"`python -m benchmarks.{found[0].command}`"
-            cells[1] = ", ".join(map(_told, values))
-            cells[2] = "" if quartiles is None else "–".join(map(_told, quartiles))
+            cells[1] = ", ".join(map(_formatted, values))
+            cells[2] = "" if quartiles is None else "–".join(map(_formatted, quartiles))
             cells[3] = _marked(cells[3], values)
             cells[4:] = [replaced, date, commit]
         lines.append("|".join(["", *(f" {cell} " if cell else " " for cell in cells), ""]))
@@ -128,7 +128,7 @@ def _missed(text: str) -> Iterator[str]:
             yield f"| [{title}](#{anchor}) | {cells[0].partition('(')[0].strip()} | {cells[1]} | {cells[3]} |\n"
 
 
-def _told(value: float) -> str:
+def _formatted(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

@@ -4,7 +4,7 @@
 
 - `fit_error`: largest relative difference between the memory that `titan-rl fit` computes from config.json and the peak
   of a rank on a CPU, over the models of `CASES`: dense, tied and mixtures of both implementations, with and without
-  checkpointing, with rows of different lengths, and on one and two ranks. Each rank is a process of its own, which
+  checkpointing, with rows of different lengths, and on one and two ranks. Each rank is a separate process, which
   trains a tiny model first and then makes two optimizer steps of two full micro-batches. Its peak is the growth of its
   resident memory, as the kernel counts it (VmHWM).
 - `fit_error_NAME`: the difference of each, positive if too much is computed.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**16))  # what is freed is given back
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**16))  # returns freed memory to the kernel
 
 from benchmarks.balance import report_balance
 from benchmarks.paired import report

@@ -45,7 +45,7 @@ from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
 
 ENGINES, GROUPS, SIBLINGS, PROMPT_TOKENS = 2, 16, 8, 24
 MAX_RUNNING = 64  # requests that an engine advances at a time
-PLACES = 16  # of the engine whose stalls are measured
+PLACES = 16  # running requests of the engine whose stalls are measured
 CROWDS = (0, PLACES, 2 * PLACES, 4 * PLACES)
 Request = tuple[list[int], SamplingParams]
 

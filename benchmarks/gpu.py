@@ -6,9 +6,9 @@
   is taken of the GPU, over the settings of `STATES`. `gpu_fit_error_NAME`: of each, positive if too much is computed.
 - `gpu_step_NAME`: tokens per second of a step, and the part of the GPU's bfloat16 peak that the operations of the
   model are: six per parameter and token, and those of causal attention, without what checkpointing computes again.
-- `gpu_decode_vs_vllm`: tokens per second of this library's engine beside vLLM's own `LLM.generate`, with the same 256
-  prompts of 128 tokens and 256 tokens to each, sampled at temperature 1 with logprobs.
-- `gpu_swap_vs_copy`: time of a swap of all weights from tensors on the GPU beside that of copying the same bytes there.
+- `gpu_decode_vs_vllm`: tokens per second of this library's engine over those of vLLM's own `LLM.generate`, with
+  the same 256 prompts of 128 tokens and 256 tokens to each, sampled at temperature 1 with logprobs.
+- `gpu_swap_vs_copy`: time of a swap of all weights from tensors on the GPU over that of copying the same bytes there.
 
 Prints one JSON object per line: {"name": ..., "value": ..., "target": ..., "unit": ...}.
 """

@@ -27,7 +27,7 @@ FIGURES = {
 
 
 LIMIT_S = 600
-"""Of one figure."""
+"""Time limit of one figure, in seconds."""
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import argparse
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))  # what is freed is given back
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))  # returns freed memory to the kernel
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ def report_long_runs() -> None:
         peak, whole = (in_its_own_process(work, steps) / 1e6 for work in (report_peak_bytes, records_peak_bytes))
         report(name, peak, "MB", 64, (whole, "all records held"))
     seconds, whole = in_its_own_process(resume_seconds, STEPS)
-    report("resume_s_10k_steps", seconds, "s", 5, (whole, "all records read and written anew, without the journal"))
+    report("resume_s_10k_steps", seconds, "s", 5, (whole, "all records read and rewritten, without the journal"))
     peak, size = in_its_own_process(journal_peak_bytes, False)
     whole, _ = in_its_own_process(journal_peak_bytes, True)
     report("journal_file_mb", size / 1e6, "MB")

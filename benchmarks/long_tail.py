@@ -1,9 +1,9 @@
 """Gain of scheduling when lengths have a long tail: published workloads in virtual time.
 
 The router, rollouter and scheduler are the real ones; engines and trainer are simulated. No source gives a histogram of
-its lengths. So if lengths differ, 97% are log-normal and 3% are within a tenth of the cap; the longest answer then
-takes as long as the synchronous step. Medians, the cost of a request in a batch, and the trainer's share of a step are
-assumptions, stated with each workload. `--sensitivity` runs each published comparison with other values of these
+its lengths. If lengths differ, 97% are therefore log-normal and 3% are within a tenth of the cap; the longest answer
+then takes as long as the synchronous step. Medians, the cost of a request in a batch, and the trainer's share of a step
+are assumptions, stated with each workload. `--sensitivity` runs each published comparison with other values of these
 assumptions, and prints the figure for each: a figure means no more than the range of these values.
 
 No figure is of a schedule that drops answers: all train on everything that they admit. `length bias` is the mean length
@@ -142,7 +142,7 @@ def apr_160k(median: float = 8000, full_batch: float = 2.0) -> Case:
 VERL_ASYNC_PUBLISHED = {0.0: 231.0, 0.1: 171.0, 0.3: 146.0, 0.5: 151.0}
 VERL_GEN_S, VERL_LOGPROB_S, VERL_UPDATE_S = 178.0, 54.0, 114.0
 VERL_STEP_PROMPTS, VERL_BATCH = 512, 128  # a step is four batches of four mini-batches of 32
-VERL_WAKE_S = 2.0  # assumed: mapping 80 GB anew, and the pull is the cost model's
+VERL_WAKE_S = 2.0  # assumed: mapping 80 GB again; the pull has the cost of the model
 VERL_MAX_RUNNING = 512  # all 8,192 answers of a step fit the 16 engines of the asynchronous run, as 256 each fit 32
 
 

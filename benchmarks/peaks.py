@@ -22,7 +22,7 @@ def peak_of(work: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def in_its_own_process(work: Callable[..., T], *args: Any) -> T:
-    """Run some work in a process of its own, so that the peaks of different parts are independent.
+    """Run some work in a separate process, so that the peaks of different parts are independent.
 
     Raises:
         BrokenProcessPool: the process died.

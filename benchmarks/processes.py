@@ -1,4 +1,4 @@
-"""A command in processes of its own, and the processor time that each of them takes."""
+"""Commands in separate processes, and the processor time of each process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _PROC = Path("/proc")
 
 
 def titan_rl(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
-    """Start a command of titan-rl. Its output goes to a file. It stays in this session, because Linux shares out the
-    cores by session, and whatever it is compared with runs in this one."""
+    """Start a command of titan-rl. Its output goes to a file. It stays in this session, because Linux divides the
+    cores by session, and the other side of the comparison runs in this one."""
     with log.open("wb") as output:
         command = [sys.executable, "-m", "titan_rl.cli.main", *arguments]
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

@@ -77,12 +77,12 @@ from titan_rl.weights.types import Manifest, Probe, PublishedWeights, Shard, Ten
 SIZES = (8, 64, 512, 2048)
 REQUESTS, GROUP_SIZE = 64, 8  # in flight on each generator; siblings
 PROMPT = [11 * place % 150_000 for place in range(128)]
-LENGTHS = (64, 448)  # of answers, evenly spread
-TENSORS, RANKS = 400, 8  # of the model, and of the trainer that publishes it
+LENGTHS = (64, 448)  # tokens of an answer, evenly spread
+TENSORS, RANKS = 400, 8  # tensors of the model, ranks of the trainer that publishes it
 HOST = 8  # generators that die together
 TRAIN_S = 2.0
 STEPS, WARM_STEPS = 2, 1
-LIMIT_S = 1500.0  # of one size; on quiet cores 2,048 take a quarter of it
+LIMIT_S = 1500.0  # limit for one size; on idle cores 2,048 generators take a quarter of it
 
 
 class RunFiles:
@@ -174,7 +174,7 @@ class ScaledRun:
         for name, count in (("death_of_one_ms", 1), ("death_of_host_ms", HOST)):
             gone = [replica for replica in processes.replicas if replica.remote.reason is None]
             gone = gone[: min(count, self.num_generators // 2)]
-            await asyncio.sleep(TRAIN_S + STEP_S / 4)  # between two steps of engines: nothing else goes on
+            await asyncio.sleep(TRAIN_S + STEP_S / 4)  # between two steps of engines: nothing else happens
             ids = [id for replica in gone for id in processes.generators[replica.name].request_ids]
             self.figures[name] = await self._move_requests(gone, ids) * count * self.num_requests / len(ids)
 
@@ -365,7 +365,7 @@ def main() -> None:
     elif options.generators:
         measure(options.generators, options.requests, options.workers)
     else:
-        for size in SIZES:  # each in a process of its own, for its memory
+        for size in SIZES:  # each in its own process, for its memory
             command = [sys.executable, "-m", "benchmarks.scale", "--generators", str(size)]
             command += ["--requests", str(options.requests), "--workers", str(options.workers)]
             subprocess.run(command, check=True, timeout=LIMIT_S)

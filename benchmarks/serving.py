@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving [--rounds 8] [--only vllm|overhead|history]
 
-Each server has one engine with the same settings in a process of its own. The same clients in a third process query one
+Each server has one engine with the same settings in its own process. The same clients in a third process query one
 server after the other, in both directions. The cost that a chat request adds to a `router.generate` is measured on
 engines that only wait, so that the server has the processor to itself. Prints one JSON line per figure.
 """

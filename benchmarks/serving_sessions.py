@@ -72,7 +72,9 @@ async def serve_scripted(port: int) -> None:
             tokenizer=tokenizer,
             renderer=ChatTemplateRenderer(tokenizer),
             keys=Keys(admin=ADMIN_KEY),
-            limits=ServerLimits(num_conversations=1024),  # those of one round, so that memory is full in the second
+            limits=ServerLimits(
+                num_conversations=1024
+            ),  # as many as in one round, so that memory is full in the second
             wait_until_resumed=router.wait_resumed,
             control=router,
         )
@@ -143,7 +145,7 @@ class Session:
 
     async def run(self) -> None:
         for _ in range(TURNS):
-            said, prompt, sampled = "", list[int](), list[int]()
+            text, prompt, sampled = "", list[int](), list[int]()
             body = {"messages": self._messages, "max_tokens": TOKENS, "stream": True, "return_token_ids": True}
             began = time.perf_counter()
             async with self._client.post(f"{self._url}/v1/chat/completions", json=body) as answer:
@@ -157,10 +159,10 @@ class Session:
                         self.first_token_s.append(time.perf_counter() - began)
                     prompt += event.get("prompt_token_ids") or ()
                     sampled += choice.get("token_ids") or ()
-                    said += choice["delta"].get("content") or ""
+                    text += choice["delta"].get("content") or ""
                 assert choice["finish_reason"] in ("length", "stop"), choice
             self.turns.append((prompt, sampled))
-            self._messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Again"}]
+            self._messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Again"}]
 
 
 def check(sessions: Sequence[Session], stop_token_ids: Sequence[int]) -> None:
@@ -175,14 +177,14 @@ def check(sessions: Sequence[Session], stop_token_ids: Sequence[int]) -> None:
             engine.add(EngineRequest(str(number), prompt, sampling))
             if turn:
                 before = [token for part in session.turns[turn - 1] for token in part]
-                assert prompt[: len(before)] == before, "a turn does not go on from the one before"
+                assert prompt[: len(before)] == before, "a turn does not continue the previous one"
         running = len(sessions)
         while running:
             for delta in engine.step():
                 expected[delta.request_id] += delta.token_ids
                 running -= delta.finish_reason is not None
         for number, session in enumerate(sessions):
-            assert session.turns[turn][1] == expected[str(number)], "a stream is not complete or not right"
+            assert session.turns[turn][1] == expected[str(number)], "a stream is incomplete or wrong"
 
 
 async def disturb(client: Any, url: str) -> None:
@@ -239,7 +241,7 @@ async def measure(num_sessions: int, rounds: int, folder: Path) -> float:
             num_streams += num_sessions * TURNS
         seconds = time.perf_counter() - began
         disturbing.cancel()
-    report("sessions_streams_right", float(num_streams), "streams, all complete and right")
+    report("sessions_streams_right", float(num_streams), "streams, all complete and correct")
     report("sessions_streams_per_second", num_streams / seconds, "1/s")
     p99_s = quantiles(first_token_s, n=100)[98]
     own_p99_s = quantiles(await queue_at_engines(num_sessions, rounds), n=100)[98]

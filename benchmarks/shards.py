@@ -38,9 +38,9 @@ from titan_rl.generation.router.strategies import make_strategy
 
 NUM_SHARDS = 16
 REQUESTS, GROUP_SIZE = 64, 8  # in flight on each generator, on average; siblings
-LENGTHS, STEP_S = (64, 448), 0.04  # of answers, evenly spread; of an engine
+LENGTHS, STEP_S = (64, 448), 0.04  # tokens of an answer, evenly spread; step of an engine
 IN_FLIGHT = 256 / (64 + 384 * 8 / 9)  # share of a group's rollouts, from its begin to the end of its longest
-LATENCY_S = 0.05  # of a message, at most
+LATENCY_S = 0.05  # longest latency of a message
 LOAD_S, PULL_EVERY_S = 1.0, 10.0
 WARM_S, SECONDS = 15, 20
 CONTROL = ("balance", "balance_worst", "control_cpu_per_s", "control_messages_per_s", "control_bytes_per_token")

@@ -23,8 +23,8 @@ from titan_rl.cluster.request_stream import FromGenerator, pack
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 
-STEP_S = 0.04  # of an engine
-LOAD_S = 1.0  # of a version
+STEP_S = 0.04  # step of an engine
+LOAD_S = 1.0  # load of a version
 CHUNK = 32  # steps between two messages of tokens, as `generation.stream_interval`
 TOKENS = [7 * place % 150_000 for place in range(1024)]
 LOGPROBS = [-0.5 - 1e-4 * place for place in range(1024)]
@@ -42,7 +42,7 @@ class Traffic:
     num_messages: int = 0
     num_bytes: int = 0
     generators_s: float = 0.0  # processor time of the generators' own part
-    told_at: float = 0.0  # when a generator was last told of a version
+    told_at: float = 0.0  # time of the last message with a version to a generator
     awaited: set[str] = field(default_factory=set[str])  # requests that are to be sent
     sent_at: float = 0.0  # when the last of these was, by the controller's processor time
     all_sent: asyncio.Event = field(default_factory=asyncio.Event)
@@ -184,7 +184,7 @@ class SimulatedGenerator:
 
 
 class SimulatedSupervisor:
-    """Supervisor of processes that end when they are told to."""
+    """Supervisor of processes that end on request."""
 
     def __init__(self) -> None:
         never: asyncio.Queue[Any] = asyncio.Queue()

@@ -1,7 +1,7 @@
 """Rollout workers in virtual time: the controller's part is real, their own processes are simulated.
 
 Orders, progress, groups and the messages of shards are pickled as Monarch does, and counted. Callbacks of the event
-loop that belong to workers have a context of their own, so that their processor time is not the controller's.
+loop that belong to workers have their own context, so that their processor time is not the controller's.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SimulatedWorker:
         self._prompt = token_array(prompt)
         self._digest = prompt_digest(prompt)
         self._sender = ProgressSender(Service(traffic), "simulated")
-        self._names: dict[str, None] = {}  # of the generators, in order
+        self._names: dict[str, None] = {}  # names of the generators, in order
         self._in_flight = 0
 
     async def _send_to_shard(self, sent: bytes) -> bytes:

@@ -3,7 +3,7 @@
     python -m benchmarks.start [--config examples/alphabet_sort/cpu.toml] [--rounds 3]
 
 `start_vs_bare_engine` compares the first token of a run, with its generators and its trainer, with the first token of a
-bare `LLM(...)` of the same model, prompt and engine options in a process of its own. Rounds take turns in both
+bare `LLM(...)` of the same model, prompt and engine options in its own process. Rounds take turns in both
 directions. `end_s` is the time from the last checkpoint to the end of the command. Both are also given in processor
 seconds of all processes, which other programs on the machine change less. The phases of a start are from the run's
 trace: until the trainer's process runs, until each process has its model, and until the first token.

@@ -3,7 +3,7 @@
     python benchmarks/streaming.py [--steps 20] [--seed 0] [--slow_s 3 0]
 
 One conversation in twenty-five waits three seconds for a slow tool between its turns. The result mostly reflects this
-wait, so each value of `--slow_s` is run and has a line of its own; with 0 s no conversation waits. A synchronous step
+wait, so each value of `--slow_s` is run and reported separately; with 0 s no conversation waits. A synchronous step
 waits for the slowest of its 128 conversations; a streaming step trains on the groups that are done, and the others
 continue. Both runs use the shipped CPU config with the same seed, data and number of steps, one after the other. Time
 is that of training steps only, because start and validation are the same for both. Prints one JSON line per figure:
@@ -44,9 +44,9 @@ class SlowTail(AlphabetSort):
     """Alphabet-sort in which some conversations wait for a slow tool."""
 
     slow_share: float = 0.04
-    """Of the conversations."""
+    """Share of slow conversations."""
     slow_s: float = 3.0
-    """What a slow one waits before each of its turns but the first."""
+    """Wait of a slow conversation before each turn but the first, in seconds."""
 
     def make_env(self, sample: Sample, renderer: Renderer) -> TokenEnv:
         env = super().make_env(sample, renderer)

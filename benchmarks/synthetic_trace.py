@@ -11,7 +11,7 @@ from zlib import crc32
 from titan_rl.core.tracing.recorder import TraceFile
 
 MOST_BYTES = 32 << 20
-"""Of each process, as a run keeps by default."""
+"""Size limit of the trace of each process, the default of a run."""
 
 GENERATORS = 2
 GENERATING = 8  # spans of an engine's batch of work in a step

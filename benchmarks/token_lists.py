@@ -56,9 +56,13 @@ def bytes_a_token_of_lists(length: int) -> float:
 def journal_bytes_of_contexts(rollout: Rollout) -> int:
     """Bytes of a journal in which each turn stores its whole context, as lists."""
     return sum(
-        len(msgspec.msgpack.encode([list(each) for each in (turn.prompt_token_ids, said.token_ids, said.logprobs)]))
+        len(
+            msgspec.msgpack.encode(
+                [list(each) for each in (turn.prompt_token_ids, completion.token_ids, completion.logprobs)]
+            )
+        )
         for turn in rollout.turns
-        for said in [turn.completion]
+        for completion in [turn.completion]
     )
 
 

@@ -80,13 +80,13 @@ class Recorded:
             return
         received: list[Packed] = pickle.loads(message)
         for packed in received:
-            told = unpack(packed)
-            future, on_chunk = self._in_flight[told.request_id]
-            if isinstance(told, Completion):
-                del self._in_flight[told.request_id]
-                future.set_result(told)
-            elif isinstance(told, TokenChunk):
-                on_chunk(told)
+            message = unpack(packed)
+            future, on_chunk = self._in_flight[message.request_id]
+            if isinstance(message, Completion):
+                del self._in_flight[message.request_id]
+                future.set_result(message)
+            elif isinstance(message, TokenChunk):
+                on_chunk(message)
         asyncio.get_running_loop().call_soon(self._play, messages)
 
     async def pull(self, version: int) -> None: ...
@@ -229,9 +229,9 @@ def so_far_ms(num_tokens: int = 32_768) -> tuple[float, float]:
     with partial.attempt() as keep:
         for start in range(0, num_tokens, CHUNK):
             chunk = TokenChunk("g0/0/0", list(range(start, start + CHUNK)), [-0.5] * CHUNK, (VersionSpan(0, CHUNK),))
-            told = unpack(pack(chunk))
-            assert isinstance(told, TokenChunk)
-            keep(told)
+            received = unpack(pack(chunk))
+            assert isinstance(received, TokenChunk)
+            keep(received)
             chunks.append(chunk)
         for _ in range(3):
             began = time.perf_counter()

@@ -38,7 +38,7 @@ LONG_ROW, SHORT_ROW = 4096, 80  # the latter is no weight's shape
 PARAMETERS_70B, LAYERS_70B, VOCABULARY_70B, WIDTH_70B, GPUS = 70e9, 80, 128_256, 8_192, 64
 ROW_70B, CONTEXT_RANKS_70B = 131_072, 8
 BYTES_A_LOGIT = 14
-"""Of logprobs and their gradients: the logits in bfloat16 and float32, their softmax, and the gradients of both."""
+"""Bytes per logit for logprobs and gradients: logits in bfloat16 and float32, their softmax, and both gradients."""
 
 
 def join_world(rank: int, port: int, **parallel: int) -> Any:
@@ -142,7 +142,7 @@ def _kept(folder: Path, world: Any, dtype: DType) -> float:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logprobs_N, _ = policy.logprobs(_row(policy, SHORT_ROW - 1))
-    kept = {storage.data_ptr(): storage.nbytes() for storage in saved}  # of what was freed nothing is left
+    kept = {storage.data_ptr(): storage.nbytes() for storage in saved}  # without freed storages
     logprobs_N.sum().backward()
     world.barrier()
     return sum(kept.values()) / (2 * sum(parameter.numel() for parameter in weights))

@@ -229,7 +229,7 @@ def play(chats: list[list[dict[str, Any]]], model: Any, tokenizer: Any, folder: 
 def result_of(call: dict[str, Any], functions: Mapping[str, Callable[..., int]]) -> dict[str, Any]:
     try:
         content = str(functions[call["function"]["name"]](**call["function"]["arguments"]))
-    except Exception as error:  # of the policy's arguments
+    except Exception as error:  # caused by the policy's arguments
         content = str(error)
     return {"role": "tool", "name": call["function"].get("name"), "content": content}
 

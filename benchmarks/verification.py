@@ -151,7 +151,7 @@ def run_engines(plan: Plan) -> None:
         fault = ""
         old: dict[str, torch.Tensor]
 
-        part = ""  # that keeps its old weights
+        part = ""  # the part that keeps its old weights
 
         def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
             if self.fault == "nothing" or (self.fault == "rank" and rank_number == 1):
@@ -256,7 +256,7 @@ def cost(engine: Any, plan: Plan, transport: Any, readbacks: list[float]) -> flo
         began = time.thread_time()
         engine.load_state_dict(items, 0)
         seconds[bool(index % 2)].append(time.thread_time() - began)
-    plain, noted = min(seconds[False]), min(seconds[True])  # what runs beside it only adds
+    plain, noted = min(seconds[False]), min(seconds[True])  # other work on the machine only adds
     return (min(readbacks) + noted - plain) / plain
 
 

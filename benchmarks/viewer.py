@@ -67,8 +67,8 @@ def seconds_of(client: httpx.Client, path: str, **parameters: Any) -> tuple[floa
 def open_page(client: httpx.Client, run: str) -> None:
     """Make the requests of a page when it opens, one after the other."""
     total = 0.0
-    _, told = seconds_of(client, f"/api/runs/{run}/metrics")
-    names = [metric["name"] for metric in told["metrics"]]
+    _, listed = seconds_of(client, f"/api/runs/{run}/metrics")
+    names = [metric["name"] for metric in listed["metrics"]]
     asked: dict[str, tuple[str, dict[str, Any]]] = {
         "summary": ("summary", {}),
         "metrics": ("metrics", {}),

@@ -3,7 +3,7 @@
     python3.11 scripts/install.py [cpu|gpu] [FOLDER]      # default: cpu .venv
 
 With `cpu`, pip installs torch's CPU build, `torch==X+cpu`, from the configured package sources and, if necessary,
-additionally from PyTorch's index of CPU wheels. So pip never downloads a CUDA build of several GB.
+additionally from PyTorch's index of CPU wheels. Thus pip never downloads a CUDA build of several GB.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vLLM requires these packages, but text models do not need them. Their CUDA builds fail to load with a CPU build of
 # torch, and then packages that import them, such as transformers, fail, too.
 UNNEEDED = ("torchvision", "torchaudio", "torchcodec")
-SHOWN_AFTER_S, TOLD_EVERY_S = 2.0, 20.0
+SHOWN_AFTER_S, SHOWN_EVERY_S = 2.0, 20.0
 
 
 def main(extra: str = "cpu", folder: str = ".venv") -> None:
@@ -47,7 +47,7 @@ def main(extra: str = "cpu", folder: str = ".venv") -> None:
     with progress(f"installing titan_rl[{extra},dev]"):
         failed = pip_install(python, "--editable", f"{ROOT}[{extra},dev]", *index)
     if failed:
-        sys.exit(f"{failed}\npip failed, see above; the versions it was asked for are in pyproject.toml")
+        sys.exit(f"{failed}\npip failed, see above; the requested versions are in pyproject.toml")
     compile_packages(venv)
     if extra == "cpu":
         remove_broken(python)
@@ -115,13 +115,13 @@ def progress(what: str) -> Generator[None]:
     over, began, on_terminal = threading.Event(), time.monotonic(), sys.stdout.isatty()
 
     def show() -> None:
-        told = 0.0
+        last_shown = 0.0
         while not over.wait(0.2):
             seconds = time.monotonic() - began
             if on_terminal and seconds >= SHOWN_AFTER_S:
                 print(f"\r\x1b[Kinstall: {what}, {seconds:.0f} s", end="", flush=True)
-            elif not on_terminal and seconds - told >= TOLD_EVERY_S:
-                told = seconds
+            elif not on_terminal and seconds - last_shown >= SHOWN_EVERY_S:
+                last_shown = seconds
                 say(f"still {what}, {seconds:.0f} s")
         if on_terminal:
             print("\r\x1b[K", end="", flush=True)

@@ -120,7 +120,7 @@ def main() -> None:
         failed |= not fine
         print(f"{name}: {line} ({time.monotonic() - began:.0f} s)", flush=True)
     if not gpus:
-        sys.exit("no tier was run. The same code has tests of its own on CPUs: make test")
+        sys.exit("no tier was run. The same code is tested on CPUs by: make test")
     sys.exit(failed)
 
 

@@ -21,7 +21,7 @@ config.json ([models](../concepts/training.md#models)).
 
 For each row, `make test-models` creates a tiny model with random weights, checks it on a CPU, and records the results.
 These checks use the transformers implementation, also in rows with torchtitan, which has
-[tests of its own](../concepts/training.md#models). A dash means that there is nothing to check.
+[separate tests](../concepts/training.md#models). A dash means that there is nothing to check.
 
 | column | check |
 |---|---|
@@ -39,7 +39,7 @@ Layers that pass a state from token to token (gated delta rule, Mamba, short con
 compute each document of a packed row by itself, from its own beginning, with the prompt that it shares; so a shared
 prompt passes through them once for each sample. Their logprobs may differ from transformers' by four times the rounding
 of transformers' own forward pass in float32, or by 2e-5 nats if that is more, and by at most 2e-4 nats: transformers
-computes the gated delta rule in float32 whatever the dtype of the model is.
+computes the gated delta rule in float32 for any dtype of the model.
 
 Context parallelism divides the tokens in titan_rl's attention, which has all of a family's variants. So it also works
 for a family without a row, if the check of packed sequences that the trainer makes before it starts shows that tokens

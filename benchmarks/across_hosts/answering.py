@@ -144,7 +144,7 @@ def main() -> None:
         run_environment(config.pythonpath),
         patched((ActorReplica, "stream", told_stream), (GeneratorProcesses, "spawn", told_spawn)),
     ):
-        fcntl.flock(lock, fcntl.LOCK_EX)  # by which others see that the run goes on
+        fcntl.flock(lock, fcntl.LOCK_EX)  # shows other processes that the run is still running
         use_monarch(config.hosts, Said())
         asyncio.run(answer(config, run, int(in_flight), int(tokens)))
 

@@ -1,4 +1,4 @@
-"""A run of `answering.py` in a process of its own, and its events."""
+"""A run of `answering.py` in a separate process, and its events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCRIPTED = "benchmarks.across_hosts.answering:scripted"
 class Event:
     """Event of `answering.py`; missing fields are ""."""
 
-    at: float  # of `time.monotonic()`
+    at: float  # by `time.monotonic()`
     what: str
     text: str = ""
     request: str = ""
@@ -67,8 +67,10 @@ class AnsweringRun:
         with self._told:
             self._told.wait_for(lambda: self._ended or found(), limit_s)
             if (event := found()) is None:
-                said = "\n".join(event.text for event in self._events if event.what == "said")
-                raise RuntimeError(f"the run {'has ended' if self._ended else 'does not get on'}; it has said:\n{said}")
+                messages = "\n".join(event.text for event in self._events if event.what == "said")
+                raise RuntimeError(
+                    f"the run {'has ended' if self._ended else 'makes no progress'}; its messages:\n{messages}"
+                )
             return event
 
     def _read(self) -> None:

@@ -1,4 +1,4 @@
-"""Ends of the transport, each in a process on a host of its own, controlled by this process.
+"""Ends of the transport, each in a process on its own host, controlled by this process.
 
 python -m benchmarks.across_hosts.ends ADDRESS PORT KEY NAME INTERFACE     (how such a process is started)
 """

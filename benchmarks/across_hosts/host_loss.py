@@ -12,7 +12,7 @@ from benchmarks.across_hosts.answering_run import SCRIPTED, AnsweringRun, answer
 from benchmarks.paired import Spread, report
 from tests.hosts.namespaces import NamespaceHost, namespaces
 
-IN_FLIGHT, TOKENS = 24, 2000  # of a millisecond each: nearly every request is in the middle of its answer
+IN_FLIGHT, TOKENS = 24, 2000  # a token takes a millisecond, so nearly every request is in the middle of its answer
 RUNNING_S = 3.0
 TARGET = 4.0
 
@@ -38,7 +38,7 @@ def _lose(run: AnsweringRun, host: NamespaceHost, replica: str) -> tuple[float, 
     there = {event.request for event in run.events if event.what == "sent" and event.replica == replica}
     there -= {event.request for event in run.events if event.what == "answered" and event.replica == replica}
     if not there:
-        raise RuntimeError(f"nothing was asked of {replica} when its host was killed")
+        raise RuntimeError(f"{replica} had no requests when its host was killed")
     failed, gone_on = zip(*[_moved(run, replica, request, killed) for request in there], strict=True)
     return max(failed) - killed, max(gone_on) - killed
 

@@ -72,7 +72,7 @@ def _until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> N
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError("the run does not get on")
+            raise RuntimeError("the run makes no progress")
         time.sleep(0.05)
 
 
