@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from user_project import project
 
-from titan_rl.config.conflicts import Setting, of_effects, reset_without_effect, settings_in
+from titan_rl.config.conflicts import Setting, effect_conflicts, reset_without_effect, settings_in
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section, TakesEffect
@@ -107,20 +107,22 @@ def test_conditional_settings_are_accepted_only_when_their_conditions_hold(proje
                 if not other.up_to:
                     holds = made_true(holds, other)
             complaints = [
-                line for line in of_effects(made_false(holds, condition)) if line.startswith(f"{setting.name} = ")
+                line for line in effect_conflicts(made_false(holds, condition)) if line.startswith(f"{setting.name} = ")
             ]
             if condition.setting in COMPUTED:
                 holds = with_value(holds, "statedict.transport", "auto")
                 complaints = [
                     line
-                    for line in of_effects(with_value(holds, "hosts.addresses", ()))
+                    for line in effect_conflicts(with_value(holds, "hosts.addresses", ()))
                     if line.startswith(f"{setting.name} = ")
                 ]
             assert len(complaints) == 1, (setting.name, condition)
             assert condition.without or condition.setting in complaints[0]
             assert f"leave {setting.name} out" in complaints[0]
             if not condition.up_to:
-                assert [line for line in of_effects(holds) if line.startswith(f"{setting.name} = ")] == [], condition
+                assert [line for line in effect_conflicts(holds) if line.startswith(f"{setting.name} = ")] == [], (
+                    condition
+                )
             seen += 1
     assert seen > 30
 
@@ -194,8 +196,8 @@ def test_settings_with_an_effect_and_defaults_are_accepted(project: Path, option
 def test_settings_without_effect_can_be_reset(project: Path):
     config = load_config("config.toml", [("training.clip", "[0.1, 0.2]")])
     config = with_value(config, "training.loss", "nll")
-    assert list(of_effects(config)) != []
-    assert list(of_effects(reset_without_effect(config))) == []
+    assert list(effect_conflicts(config)) != []
+    assert list(effect_conflicts(reset_without_effect(config))) == []
 
 
 def test_sft_does_not_offload_a_reference(project: Path):

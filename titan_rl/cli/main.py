@@ -79,7 +79,8 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
         command = words[0] if words else ""
         with WAITING.shown(f"loading {command}"):
             arguments = command_line(command).parse_args(words)
-        stopped.extend(text for text in [getattr(arguments, "stopped", None)] if text is not None)
+        if (message := getattr(arguments, "stopped", None)) is not None:
+            stopped.append(message)
         return arguments.run(arguments)
     except OutputError as error:
         if isinstance(error.reason, BrokenPipeError):  # for example by `| head`

@@ -99,7 +99,6 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
         describe_implementation,
         describe_transport,
     )
-    from titan_rl.run.terminal.waiting import WAITING
 
     if resume is None:
         check_run_dir(config)

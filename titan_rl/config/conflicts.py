@@ -37,7 +37,7 @@ def conflicts(run: RunTables) -> Iterator[str]:
     if problems := [problem for adapter in run.adapters for problem in adapter.problems(run.training)]:
         yield from problems
         return
-    if problems := [*of_adapter_names(run), *of_adapter_trainings(run), *of_several_adapters(run)]:
+    if problems := [*adapter_name_conflicts(run), *adapter_training_conflicts(run), *shared_setting_conflicts(run)]:
         yield from problems
         return
     found = {name: list(conflicts(experiment)) for name, experiment in run.experiments.items()}
@@ -47,7 +47,7 @@ def conflicts(run: RunTables) -> Iterator[str]:
             yield problem if is_common else f"adapters.{name}: {problem}"
 
 
-def of_lengths(run: RunTables) -> Iterator[str]:
+def length_conflicts(run: RunTables) -> Iterator[str]:
     context = run.model.max_context
     given = {f"tasks.{source.name}.sampling": source.sampling.max_tokens or 0 for source in run.tasks}
     for table, max_tokens in {"sampling": run.sampling.max_tokens, **given}.items():
@@ -58,13 +58,13 @@ def of_lengths(run: RunTables) -> Iterator[str]:
             )
 
 
-def of_task_names(run: RunTables) -> Iterator[str]:
+def task_name_conflicts(run: RunTables) -> Iterator[str]:
     for name, count in Counter(source.name for source in run.tasks).items():
         if count > 1:
             yield f"{count} tasks have name = {name!r}; give each a different name"
 
 
-def of_training(run: RunTables) -> Iterator[str]:
+def training_conflicts(run: RunTables) -> Iterator[str]:
     training, context = run.training, run.model.max_context
     if training.row_tokens < context:
         # If samples that do not fit were dropped, short answers would be trained more than long ones.
@@ -96,7 +96,7 @@ def of_training(run: RunTables) -> Iterator[str]:
         )
 
 
-def of_distillation(run: RunTables) -> Iterator[str]:
+def distillation_conflicts(run: RunTables) -> Iterator[str]:
     weight = run.training.distill_coef
     if weight and not any(map(run.teacher_of, run.tasks)):
         yield (
@@ -122,7 +122,7 @@ def of_distillation(run: RunTables) -> Iterator[str]:
             )
 
 
-def of_advantages(run: RunTables) -> Iterator[str]:
+def advantage_conflicts(run: RunTables) -> Iterator[str]:
     for source in run.tasks:
         name, advantage = source.name, run.advantage_of(source)
         if run.rollout.group_size == 1 and advantage in OF_SIBLINGS:
@@ -138,7 +138,7 @@ def of_advantages(run: RunTables) -> Iterator[str]:
             )
 
 
-def of_kept_cache(run: RunTables) -> Iterator[str]:
+def kept_cache_conflicts(run: RunTables) -> Iterator[str]:
     """Check the settings that keep the KV cache of older weights."""
     generation = run.generation
     if generation.prefix_cache != "keep":
@@ -160,7 +160,7 @@ def of_kept_cache(run: RunTables) -> Iterator[str]:
         )
 
 
-def of_speculative_decoding(run: RunTables) -> Iterator[str]:
+def speculative_decoding_conflicts(run: RunTables) -> Iterator[str]:
     speculative = run.generation.speculative
     if speculative.is_on and run.generation.return_routed_experts:
         yield (
@@ -176,7 +176,7 @@ def of_speculative_decoding(run: RunTables) -> Iterator[str]:
         )
 
 
-def of_adapter(run: RunTables) -> Iterator[str]:
+def adapter_conflicts(run: RunTables) -> Iterator[str]:
     """Check settings that cannot be combined with an adapter."""
     generation, scheduling = run.generation, run.scheduling
     rank = run.training.adapter.rank
@@ -210,7 +210,7 @@ def of_adapter(run: RunTables) -> Iterator[str]:
         )
 
 
-def of_interruptions(run: RunTables) -> Iterator[str]:
+def interruption_conflicts(run: RunTables) -> Iterator[str]:
     """Check the settings that interrupt requests."""
     generation, scheduling, routing, statedict = run.generation, run.scheduling, run.routing, run.statedict
     if generation.pull_mode == "drain" and scheduling.on_batch_ready != "continue":
@@ -232,11 +232,11 @@ def of_interruptions(run: RunTables) -> Iterator[str]:
         )
 
 
-def of_hosts(run: RunTables) -> Iterator[str]:
+def host_conflicts(run: RunTables) -> Iterator[str]:
     return run.hosts.too_few()
 
 
-def of_suites(run: RunTables) -> Iterator[str]:
+def suite_conflicts(run: RunTables) -> Iterator[str]:
     validation, names = run.validation, [source.name for source in run.tasks]
     for name, count in Counter(suite.name for suite in validation.suites).items():
         if count > 1:
@@ -269,7 +269,7 @@ def _sampled(validation: ValidationConfig) -> Iterator[tuple[str, float, int]]:
         yield f"validation.suites.{suite.name}", temperature, samples
 
 
-def of_background_validation(run: RunTables) -> Iterator[str]:
+def background_validation_conflicts(run: RunTables) -> Iterator[str]:
     """Check the settings that a validation beside training needs."""
     validation, generation, scheduling = run.validation, run.generation, run.scheduling
     if not validation.beside_training or not validation.num_prompts:
@@ -290,7 +290,7 @@ def of_background_validation(run: RunTables) -> Iterator[str]:
         )
 
 
-def of_adapter_names(run: RunTables) -> Iterator[str]:
+def adapter_name_conflicts(run: RunTables) -> Iterator[str]:
     """Check the names of several adapters and of their tasks."""
     adapters, tasks = run.adapters, [source.name for source in run.tasks]
     for name, count in Counter(adapter.name for adapter in adapters).items():
@@ -308,7 +308,7 @@ def of_adapter_names(run: RunTables) -> Iterator[str]:
             yield f"task {task!r} belongs to no adapter; add it to the tasks of one of [[adapters]], or leave it out"
 
 
-def of_adapter_trainings(run: RunTables) -> Iterator[str]:
+def adapter_training_conflicts(run: RunTables) -> Iterator[str]:
     """Check the training settings of several adapters."""
     for adapter in run.adapters:
         key, training = f"adapters.{adapter.name}.training", adapter.settings(run.training)
@@ -328,7 +328,7 @@ def of_adapter_trainings(run: RunTables) -> Iterator[str]:
             )
 
 
-def of_several_adapters(run: RunTables) -> Iterator[str]:
+def shared_setting_conflicts(run: RunTables) -> Iterator[str]:
     """Check common settings that cannot be combined with several adapters."""
     generation, scheduling = run.generation, run.scheduling
     if scheduling.on_batch_ready != "continue":
@@ -394,7 +394,7 @@ def without_effect(run: RunTables) -> Iterator[tuple[Setting, TakesEffect]]:
                 break
 
 
-def of_effects(run: RunTables) -> Iterator[str]:
+def effect_conflicts(run: RunTables) -> Iterator[str]:
     """Iterate over messages about given settings without effect, which say how the setting would take effect."""
     for setting, condition in without_effect(run):
         other = attrgetter(condition.setting)(run)
@@ -439,18 +439,18 @@ def _as_toml(value: Any) -> str:
 
 
 RULES = (
-    of_lengths,
-    of_task_names,
-    of_training,
-    of_distillation,
-    of_advantages,
-    of_kept_cache,
-    of_speculative_decoding,
-    of_adapter,
-    of_interruptions,
-    of_hosts,
-    of_effects,
-    of_suites,
-    of_background_validation,
+    length_conflicts,
+    task_name_conflicts,
+    training_conflicts,
+    distillation_conflicts,
+    advantage_conflicts,
+    kept_cache_conflicts,
+    speculative_decoding_conflicts,
+    adapter_conflicts,
+    interruption_conflicts,
+    host_conflicts,
+    effect_conflicts,
+    suite_conflicts,
+    background_validation_conflicts,
 )
 """Rules between the tables of a run, in the order of their messages."""
