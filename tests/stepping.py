@@ -124,14 +124,14 @@ class Asked:
 
     def __init__(self, router: GeneratorRouter) -> None:
         self._router = router
-        self.told: dict[str, list[int]] = {}
+        self.streamed: dict[str, list[int]] = {}
         self.answers: dict[str, asyncio.Task[Completion]] = {}
 
     def ask(self, request_id: str, num_tokens: int, seed: int | None = None) -> None:
-        told = self.told[request_id] = []
+        streamed = self.streamed[request_id] = []
         sampling = SamplingParams(max_tokens=num_tokens, seed=seed)
         request = EngineRequest(request_id, PROMPT, sampling, request_id.rpartition("/")[0])
-        stream = self._router.stream(request, lambda chunk: told.extend(chunk.token_ids))
+        stream = self._router.stream(request, lambda chunk: streamed.extend(chunk.token_ids))
         self.answers[request_id] = asyncio.ensure_future(stream)
 
     async def all(self) -> dict[str, Completion]:
@@ -141,9 +141,9 @@ class Asked:
         tokens, _ = undisturbed(num_tokens)
         assert list(completion.token_ids) == tokens[: len(completion.token_ids)]
         assert sum(span.num_tokens for span in completion.version_spans) == len(completion.token_ids)
-        told = self.told[completion.request_id]
-        assert told == tokens[: len(told)]
-        assert len(told) <= len(completion.token_ids)
+        streamed = self.streamed[completion.request_id]
+        assert streamed == tokens[: len(streamed)]
+        assert len(streamed) <= len(completion.token_ids)
 
 
 def in_virtual_time(scenario: Callable[[], Awaitable[None]]) -> None:

@@ -109,7 +109,7 @@ INVALID: dict[str, tuple[Callable[[], object], str]] = {
         lambda: build_samples(RolloutGroup("g", None, []), temperature="1"),
         "temperature is '1'",
     ),
-    "a negative weight beside a larger one": (
+    "a negative weight next to a larger one": (
         lambda: Rubric([Reward(half, 2.0), Reward(lambda _: 1.0, -0.5, "penalty")]),
         "reward 'penalty' has weight -0.5; in a mean it must be positive, or 0",
     ),

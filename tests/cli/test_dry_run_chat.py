@@ -1,4 +1,4 @@
-"""A dry run shows the renderer, turns, tool calls and stop tokens, and refuses a template that turns do not extend."""
+"""Chat lines of a dry run: renderer, turns, tool calls, stop tokens. Templates that cannot be extended are rejected."""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 def test_retired_setting_error_names_the_replacement(key: str, project: Path):
     Path("more.toml").write_text(tomli_w.dumps(nested(key, OTHER)))
 
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as raised:
         load_config(["config.toml", "more.toml"])
 
-    assert f"more.toml: {key} = '{OTHER}' is not a setting; {RETIRED[key].advice}" in str(refused.value)
+    assert f"more.toml: {key} = '{OTHER}' is not a setting; {RETIRED[key].advice}" in str(raised.value)
 
 
 @pytest.mark.parametrize("key", [key for key in RUN_SETTINGS if RETIRED[key].default is not None])

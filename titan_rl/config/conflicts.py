@@ -270,7 +270,7 @@ def _sampled(validation: ValidationConfig) -> Iterator[tuple[str, float, int]]:
 
 
 def background_validation_conflicts(run: RunTables) -> Iterator[str]:
-    """Check the settings that a validation beside training needs."""
+    """Check the settings that a validation during training needs."""
     validation, generation, scheduling = run.validation, run.generation, run.scheduling
     if not validation.beside_training or not validation.num_prompts:
         return
