@@ -235,7 +235,7 @@ def test_run_with_pinned_adapters_is_served(run_folder: Path, served):
         ({}, ""),
         ({"server.follow_s": "5"}, "server.follow_s"),
         ({"server.model": "sorter"}, "server.adapters has 'sorter', the name of the model"),
-        ({"generation.speculative.method": "ngram"}, "drafts would be generated or verified without the adapter"),
+        ({"generation.speculative.method": "ngram"}, "drafts would come without the adapter"),
         ({"server.adapters": '{ sorter = "nowhere" }'}, "server.adapters.sorter = 'nowhere' is neither"),
     ],
 )

@@ -46,8 +46,8 @@ def test_rejects_options_that_a_setting_covers(option: str, setting: str) -> Non
 @pytest.mark.parametrize(
     ("option", "fix"),
     [
-        ("--array=1-4", "submit each run by itself"),
-        ("-a 1-4", "submit each run by itself"),
+        ("--array=1-4", "submit each run separately"),
+        ("-a 1-4", "submit each run separately"),
         ("--chdir=/x", "submit it from that folder"),
         ("-D /x", "submit it from that folder"),
     ],

@@ -99,11 +99,11 @@ async def test_teacher_server_must_be_reachable_and_tokenize() -> None:
         ),
         (
             [("training.teacher", "https://"), ("training.distill_coef", "1")],
-            "training.teacher = 'https://' names no host, or a port that does not exist; write http://HOST:PORT",
+            "training.teacher = 'https://' has no host or an invalid port; write http://HOST:PORT",
         ),
         (
             [("training.teacher", "http://localhost:80000"), ("training.distill_coef", "1")],
-            "training.teacher = 'http://localhost:80000' names no host, or a port that does not exist",
+            "training.teacher = 'http://localhost:80000' has no host or an invalid port",
         ),
         ([("training.teacher", "self"), ("training.distill_coef", "1")], "has no method teacher_messages(rollout)"),
         (

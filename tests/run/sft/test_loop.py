@@ -357,7 +357,7 @@ def test_missing_sft_inputs_are_named(toml: Path) -> None:
     (toml.parent / "start").mkdir()
     with pytest.raises(ModelError, match=r"no config\.json"):
         load_sft_config(toml, [("sft.start", "start")])
-    with pytest.raises(ConfigError, match=r"min_reward = 0\.5 chooses rollouts of a run"):
+    with pytest.raises(ConfigError, match=r"min_reward = 0\.5 selects rollouts of a run"):
         load_sft_config(toml, [("sft.min_reward", "0.5")])
 
 
