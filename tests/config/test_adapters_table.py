@@ -208,7 +208,7 @@ def test_python_overrides_change_adapter_settings(tmp_path: Path) -> None:
     config = given_config(load(tmp_path), functions={}, overrides=changes, check_files=False)
     plain, other = config.experiments.values()
     assert (plain.training.steps, other.training.peak_lr, other.training.adapter.rank) == (5, 2e-3, 4)
-    with pytest.raises(ConfigError, match=r"arguments: adapters.new.training.lr: there is no adapter 'new'; the adapters"):
+    with pytest.raises(ConfigError, match=r"arguments: adapters.new.training.lr: there is no adapter 'new'; the"):
         given_config(config, functions={}, overrides={"adapters.new.training.lr": 1e-3}, check_files=False)
 
 
