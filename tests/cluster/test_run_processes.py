@@ -326,7 +326,7 @@ async def test_run_starts_without_a_lost_host_when_others_suffice(tmp_path: Path
     assert processes.names_by_host()["b"] == ["rollout-worker-1", "trainer"]
     async with in_background(processes.watch()):
         await asyncio.sleep(1.0)
-        assert "rollout-worker-0 is there again after 0 s" in console
+        assert "rollout-worker-0 is running again after 0 s" in console
         names = processes.names_by_host()
         assert sorted(names["b"] + names["c"]) == [
             "rollout-worker-0",

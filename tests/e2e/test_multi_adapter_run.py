@@ -37,7 +37,7 @@ def test_failing_adapter_stops_alone_and_dead_trainer_is_replaced(
         os.kill(run.child("trainer"), signal.SIGKILL)
         (gate / "hold").unlink()
         assert run.wait() == 1, run.output
-        assert run.output.count("works: trainer is there again after") == 1
+        assert run.output.count("works: trainer is running again after") == 1
         adapters = run.folder / "adapters"
         assert "breaks: failed at step 2, and the others continue" in run.output
         assert "1 of 2 adapters failed: breaks: 2 steps were skipped" in run.output

@@ -20,7 +20,7 @@ def test_sharded_run_resumes_with_another_layout_and_survives_a_rank_death(tmp_p
         run.resume("--training.steps", "1000", "--hosts.max_respawns", "1", *split)
         run.wait_for_step(3)
         os.kill(run.child("trainer-rank1"), signal.SIGKILL)
-        run.wait_for(lambda: "trainer is there again after" in run.output)
+        run.wait_for(lambda: "trainer is running again after" in run.output)
         run.wait_for_step(1 + run.metrics()[-1]["step"])
         os.kill(run.child("trainer-rank1"), signal.SIGKILL)
         assert run.wait() == 1

@@ -83,7 +83,7 @@ def test_same_seed_is_bitwise_reproducible_despite_a_trainer_hang(finished: Run,
         os.kill(run.child("trainer"), signal.SIGSTOP)
         assert run.wait() == 0, run.output
         assert "trainer died: it has been stopped by a signal for 3 s" in run.output
-        assert "trainer is there again after" in run.output
+        assert "trainer is running again after" in run.output
         assert "training waits for the validation" not in run.output
         assert run.leftovers() == []
         again = computed_results(run)
@@ -117,8 +117,8 @@ def test_no_group_is_lost_through_interruptions_and_process_deaths(tmp_path: Pat
         run.wait_for_step(3)
         os.kill(run.child("rollout-worker-1"), signal.SIGSTOP)
         log = run.folder / "logs" / "controller.log"
-        run.wait_for(lambda: "generator-1 is there again after" in run.output)
-        run.wait_for(lambda: "rollout-worker-1 is there again after" in log.read_text())
+        run.wait_for(lambda: "generator-1 is running again after" in run.output)
+        run.wait_for(lambda: "rollout-worker-1 is running again after" in log.read_text())
         run.wait_for_step(int(run.metrics()[-1]["step"]) + 2)
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 143, run.output

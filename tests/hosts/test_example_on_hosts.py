@@ -45,12 +45,12 @@ def test_example_is_bitwise_equal_on_three_hosts_with_a_drain_and_a_death(
         assert main(["hosts", str(run.folder), "drain", hosts[1].name]) == 0
         drained = f"host {hosts[1].name} is drained: titan-rl hosts asked for it"
         assert f"trainer leaves its host: {drained}; starting another trainer" in run.output
-        run.wait_for(lambda: "trainer is there again after" in run.output)
+        run.wait_for(lambda: "trainer is running again after" in run.output)
         hosts[0].kill()
         assert run.wait() == 0, run.output
-        assert run.output.count("trainer is there again after") == 2
+        assert run.output.count("trainer is running again after") == 2
         assert f"host {hosts[0].name} is lost" in run.output
-        assert "rollout-worker-0 is there again after" in run.output
+        assert "rollout-worker-0 is running again after" in run.output
         computed = Computed.by(run)
         logs = {path.stem for path in (run.folder / "logs").iterdir()}
         readable_by_others = [path for path in run.folder.rglob("*") if path.stat().st_mode & 0o077]

@@ -113,7 +113,7 @@ def test_host_killed_during_a_pull_rejoins(in_a_step: HeldRun, tmp_path: Path) -
 def test_sigstopped_rollout_worker_is_replaced(in_a_step: HeldRun) -> None:
     in_a_step.continue_until_generating(in_a_step.host_of("generator-0"))
     with in_a_step.expects(
-        "rollout-worker-1 died: it has been stopped by a signal", "rollout-worker-1 is there again after"
+        "rollout-worker-1 died: it has been stopped by a signal", "rollout-worker-1 is running again after"
     ):
         os.kill(in_a_step.run.child("rollout-worker-1"), signal.SIGSTOP)
 
@@ -123,7 +123,7 @@ def test_trainer_recovers_when_its_replacement_is_killed_too(in_a_step: HeldRun)
     os.kill(stopped, signal.SIGSTOP)
     in_a_step.run.wait_for(lambda: pid_of(in_a_step.run, "trainer") not in {stopped, 0})
     os.kill(in_a_step.run.child("trainer"), signal.SIGKILL)
-    in_a_step.continue_until_printed("trainer is there again after")
+    in_a_step.continue_until_printed("trainer is running again after")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_hosts_rejoin_when_their_links_return(in_a_step: HeldRun) -> None:
 def test_cut_off_training_host_is_replaced_and_rejoins(in_a_step: HeldRun) -> None:
     host = in_a_step.host_of("trainer")
     host.link_down()
-    in_a_step.continue_until_printed("trainer is there again after")
+    in_a_step.continue_until_printed("trainer is running again after")
     until(lambda: not host.pids("bootstrap_main"), "the host's processes end by themselves")
     assert in_a_step.host_of("trainer") is not host
     with in_a_step.expects(f"host {host.name} at {host.worker_address} has joined"):

@@ -108,7 +108,7 @@ def test_sigstopped_process_counts_as_dead_and_others_survive(
         os.kill(pid, signal.SIGSTOP)
     run.wait_for_all(
         "died: it has been stopped by a signal for 3 s; starting another",
-        "is there again after",
+        "is running again after",
         f"host {second.name} is lost: ",
         f"host {second.name} at {second.worker_address} has joined with generator-",
         f"host {third.name} is lost: ",

@@ -31,7 +31,7 @@ def test_trainer_leaves_drained_hosts_and_waits_for_a_new_one(
     with taught(tmp_path, hosts__addresses=addresses, hosts__drain_s=1, logging__trace="false") as run:
         run.wait_for_step(10)
         assert main(["hosts", str(run.folder), "drain", hosts[0].name]) == 0
-        run.wait_for(lambda: "trainer is there again after" in run.output)
+        run.wait_for(lambda: "trainer is running again after" in run.output)
         assert main(["hosts", str(run.folder), "drain", hosts[1].name]) == 0
         lacks = "trainer: it waits for hosts, 3600 s at most: no host that sees the run's folder"
         run.wait_for(lambda: read_status(run.folder).waits_for.startswith(lacks))
@@ -54,7 +54,7 @@ def test_sft_survives_the_death_of_a_host(hosts: Namespaces, workers: list[HostP
         run.wait_for_step(15)
         hosts[0].kill()
         assert run.wait() == 0, run.output
-        assert "trainer is there again after" in run.output
+        assert "trainer is running again after" in run.output
         assert trained_steps(run) == list(range(1, 59))
         losses = [record["validation/loss"] for record in run.metrics() if "validation/loss" in record]
         assert losses[-1] < 0.8 * losses[0]

@@ -105,7 +105,7 @@ async def test_adapter_that_kills_the_trainer_fails_alone_and_is_named(tmp_path:
     )
     messages = fates["deadly"].messages
     assert messages[0].endswith("it was at step 2; starting another trainer (1 of hosts.max_respawns = 2)")
-    assert sum("is there again" in text for text in messages) == 2
+    assert sum("is running again" in text for text in messages) == 2
 
 
 class Once(set[int]):

@@ -57,7 +57,7 @@ class Fate:
 
     def note(self, text: str) -> None:
         self.messages.append(text)
-        if "is there again" in text:
+        if "is running again" in text:
             self.is_back.set()
 
     def start(self) -> DyingTrainer:

@@ -239,7 +239,7 @@ class GeneratorProcesses(SupervisedProcesses):
             self._notify(f"{process} is gone: {gone.reason}; starting another on {self._host_of(process)}")
         with contextlib.suppress(TitanRLError):  # the new process ended in turn, and its end is queued
             if await self._restart(process):
-                self._notify(f"{process} is there again after {clock() - began:.0f} s")
+                self._notify(f"{process} is running again after {clock() - began:.0f} s")
 
     def _count_death(self, remote: RemoteProcess) -> None:
         """Count the death of a process. If there are more deaths than allowed and all have the same adapter as their

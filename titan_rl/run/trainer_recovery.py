@@ -340,7 +340,7 @@ class RecoveringTrainer:
                     break
         self._trainer, self._is_up = trainer, True
         self._recovery_s += recovery.seconds
-        self._warn(f"trainer is there again after {recovery.seconds:.0f} s, {description}")
+        self._warn(f"trainer is running again after {recovery.seconds:.0f} s, {description}")
         self._notify()
 
     async def _bring_back(self, trainer: EndingTrainer) -> str:
