@@ -162,7 +162,7 @@ def test_transport_that_needs_gpus_is_rejected_without_them() -> None:
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: make_engine("own_parts:nothing", EngineSpec("p")), "generation.engine = .* gave None, .* no Engine"),
+        (lambda: make_engine("own_parts:nothing", EngineSpec("p")), "generation.engine = .* gave None.* not an Engine"),
         (lambda: make_engine("vlm", EngineSpec("p")), "generation.engine = 'vlm' is none of vllm, nor \"module:funct"),
         (
             lambda: make_transport("own_parts:number", TransportSpec("r")),
