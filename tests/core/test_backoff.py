@@ -11,7 +11,7 @@ from titan_rl.core.calls.retries import Backoff
 pytestmark = pytest.mark.looptime
 
 
-async def test_each_pause_is_twice_as_long_up_to_the_longest() -> None:
+async def test_backoff_doubles_up_to_the_maximum() -> None:
     backoff, clock = Backoff(0.5, 3.0), asyncio.get_running_loop().time
     pauses = list[float]()
     for _ in range(5):
@@ -23,7 +23,7 @@ async def test_each_pause_is_twice_as_long_up_to_the_longest() -> None:
     assert not backoff.is_over
 
 
-async def test_it_is_over_when_the_next_pause_would_pass_the_limit() -> None:
+async def test_backoff_ends_before_exceeding_its_limit() -> None:
     backoff = Backoff(1.0, 60.0, limit_s=10.0)
     count = 0
     while not backoff.is_over:

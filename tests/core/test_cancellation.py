@@ -19,7 +19,7 @@ async def guarded(awaited: asyncio.Future[None] | None = None) -> None:
         await (cancels_itself() if awaited is None else awaited)
 
 
-async def test_what_cancels_itself_is_an_error_and_the_task_goes_on() -> None:
+async def test_stray_cancellation_is_an_error_and_the_task_continues() -> None:
     with pytest.raises(StrayCancellationError, match="closing the door was cancelled") as caught:
         await guarded()
     assert isinstance(caught.value.__cause__, asyncio.CancelledError)
@@ -28,7 +28,7 @@ async def test_what_cancels_itself_is_an_error_and_the_task_goes_on() -> None:
     assert not cancel_requested()
 
 
-async def test_a_cancellation_of_the_task_itself_passes() -> None:
+async def test_cancellation_of_the_task_itself_propagates() -> None:
     task = asyncio.ensure_future(guarded(asyncio.get_running_loop().create_future()))
     await asyncio.sleep(0)
     task.cancel()
@@ -37,14 +37,14 @@ async def test_a_cancellation_of_the_task_itself_passes() -> None:
     assert cancel_requested(task)
 
 
-async def test_a_time_limit_around_it_stays_a_time_limit() -> None:
+async def test_enclosing_timeout_raises_timeout_error() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
             await guarded(asyncio.get_running_loop().create_future())
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["limit outside", "limit inside"])
-async def test_a_time_limit_that_has_not_come_does_not_hide_it(inside: bool) -> None:
+async def test_unexpired_timeout_does_not_hide_a_stray_cancellation(inside: bool) -> None:
     async def limited() -> None:
         async with asyncio.timeout(10):
             await (guarded() if inside else cancels_itself())
@@ -53,7 +53,7 @@ async def test_a_time_limit_that_has_not_come_does_not_hide_it(inside: bool) -> 
         await limited()
 
 
-async def test_a_task_group_that_ends_its_children_is_obeyed() -> None:
+async def test_task_group_can_cancel_guarded_children() -> None:
     async def fails() -> None:
         raise ValueError("another child")
 
@@ -70,7 +70,7 @@ async def test_a_task_group_that_ends_its_children_is_obeyed() -> None:
     assert children[0].cancelled()
 
 
-async def test_of_a_task_that_is_done_it_is_known_who_ended_it() -> None:
+async def test_cancel_requested_is_known_for_finished_tasks() -> None:
     stray = asyncio.ensure_future(cancels_itself())
     told = asyncio.ensure_future(asyncio.sleep(10))
     await asyncio.sleep(0)
@@ -84,7 +84,7 @@ async def test_of_a_task_that_is_done_it_is_known_who_ended_it() -> None:
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("timeout_s", [None, 1.0])
-async def test_a_second_cancellation_does_not_cut_short_the_time_to_clean_up(timeout_s: float | None) -> None:
+async def test_second_cancellation_does_not_shorten_the_cleanup(timeout_s: float | None) -> None:
     cleaned_up = False
 
     async def work() -> None:

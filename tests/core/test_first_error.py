@@ -19,7 +19,7 @@ def failing_at_its_end(error: Exception):
         raise error
 
 
-def test_what_ended_it_is_raised_and_notes_what_its_cleanup_raised() -> None:
+def test_first_error_is_raised_with_cleanup_errors_as_notes() -> None:
     first = FirstError()
     with (
         pytest.raises(TrainingError, match="the loss is nan") as caught,
@@ -33,7 +33,7 @@ def test_what_ended_it_is_raised_and_notes_what_its_cleanup_raised() -> None:
     assert caught.value.__cause__ is None
 
 
-def test_what_cleanup_raises_is_raised_where_nothing_ended_it_before() -> None:
+def test_cleanup_error_is_raised_when_nothing_failed_before() -> None:
     first = FirstError()
     with (
         pytest.raises(NoSpaceError),
@@ -44,7 +44,7 @@ def test_what_cleanup_raises_is_raised_where_nothing_ended_it_before() -> None:
         pass
 
 
-def test_an_error_that_names_what_ended_it_as_its_cause_stands() -> None:
+def test_error_caused_by_the_first_error_is_kept() -> None:
     first = FirstError()
     with pytest.raises(RuntimeError, match="told better"), first.wins():  # noqa: PT012
         try:
@@ -54,7 +54,7 @@ def test_an_error_that_names_what_ended_it_as_its_cause_stands() -> None:
             raise RuntimeError("told better") from error
 
 
-async def test_a_group_with_what_ended_it_stands() -> None:
+async def test_exception_group_with_the_first_error_is_kept() -> None:
     first = FirstError()
     with pytest.raises(ExceptionGroup) as caught, first.wins():  # noqa: PT012
         async with asyncio.TaskGroup():
@@ -63,7 +63,7 @@ async def test_a_group_with_what_ended_it_stands() -> None:
     assert caught.group_contains(TrainingError)
 
 
-async def test_a_cancellation_hides_nothing() -> None:
+async def test_cancellation_does_not_hide_a_cleanup_error() -> None:
     first = FirstError()
 
     async def program() -> None:

@@ -23,13 +23,13 @@ class Quick:
     second: str
 
 
-def test_the_pickle_is_that_of_a_dataclass() -> None:
+def test_quick_pickle_matches_the_dataclass_pickle() -> None:
     plain, quick = pickle.dumps(Plain(1, "a")), pickle.dumps(Quick(1, "a"))
     assert quick == plain.replace(b"Plain", b"Quick")
     assert pickle.loads(quick) == Quick(1, "a") == copy.copy(Quick(1, "a"))
 
 
-def test_a_restored_object_is_frozen_and_complete() -> None:
+def test_restored_object_is_frozen_and_complete() -> None:
     restored = pickle.loads(pickle.dumps(Quick(1, "a")))
     with pytest.raises(FrozenInstanceError):
         restored.first = 2
@@ -37,7 +37,7 @@ def test_a_restored_object_is_frozen_and_complete() -> None:
         restored.__setstate__([1])
 
 
-def test_what_travels_between_processes_arrives_as_it_was_sent() -> None:
+def test_sampling_params_and_completion_can_be_pickled() -> None:
     sampling = SamplingParams(max_tokens=3, seed=5)
     completion = Completion("a", [1, 2], [-0.5, 0.0], FinishReason.STOP, (VersionSpan(4, 2),), None, {"queue_s": 1.0})
     assert pickle.loads(pickle.dumps((sampling, completion))) == (sampling, completion)

@@ -90,7 +90,7 @@ def rollout_with(message: dict[str, Any], text: str = "") -> Rollout:
 @given(message=st.dictionaries(TEXT, JSON, max_size=3), text=TEXT)
 @example(message={"arguments": {"n": 10**30, "city": "\ud83d", "\udfff": -(2**63) - 1}}, text="\U0010ffff10ffff;")
 @example(message={"content": "\ud83d\ude00"}, text="\ud83d\ude00")
-def test_the_journal_gives_back_what_was_said(message: dict[str, Any], text: str) -> None:
+def test_journal_round_trips_messages(message: dict[str, Any], text: str) -> None:
     rollout = rollout_with(message, text)
     record = group_record(PLAYED, RolloutGroup("g", None, [rollout]))
     assert decode(encode(record)) == GroupRecord(7, "task", 0, [rollout])
@@ -99,7 +99,7 @@ def test_the_journal_gives_back_what_was_said(message: dict[str, Any], text: str
 
 @settings(deadline=None, max_examples=examples(400))
 @given(message=st.dictionaries(TEXT, ANYTHING, max_size=2))
-def test_what_has_no_form_on_disk_is_stored_as_its_text(message: dict[str, Any]) -> None:
+def test_values_without_a_serialized_form_are_stored_as_text(message: dict[str, Any]) -> None:
     read = decode(encode(group_record(PLAYED, RolloutGroup("g", None, [rollout_with(message)]))))
     assert isinstance(read, GroupRecord)
     assert same(read.rollouts[0].messages[0], plain(message))
@@ -123,7 +123,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 @given(message=st.dictionaries(TEXT, ANYTHING, max_size=2), text=TEXT)
 @example(message={"content": "\ud83d", "tool_calls": [{"arguments": {"n": 10**30}}]}, text="\ud83d")
 @example(message={}, text='\\\ud83d"\n')
-def test_transcripts_and_report_take_anything(run_dir: RunDirectory, message: dict[str, Any], text: str) -> None:
+def test_transcripts_and_report_accept_any_value(run_dir: RunDirectory, message: dict[str, Any], text: str) -> None:
     run_dir.close()
     run_dir.rollouts.unlink(missing_ok=True)
     run_dir.write_rollout({"step": 1, "phase": "train"} | transcript(rollout_with(message, text)))
@@ -149,7 +149,7 @@ def test_every_odd_value_is_stored(run_dir: RunDirectory, name: str) -> None:
     assert utf16(read_jsonl(run_dir.rollouts)[-1]["messages"]) == utf16([plain_json(message)])
 
 
-def test_what_is_nested_too_deep_ends_in_a_text(run_dir: RunDirectory) -> None:
+def test_deeply_nested_value_is_cut_off_as_text(run_dir: RunDirectory) -> None:
     rollout = rollout_with({"role": "user", "content": nested(5000)})
     assert isinstance(decode(encode(group_record(PLAYED, RolloutGroup("g", None, [rollout])))), GroupRecord)
     run_dir.write_rollout(transcript(rollout))
@@ -159,12 +159,12 @@ def test_what_is_nested_too_deep_ends_in_a_text(run_dir: RunDirectory) -> None:
 
 @settings(max_examples=examples(200))
 @given(JSON)
-def test_what_is_plain_already_stays_as_it_is(value: Any) -> None:
+def test_plain_values_are_unchanged(value: Any) -> None:
     assert plain(value) == value
     assert snapshot(value) == value
 
 
-def test_containers_become_lists_and_keys_text() -> None:
+def test_plain_converts_containers_to_lists_and_keys_to_text() -> None:
     assert plain({1: (2, [3]), "set": {4}, "array": np.arange(2)}) == {"1": [2, [3]], "set": [4], "array": [0, 1]}
     assert plain({"path": Path("a")}) == {"path": repr(Path("a"))}
     assert plain_json({"path": Path("a"), "nan": [float("nan")], "raw": b"x"}) == {
@@ -176,7 +176,7 @@ def test_containers_become_lists_and_keys_text() -> None:
     assert plain(cyclic())["content"] == [repr(cyclic())] * 2
 
 
-def test_a_snapshot_shares_no_container() -> None:
+def test_snapshot_shares_no_container() -> None:
     path = Path("a")
     value = {"a": [{"b": [path]}], "t": ([1],)}
     copy = snapshot(value)
@@ -188,7 +188,7 @@ def test_a_snapshot_shares_no_container() -> None:
     assert snapshot(cyclic())["content"][0]["role"] == "user"
 
 
-def test_texts_for_people_can_be_encoded() -> None:
+def test_printable_texts_can_be_encoded() -> None:
     assert printable("h\ud83dé") == "h\\ud83dé"
     assert safe_text(Wild()) == "<Wild, whose text raises RuntimeError>"
     assert json_line({"x": "é\ud83d"}) == '{"x": "é\\ud83d"}'

@@ -66,7 +66,7 @@ def assert_nested(found: list[dict[str, Any]]) -> None:
         open_until.append(end)
 
 
-def test_a_span_lies_in_the_lane_of_the_one_around_it(recorded: Path):
+def test_nested_span_uses_the_lane_of_its_parent(recorded: Path):
     with span("rollout", "environment", lane="rollout", rollout="g/0"), span("env step", "environment", fine=True):
         pass
     spans.flush()
@@ -76,7 +76,7 @@ def test_a_span_lies_in_the_lane_of_the_one_around_it(recorded: Path):
     assert inner["cat"] == "fine,environment"
 
 
-async def test_lanes_are_used_again_and_never_overlap(recorded: Path):
+async def test_lanes_are_reused_without_overlap(recorded: Path):
     async def rollout(number: int) -> None:
         for _ in range(3):
             with span("rollout", "environment", lane="rollout"):
@@ -94,7 +94,7 @@ async def test_lanes_are_used_again_and_never_overlap(recorded: Path):
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=6))
-async def test_whatever_tasks_do_at_once_no_spans_of_a_lane_cross(tmp_path_factory: pytest.TempPathFactory, plan: Any):
+async def test_spans_of_a_lane_are_nested_across_concurrent_tasks(tmp_path_factory: pytest.TempPathFactory, plan: Any):
     """Tasks that outlive the span they were made in, and begin others in it."""
 
     async def work(waits: list[int]) -> None:
@@ -122,7 +122,7 @@ async def test_whatever_tasks_do_at_once_no_spans_of_a_lane_cross(tmp_path_facto
         assert_nested(lane)
 
 
-def test_a_track_has_no_gaps_and_its_seconds_are_those_of_its_spans(recorded: Path):
+def test_track_has_no_gaps_and_its_seconds_match_its_spans(recorded: Path):
     track = Track("engine", "generator")
     for _ in range(3):
         track.enter("generating", steps=2)
@@ -138,7 +138,7 @@ def test_a_track_has_no_gaps_and_its_seconds_are_those_of_its_spans(recorded: Pa
     assert seconds.keys() == {"generating", "idle"}
 
 
-def test_the_time_of_a_state_that_goes_on_is_counted_once():
+def test_time_of_a_continuing_state_is_counted_once():
     clock = ManualClock()
     track = Track("train", "trainer", clock)
     track.enter("step")
@@ -150,7 +150,7 @@ def test_the_time_of_a_state_that_goes_on_is_counted_once():
     assert track.take() == {"step": 1.0, "idle": 2.0}
 
 
-def test_what_goes_on_for_long_is_written_in_parts_that_are_read_as_one(recorded: Path):
+def test_long_span_is_written_in_parts_and_read_as_one(recorded: Path):
     track = Track("train", "trainer")
     track.enter("wait for rollouts", idle=True)
     with span("save", "checkpoint", lane="save", step=3):
@@ -172,7 +172,7 @@ def test_what_goes_on_for_long_is_written_in_parts_that_are_read_as_one(recorded
     assert len(lanes(recorded)["save"]) == 4
 
 
-def test_what_is_open_when_recording_ends_is_recorded_up_to_then(tmp_path: Path, told: ConsoleLines):
+def test_open_spans_are_written_when_recording_ends(tmp_path: Path, told: ConsoleLines):
     track = Track("steps", "trainer")
     with spans.recording(tmp_path, "controller", 1 << 20, told):
         track.enter("train step", step=3)
@@ -192,14 +192,14 @@ def whole(path: Path) -> dict[str, list[tuple[float, float, str, dict[str, Any]]
     return {name: [(one.start, one.end, one.name, one.args) for one in lane] for name, lane in trace.lanes.items()}
 
 
-def test_nothing_is_recorded_unless_somebody_does_and_time_is_measured_all_the_same(tmp_path: Path):
+def test_span_measures_time_without_recording(tmp_path: Path):
     with span("publish", "sync", lane="sync") as took:
         sum(range(1000))
     assert took.seconds > 0
     assert spans.tracing_of_children() is None
 
 
-def test_a_run_that_goes_on_adds_to_its_files(tmp_path: Path):
+def test_resumed_run_appends_to_its_trace(tmp_path: Path):
     for attempt in range(2):
         with spans.recording(tmp_path, "trainer", 1 << 20, LOG), span("step", "trainer", lane="train", step=attempt):
             pass
@@ -219,7 +219,7 @@ def test_processes_of_a_machine_share_one_clock(tmp_path: Path):
         ends.append(event["ts"] + event["dur"])
 
 
-def test_a_process_whose_monotonic_clock_is_another_goes_by_the_time_of_day(tmp_path: Path):
+def test_different_monotonic_clock_falls_back_to_the_time_of_day(tmp_path: Path):
     """As in a container of the same machine, whose boot has the same name."""
     tracing = spans.Tracing.begin(tmp_path, 1 << 20)
     spans.begin_recording(dataclasses.replace(tracing, offset_ns=tracing.offset_ns - 500_000 * 10**9), "a")
@@ -230,9 +230,7 @@ def test_a_process_whose_monotonic_clock_is_another_goes_by_the_time_of_day(tmp_
     assert abs(event["ts"] / 1e6 - time.time()) < 60
 
 
-def test_a_process_of_a_host_whose_clocks_are_far_off_goes_by_those_of_the_controller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_host_with_wrong_clocks_uses_the_controller_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tracing = spans.Tracing.begin(tmp_path, 1 << 20)
     began = time.time()
     here, here_ns, steady_ns = time.time, time.time_ns, time.monotonic_ns
@@ -246,7 +244,7 @@ def test_a_process_of_a_host_whose_clocks_are_far_off_goes_by_those_of_the_contr
     assert began - 0.01 <= event["ts"] / 1e6 <= here() + 0.01
 
 
-def test_a_killed_process_leaves_whole_lines_that_the_next_one_adds_to(tmp_path: Path):
+def test_trace_survives_a_killed_process(tmp_path: Path):
     program = """
 import os, signal, sys
 from pathlib import Path
@@ -270,9 +268,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert sum(line.endswith("}") for line in lines) == len(lines) - 1
 
 
-def test_a_full_disk_costs_the_trace_and_not_the_run(
-    tmp_path: Path, told: ConsoleLines, monkeypatch: pytest.MonkeyPatch
-):
+def test_full_disk_ends_the_trace_but_not_the_run(tmp_path: Path, told: ConsoleLines, monkeypatch: pytest.MonkeyPatch):
     def full(self: TraceFile, lines: object) -> None:
         raise OSError(28, os.strerror(28))
 
@@ -287,7 +283,7 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(
     assert text.startswith("the trace of controller ends here, and the run continues without it: ")
 
 
-def test_the_oldest_fine_spans_go_first_and_the_file_stays_below_its_size(tmp_path: Path):
+def test_full_trace_file_drops_the_oldest_fine_spans_first(tmp_path: Path):
     path = tmp_path / "controller.jsonl"
     file = TraceFile(path, 20_000)
     file.append([b'{"ph":"M","name":"process_name"}\n'])
@@ -304,7 +300,7 @@ def test_the_oldest_fine_spans_go_first_and_the_file_stays_below_its_size(tmp_pa
     assert fine[-20:] == [99] * 20
 
 
-def test_leaving_out_the_oldest_spans_takes_little_memory(tmp_path: Path):
+def test_dropping_the_oldest_spans_uses_little_memory(tmp_path: Path):
     """What it took would stay fragmented for as long as the process lives."""
     most_bytes = 2_000_000
     file = TraceFile(tmp_path / "controller.jsonl", most_bytes)

@@ -47,7 +47,7 @@ async def until(semaphore: threading.Semaphore, count: int = 1) -> None:
         assert await asyncio.to_thread(semaphore.acquire, timeout=HANG_S)
 
 
-async def test_no_more_run_at_once_than_there_are_threads_and_all_run() -> None:
+async def test_pool_runs_at_most_its_size_at_once() -> None:
     threads, held = DaemonThreads(3, "judge"), Held()
     calls = [asyncio.ensure_future(threads.run(held)) for _ in range(10)]
     await until(held.began, 3)
@@ -57,7 +57,7 @@ async def test_no_more_run_at_once_than_there_are_threads_and_all_run() -> None:
     assert held.most == 3
 
 
-async def test_one_that_never_returns_costs_its_caller_a_time_limit_and_others_nothing() -> None:
+async def test_hanging_call_times_out_without_blocking_others() -> None:
     threads, held = DaemonThreads(1, "judge"), Held()
     lost = asyncio.ensure_future(threads.run(held, timeout_s=0.05))
     waiting = asyncio.ensure_future(threads.run(lambda: "served", timeout_s=HANG_S))
@@ -74,7 +74,7 @@ async def test_one_that_never_returns_costs_its_caller_a_time_limit_and_others_n
     assert after.most == 1  # the lost one came back, and took no place again
 
 
-async def test_the_time_of_a_call_counts_from_when_a_thread_begins_with_it() -> None:
+async def test_timeout_starts_when_a_thread_starts_the_call() -> None:
     threads, held = DaemonThreads(1, "judge"), Held()
     first = asyncio.ensure_future(threads.run(held))
     second = asyncio.ensure_future(threads.run(lambda: "in time", timeout_s=1.0))
@@ -85,7 +85,7 @@ async def test_the_time_of_a_call_counts_from_when_a_thread_begins_with_it() -> 
     assert await second == "in time"
 
 
-async def test_a_caller_that_is_cancelled_leaves_at_once_and_what_had_not_begun_never_runs() -> None:
+async def test_cancelled_caller_returns_at_once_and_queued_calls_never_run() -> None:
     threads, held, late = DaemonThreads(1, "judge"), Held(), Held()
     first, second = asyncio.ensure_future(threads.run(held)), asyncio.ensure_future(threads.run(late))
     await until(held.began)
@@ -100,7 +100,7 @@ async def test_a_caller_that_is_cancelled_leaves_at_once_and_what_had_not_begun_
 
 
 @pytest.mark.parametrize("error", [ValueError("wrong"), StopIteration("over"), SystemExit(3)], ids=repr)
-async def test_what_it_raises_reaches_the_caller(error: BaseException) -> None:
+async def test_exception_reaches_the_caller(error: BaseException) -> None:
     def fails() -> None:
         raise error
 
@@ -109,13 +109,13 @@ async def test_what_it_raises_reaches_the_caller(error: BaseException) -> None:
     assert error in (caught.value, caught.value.__cause__)
 
 
-async def test_it_runs_in_the_context_of_its_caller() -> None:
+async def test_function_runs_in_the_context_of_its_caller() -> None:
     group: contextvars.ContextVar[str] = contextvars.ContextVar("group")
     group.set("g17")
     assert await DaemonThreads(1, "judge").run(group.get) == "g17"
 
 
-async def test_a_pool_serves_one_event_loop_after_another() -> None:
+async def test_pool_serves_one_event_loop_after_another() -> None:
     threads = DaemonThreads(1, "judge")
 
     def elsewhere() -> list[int]:
@@ -128,14 +128,14 @@ async def test_a_pool_serves_one_event_loop_after_another() -> None:
     assert await threads.run(lambda: 3) == 3
 
 
-def test_a_pool_without_threads_is_refused() -> None:
+def test_pool_without_threads_is_rejected() -> None:
     with pytest.raises(ValueError, match="size is 0"):
         DaemonThreads(0, "judge")
     with pytest.raises(ValueError, match="max_threads 0"):
         Reward(lambda rollout: 1.0, name="judge", in_thread=True, max_threads=0)
 
 
-async def test_slow_judges_leave_the_threads_of_asyncio_free() -> None:
+async def test_slow_judges_do_not_occupy_the_default_executor() -> None:
     release = threading.Event()
 
     def slow(rollout: Rollout) -> float:
@@ -172,7 +172,7 @@ print("ended", flush=True)
 """
 
 
-def test_a_judge_that_never_returns_does_not_hold_up_the_exit() -> None:
+def test_hanging_judge_does_not_delay_process_exit() -> None:
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -181,7 +181,7 @@ def test_a_judge_that_never_returns_does_not_hold_up_the_exit() -> None:
     assert time.monotonic() - began < 50
 
 
-def test_users_threads_give_what_functions_give_in_order_and_take_none_after_the_end() -> None:
+def test_users_threads_return_results_in_order_until_shutdown() -> None:
     threads, order, held = UsersThreads(1), list[int](), Held()
     first = threads.submit(held)
     others = [threads.submit(order.append, number) for number in range(5)]

@@ -35,16 +35,16 @@ def line_of(function: Callable[[], object]) -> int:
     return function.__code__.co_firstlineno + 1
 
 
-def test_an_exception_is_told_with_its_type_text_file_and_line(monkeypatch: pytest.MonkeyPatch):
+def test_describe_gives_type_text_file_and_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(Path(__file__).parent)
     assert describe(caught(look_up)) == f"KeyError: 'answer' (test_user_code.py:{line_of(look_up)} in look_up)"
 
 
-def test_the_place_is_the_users_own_line_and_not_that_of_a_library_it_called():
+def test_location_is_the_users_line_and_not_the_librarys():
     assert (where(caught(parse)) or "").endswith(f"test_user_code.py:{line_of(parse)} in parse")
 
 
-def test_an_exception_of_titan_rl_is_placed_where_its_cause_was():
+def test_location_of_a_wrapped_error_is_that_of_its_cause():
     def wrapped() -> None:
         try:
             look_up()
@@ -59,7 +59,7 @@ def test_an_exception_of_titan_rl_is_placed_where_its_cause_was():
     assert (where(error) or "").endswith("in look_up")
 
 
-async def test_a_time_limit_is_placed_where_the_users_code_hung():
+async def test_location_of_a_timeout_is_the_hanging_line():
     async def hang() -> None:
         await asyncio.Event().wait()
 
@@ -74,7 +74,7 @@ async def test_a_time_limit_is_placed_where_the_users_code_hung():
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
-def test_an_exception_that_cannot_say_what_it_is_does_no_harm(kind: type[BaseException]):
+def test_exception_with_a_failing_str_is_described(kind: type[BaseException]):
     class Broken(Exception):
         def __str__(self) -> str:
             raise kind("no text")
@@ -85,11 +85,11 @@ def test_an_exception_that_cannot_say_what_it_is_does_no_harm(kind: type[BaseExc
     assert describe(caught(fail)).startswith(f"Broken: (its text cannot be read: {kind.__name__}) (")
 
 
-def test_an_exception_without_a_traceback_has_no_place():
+def test_exception_without_a_traceback_has_no_location():
     assert describe(ValueError("never raised")) == "ValueError: never raised"
 
 
-def test_failures_of_one_line_are_of_one_kind_whatever_they_say():
+def test_failures_at_one_line_have_the_same_kind():
     def fail(number: int) -> Callable[[], object]:
         def act() -> object:
             raise ValueError(f"row {number}: bad")
@@ -124,14 +124,14 @@ class Judge:
     ],
     ids=["function", "partial", "wrapped", "object", "method"],
 )
-def test_a_function_that_hung_is_known_by_where_it_is_defined(function: Callable[..., object], name: str) -> None:
+def test_source_location_names_the_file_and_function(function: Callable[..., object], name: str) -> None:
     place = source_location(function)
     assert place is not None
     file, _, rest = place.partition(":")
     assert (file, rest.partition(" in ")[2]) == ("tests/core/test_user_code.py", name)
 
 
-def test_a_function_that_is_not_python_has_no_place():
+def test_builtin_function_has_no_source_location():
     assert source_location(len) is None
 
 
@@ -145,6 +145,6 @@ def test_a_function_that_is_not_python_has_no_place():
         (KeyError("answer"), "KeyError: 'answer'"),
     ],
 )
-def test_a_reason_is_never_empty(error: Exception, told: str):
+def test_reason_is_never_empty(error: Exception, told: str):
     assert reason(error) == told
     assert not summary(error).rstrip().endswith(":")

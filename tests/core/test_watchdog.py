@@ -31,7 +31,7 @@ async def blocks(listener: Listener) -> None:
     assert listener.heard.wait(30)  # as a time.sleep does
 
 
-async def test_the_call_that_blocks_is_named_while_it_does(caplog: pytest.LogCaptureFixture) -> None:
+async def test_blocking_call_is_named_while_it_blocks(caplog: pytest.LogCaptureFixture) -> None:
     listener = Listener()
     with caplog.at_level(logging.WARNING), LoopWatchdog(listener, blocked_after_s=0.05):
         await blocks(listener)
@@ -42,7 +42,7 @@ async def test_the_call_that_blocks_is_named_while_it_does(caplog: pytest.LogCap
     assert "listener.heard.wait(30)" in caplog.text  # the stack
 
 
-async def test_a_loop_that_turns_is_left_alone() -> None:
+async def test_responsive_event_loop_gives_no_warning() -> None:
     listener = Listener()
     with LoopWatchdog(listener, blocked_after_s=5.0):
         for _ in range(100):
@@ -51,13 +51,13 @@ async def test_a_loop_that_turns_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), None])
-def test_a_time_that_is_none_is_refused(seconds: Any) -> None:
+def test_invalid_blocked_after_s_is_rejected(seconds: Any) -> None:
     with pytest.raises(ValueError, match="blocked_after_s"):
         LoopWatchdog(blocked_after_s=seconds)
 
 
 @pytest.mark.parametrize("error", [OSError("no screen"), SystemExit(1)])
-async def test_a_message_that_cannot_be_shown_does_not_end_the_watch(error: BaseException) -> None:
+async def test_failing_console_does_not_end_the_watchdog(error: BaseException) -> None:
     heard: list[str] = []
     second = threading.Event()
 
@@ -73,7 +73,7 @@ async def test_a_message_that_cannot_be_shown_does_not_end_the_watch(error: Base
     assert heard[0].startswith("the event loop has stood still for 0 s")
 
 
-def test_a_watchdog_outlived_by_its_loop_ends(caplog: Any) -> None:
+def test_watchdog_that_outlives_its_loop_ends(caplog: Any) -> None:
     watchdog = LoopWatchdog(blocked_after_s=0.05)
 
     async def enter() -> None:
@@ -83,7 +83,7 @@ def test_a_watchdog_outlived_by_its_loop_ends(caplog: Any) -> None:
     watchdog.__exit__(None, None, None)
 
 
-async def test_a_block_that_ends_at_any_moment_ends_the_watch() -> None:
+async def test_watchdog_can_be_stopped_at_any_moment() -> None:
     for _ in range(300):
         with LoopWatchdog(blocked_after_s=0.0001):
             await asyncio.sleep(0)

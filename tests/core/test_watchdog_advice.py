@@ -115,7 +115,7 @@ async def play(block: Blocker) -> None:
         *((where, where) for where in ("advantage", "generate", "on_finished")),
     ],
 )
-async def test_of_what_a_rollout_calls(where: str, kind: str) -> None:
+async def test_advice_for_code_called_by_a_rollout(where: str, kind: str) -> None:
     block = Blocker(where)
     with LoopWatchdog(block, blocked_after_s=0.05):
         await play(block)
@@ -146,7 +146,7 @@ class Data:
 
 
 @pytest.mark.parametrize("where", ["train_sample", "validation_samples", "drop_reason"])
-async def test_of_a_tasks_own_functions(where: str) -> None:
+async def test_advice_for_functions_of_a_task(where: str) -> None:
     block = Blocker(where)
     task: Any = Data(block)
     unused = cast("Any", None)
@@ -170,7 +170,7 @@ async def test_of_a_tasks_own_functions(where: str) -> None:
     assert "in_thread" not in block.told[0]
 
 
-async def test_of_a_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_advice_for_a_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Blocker("filter")
 
     def slow(group: RolloutGroup) -> None:

@@ -50,7 +50,7 @@ def spans(completion: Completion) -> list[tuple[int, int]]:
     return [(span.version, span.num_tokens) for span in completion.version_spans]
 
 
-async def test_a_version_concerns_the_tokens_of_its_adapter_alone() -> None:
+async def test_pull_changes_only_the_tokens_of_its_adapter() -> None:
     stage = Stage()
     asked = await stage.ask("sort", "sum", "")
     await stage.pull(1, "sort")
@@ -64,7 +64,7 @@ async def test_a_version_concerns_the_tokens_of_its_adapter_alone() -> None:
     await stage.loop.close()
 
 
-async def test_a_version_that_is_wrong_fails_the_requests_of_its_adapter_alone() -> None:
+async def test_failed_verification_fails_only_requests_of_that_adapter() -> None:
     stage = Stage()
     sort, other = await stage.ask("sort", "sum")
     with pytest.raises(StateDictError, match="a layer is missing"):
@@ -80,7 +80,7 @@ async def test_a_version_that_is_wrong_fails_the_requests_of_its_adapter_alone()
     await stage.loop.close()
 
 
-async def test_versions_of_two_adapters_that_wait_together_are_both_loaded() -> None:
+async def test_pending_pulls_of_two_adapters_are_both_loaded() -> None:
     stage = Stage()
     asked = await stage.ask("sort", "sum")
     pulls = [

@@ -118,7 +118,7 @@ def task_length(completion: Completion) -> int:
 @pytest.mark.parametrize("num_shards", [0, 2])
 @settings(max_examples=examples(40), deadline=None)
 @given(moves=MOVES)
-def test_requests_for_the_held_version_get_it_whatever_the_other_replicas_do(moves, num_shards):
+def test_requests_for_a_held_version_are_served_from_it(moves, num_shards):
     in_virtual_time(play(moves, num_shards))
 
 
@@ -149,7 +149,7 @@ async def hold_over_deaths_and_joins() -> None:
     await router.close()
 
 
-def test_shards_that_join_late_and_failures_in_shards_leave_the_held_version_as_it_is():
+def test_held_version_survives_shard_failures_and_late_joins():
     in_virtual_time(hold_over_deaths_and_joins())
 
 
@@ -194,11 +194,11 @@ async def messages_of_an_ended_dedication() -> None:
     await shard.close()
 
 
-def test_a_message_to_a_dedication_that_has_ended_changes_nothing():
+def test_message_to_an_ended_dedication_is_ignored():
     in_virtual_time(messages_of_an_ended_dedication())
 
 
-def test_the_last_replicas_are_not_held():
+def test_dedication_is_refused_when_too_few_replicas_would_remain():
     async def run() -> None:
         alone = GeneratorRouter([FakeReplica("a")])
         await alone.pull_state_dict(1)
@@ -211,7 +211,7 @@ def test_the_last_replicas_are_not_held():
     in_virtual_time(run())
 
 
-def test_a_replica_that_is_to_leave_finishes_its_requests_for_the_held_version_first():
+def test_retiring_dedicated_replica_finishes_its_requests_first():
     async def run() -> None:
         router = GeneratorRouter([FakeReplica("a"), FakeReplica("b")], limits=LIMITS)
         await router.pull_state_dict(1)
@@ -247,7 +247,7 @@ class PinningEngine(ScriptedEngine):
         self.pinned.append(version)
 
 
-async def test_a_loop_pins_before_it_loads_and_marks_tokens_with_the_version_that_a_request_names():
+async def test_pinned_version_serves_requests_that_name_it():
     engine = PinningEngine()
     loop = EngineLoop(lambda: engine)
     await loop.start()
@@ -260,7 +260,7 @@ async def test_a_loop_pins_before_it_loads_and_marks_tokens_with_the_version_tha
     assert [span.version for span in newest.version_spans] == [2]
 
 
-async def test_an_engine_that_pins_no_versions_refuses_a_request_that_names_one():
+async def test_engine_without_pinning_rejects_requests_that_name_a_version():
     loop = EngineLoop(ScriptedEngine)
     await loop.start()
     with pytest.raises(GenerationError, match="names a version, and the engine pins none"):
@@ -268,7 +268,7 @@ async def test_an_engine_that_pins_no_versions_refuses_a_request_that_names_one(
     await loop.close()
 
 
-async def test_a_replica_that_starts_loads_the_pinned_version_before_the_newest():
+async def test_joining_replica_loads_the_pinned_version_before_the_newest():
     engines: dict[str, PinningEngine] = {}
 
     def replica(name: str) -> LocalReplica:

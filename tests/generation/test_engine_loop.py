@@ -51,12 +51,12 @@ async def blocked(engine: ScriptedEngine) -> None:
     assert await asyncio.to_thread(engine.started.wait, 10)
 
 
-def test_it_is_a_generate_fn() -> None:
+def test_generate_conforms_to_generate_fn() -> None:
     generate: GenerateFn = EngineLoop(ScriptedEngine).generate
     assert isinstance(generate, GenerateFn)
 
 
-async def test_many_calls_share_one_batch() -> None:
+async def test_concurrent_requests_share_one_batch() -> None:
     engine = ScriptedEngine(block_at_step=1)
     async with serving(engine) as loop:
         first = request(loop, "first", 10)
@@ -71,7 +71,7 @@ async def test_many_calls_share_one_batch() -> None:
     assert {"queue_s", "time_to_first_token_s", "inter_token_s", "cached_prompt_tokens"} <= set(completions[1].metrics)
 
 
-async def test_a_swap_loses_no_token_and_stamps_each() -> None:
+async def test_hot_swap_keeps_tokens_and_records_their_versions() -> None:
     engine = ScriptedEngine(block_at_step=3)
     async with serving(engine) as loop:
         call = request(loop, "a", 8)
@@ -96,7 +96,7 @@ async def in_state(loop: EngineLoop, condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_pulls_that_wait_together_become_the_newest() -> None:
+async def test_pending_pulls_load_only_the_newest_version() -> None:
     engine = ScriptedEngine(block_at_step=1)
     async with serving(engine) as loop:
         call = request(loop, "a")
@@ -109,7 +109,7 @@ async def test_pulls_that_wait_together_become_the_newest() -> None:
     assert engine.versions == [0, 3]
 
 
-async def test_a_pull_that_comes_late_does_not_bring_older_weights_back() -> None:
+async def test_late_pull_does_not_restore_older_weights() -> None:
     engine, opening, go = ScriptedEngine(), threading.Event(), threading.Event()
 
     def slow() -> list[tuple[str, int]]:
@@ -134,7 +134,7 @@ def unwanted() -> list[tuple[str, int]]:
     raise AssertionError("weights that are not to be loaded were opened")
 
 
-async def test_a_pull_that_comes_while_a_newer_one_is_verified_is_answered_with_that() -> None:
+async def test_pull_during_verification_of_a_newer_version_returns_the_newer() -> None:
     engine, verifying, go = ScriptedEngine(), threading.Event(), threading.Event()
 
     def verify(loaded: object) -> None:
@@ -151,7 +151,7 @@ async def test_a_pull_that_comes_while_a_newer_one_is_verified_is_answered_with_
     assert engine.versions == [0, 7]
 
 
-async def test_weights_that_are_unknown_are_not_cured_by_a_version_older_than_the_one_served() -> None:
+async def test_failed_verification_is_not_repaired_by_an_older_version() -> None:
     def reject(loaded: object) -> None:
         raise VerificationError("logprobs differ by 3.2")
 
@@ -166,7 +166,7 @@ async def test_weights_that_are_unknown_are_not_cured_by_a_version_older_than_th
         assert (await request(loop, "a")).version_spans == (VersionSpan(7, 8),)
 
 
-async def test_a_bad_request_fails_alone() -> None:
+async def test_bad_request_fails_alone() -> None:
     engine = ScriptedEngine(max_context=16, block_at_step=1)
     async with serving(engine) as loop:
         good = request(loop, "good")
@@ -206,7 +206,7 @@ class Capricious(ScriptedEngine):
     "error",
     [KeyError("seed"), StopIteration(), MemoryError(), BaseException("panic"), SystemExit(2), asyncio.CancelledError()],
 )
-async def test_what_the_engine_did_not_foresee_in_a_request_is_that_requests_fault_alone(error: BaseException) -> None:
+async def test_unexpected_error_when_adding_a_request_fails_only_that_request(error: BaseException) -> None:
     async with serving(Capricious(error)) as loop:
         good = request(loop, "good")
         with pytest.raises(RequestError, match=f"'bad' was not accepted: {type(error).__name__}") as failure:
@@ -225,7 +225,7 @@ async def test_what_the_engine_did_not_foresee_in_a_request_is_that_requests_fau
     ],
     ids=["reason", "failure", "logprobs"],
 )
-async def test_a_request_that_the_engine_gives_up_fails_alone(
+async def test_request_that_the_engine_cannot_finish_fails_alone(
     mischief: Callable[[TokenDelta], TokenDelta], complaint: str
 ) -> None:
     engine = Capricious(mischief)
@@ -238,7 +238,7 @@ async def test_a_request_that_the_engine_gives_up_fails_alone(
         assert len((await request(loop, "later")).token_ids) == 8
 
 
-async def test_an_engine_failure_fails_every_call_with_its_cause() -> None:
+async def test_engine_failure_fails_every_call_with_its_cause() -> None:
     engine = ScriptedEngine(fail_at_step=3)
     loop = EngineLoop(lambda: engine)
     await loop.start()
@@ -254,7 +254,7 @@ async def test_an_engine_failure_fails_every_call_with_its_cause() -> None:
     assert engine.closed
 
 
-async def test_an_engine_that_cannot_be_made_says_why() -> None:
+async def test_engine_construction_error_is_reported() -> None:
     def make_engine() -> ScriptedEngine:
         raise OSError("no such model")
 
@@ -269,7 +269,7 @@ def engine_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "engine-loop"}
 
 
-async def test_close_resolves_everything() -> None:
+async def test_close_resolves_every_pending_call() -> None:
     engine = ScriptedEngine(block_at_step=1)
     before = engine_threads()
     loop = EngineLoop(lambda: engine)
@@ -321,7 +321,7 @@ async def test_cancelling_a_caller_frees_its_request() -> None:
         assert not engine.step()
 
 
-async def test_abort_gives_what_there_is() -> None:
+async def test_abort_returns_the_partial_completion() -> None:
     engine = ScriptedEngine(block_at_step=3)
     async with serving(engine) as loop:
         running = request(loop, "running", 100)
@@ -341,7 +341,7 @@ async def test_abort_gives_what_there_is() -> None:
         await loop.abort(["other"])
 
 
-async def test_a_completion_that_lands_after_the_abort_is_marked_aborted() -> None:
+async def test_completion_finished_during_an_abort_is_marked_aborted() -> None:
     engine = ScriptedEngine(block_at_step=2)
     async with serving(engine) as loop:
         call = request(loop, "a", 2)
@@ -358,7 +358,7 @@ async def test_a_completion_that_lands_after_the_abort_is_marked_aborted() -> No
         assert engine.num_steps == steps
 
 
-async def test_pause_keep_freezes_and_still_pulls() -> None:
+async def test_pause_keep_freezes_requests_and_allows_pulls() -> None:
     engine = ScriptedEngine(block_at_step=2)
     async with serving(engine) as loop:
         call = request(loop, "a", 6)
@@ -380,7 +380,7 @@ async def test_pause_keep_freezes_and_still_pulls() -> None:
         assert (await late).version_spans == (VersionSpan(1, 6),)
 
 
-async def test_a_state_of_pause_that_is_set_again_stays() -> None:
+async def test_set_paused_is_idempotent() -> None:
     engine = ScriptedEngine(block_at_step=2)
     async with serving(engine) as loop:
         call = request(loop, "a", 6)
@@ -398,7 +398,7 @@ async def test_a_state_of_pause_that_is_set_again_stays() -> None:
         assert len((await request(loop, "b")).token_ids) == 8
 
 
-async def test_a_pause_mode_that_does_not_exist_is_refused() -> None:
+async def test_unknown_pause_mode_is_rejected() -> None:
     async with serving(ScriptedEngine()) as loop:
         with pytest.raises(ValueError, match="pause mode is 'rest'; it must be one of keep, abort, wait, sleep"):
             await loop.pause("rest")
@@ -421,7 +421,7 @@ async def test_pause_wait_lets_running_requests_finish_and_holds_new_ones() -> N
         assert len((await late).token_ids) == 6
 
 
-async def test_pause_wait_gives_up_at_its_limit(caplog: pytest.LogCaptureFixture) -> None:
+async def test_pause_wait_aborts_requests_at_its_timeout(caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedEngine(max_context=10**9, block_at_step=1)
     async with serving(engine) as loop:
         call = request(loop, "a", 10**9)
@@ -432,7 +432,7 @@ async def test_pause_wait_gives_up_at_its_limit(caplog: pytest.LogCaptureFixture
     assert "gave up on 1 requests" in caplog.text
 
 
-async def test_an_abort_does_not_wait_for_a_stuck_engine(caplog: pytest.LogCaptureFixture) -> None:
+async def test_abort_does_not_wait_for_a_stuck_engine(caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedEngine(block_at_step=3)
     async with serving(engine) as loop:
         call = request(loop, "a", 10)
@@ -444,7 +444,7 @@ async def test_an_abort_does_not_wait_for_a_stuck_engine(caplog: pytest.LogCaptu
     assert "gave up on 1 requests" in caplog.text
 
 
-async def test_nothing_is_served_from_unverified_weights() -> None:
+async def test_unverified_weights_are_not_served() -> None:
     def reject(engine: object) -> None:
         raise VerificationError("logprobs differ by 3.2")
 
@@ -466,7 +466,7 @@ async def test_nothing_is_served_from_unverified_weights() -> None:
         assert (await request(loop, "c")).version_spans == (VersionSpan(2, 8),)
 
 
-async def test_weights_that_cannot_be_found_leave_the_old_ones_serving() -> None:
+async def test_missing_version_leaves_the_old_weights_serving() -> None:
     def gone() -> list[tuple[str, int]]:
         raise StateDictError("version 7 is gone")
 
@@ -485,7 +485,7 @@ async def test_weights_that_cannot_be_found_leave_the_old_ones_serving() -> None
     "error",
     [StopIteration("no more"), OSError("no route"), BaseException("panic"), SystemExit(2), asyncio.CancelledError()],
 )
-async def test_whatever_keeps_weights_from_being_opened_is_told_to_the_puller(error: BaseException) -> None:
+async def test_error_opening_weights_is_raised_by_pull(error: BaseException) -> None:
     def make_items() -> list[tuple[str, int]]:
         raise error
 
@@ -500,7 +500,7 @@ async def test_whatever_keeps_weights_from_being_opened_is_told_to_the_puller(er
 
 
 @pytest.mark.parametrize("kind", [OSError, BaseException, asyncio.CancelledError])
-async def test_a_pull_that_breaks_half_way_is_not_served(kind: type[BaseException]) -> None:
+async def test_partially_loaded_weights_are_not_served(kind: type[BaseException]) -> None:
     def half():
         yield "w", 1
         raise kind("connection lost")
@@ -532,7 +532,7 @@ class Source:
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), BaseException("panic"), SystemExit(2), asyncio.CancelledError()])
-async def test_a_source_that_fails_to_close_is_told_of_and_ends_nothing(
+async def test_weight_source_close_error_is_logged_and_ignored(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     is_loaded = threading.Event()
@@ -561,7 +561,7 @@ async def test_a_source_that_fails_to_close_is_told_of_and_ends_nothing(
     assert all(record.exc_info and record.exc_info[1] is error for record in told)
 
 
-async def test_a_pull_resets_the_prefix_cache() -> None:
+async def test_pull_resets_the_prefix_cache() -> None:
     prompt = list(range(64))
 
     async def cached(loop: EngineLoop, name: str) -> float:
@@ -578,7 +578,7 @@ async def test_a_pull_resets_the_prefix_cache() -> None:
         assert await cached(loop, "c") == 64
 
 
-def test_a_kv_policy_that_cannot_be_right_is_refused() -> None:
+def test_invalid_kv_policy_is_rejected() -> None:
     with pytest.raises(ValueError, match="reset_prefix_cache=True"):
         KVPolicy(running="recompute", reset_prefix_cache=False)
 
@@ -592,7 +592,7 @@ async def test_tokens_are_streamed_at_an_interval() -> None:
     assert chunks[1].version_spans == (VersionSpan(0, 4),)
 
 
-async def test_while_the_engine_steps_every_request_is_told_of_it() -> None:
+async def test_steps_without_tokens_send_empty_chunks_to_every_request() -> None:
     """A long prompt is computed in five steps without a token; the second request waits for the first one's place."""
     clock = ManualClock()
 
@@ -623,7 +623,7 @@ async def test_while_the_engine_steps_every_request_is_told_of_it() -> None:
     assert len(second.token_ids) == 8
 
 
-async def test_a_long_prompt_is_no_queue_and_a_request_that_never_ran_was_queued_all_its_time() -> None:
+async def test_queue_time_excludes_prefill_and_covers_requests_that_never_ran() -> None:
     """One place; a prompt is computed in five steps."""
 
     class Prefills(ScriptedEngine):
@@ -660,14 +660,14 @@ async def test_several_event_loops_share_the_engine() -> None:
     assert there.token_ids == here.token_ids
 
 
-async def test_a_loop_that_was_not_started_says_so() -> None:
+async def test_generate_before_start_is_an_error() -> None:
     loop = EngineLoop(ScriptedEngine)
     with pytest.raises(RuntimeError, match="start"):
         await request(loop, "a")
     await loop.close()
 
 
-async def test_pulls_and_the_end_wait_for_no_users_function_that_hangs_in_a_thread_of_asyncio() -> None:
+async def test_pull_and_close_do_not_use_the_default_executor() -> None:
     users, goes_on = ThreadPoolExecutor(1), threading.Event()
     asyncio.get_running_loop().set_default_executor(users)
     hanging = asyncio.ensure_future(asyncio.to_thread(goes_on.wait))

@@ -98,7 +98,7 @@ async def undisturbed(prompt: list[int], sampling: SamplingParams) -> Completion
 
 @settings(max_examples=examples(25), deadline=None)
 @given(die_at=st.lists(st.integers(1, 40), min_size=1, max_size=3), budget=st.integers(1, 48))
-def test_tokens_equal_those_of_an_undisturbed_run(die_at: list[int], budget: int) -> None:
+def test_failover_tokens_equal_those_of_an_undisturbed_run(die_at: list[int], budget: int) -> None:
     async def scenario() -> None:
         sampling = SamplingParams(max_tokens=budget)
         whole = await undisturbed([3, 1, 4], sampling)
@@ -118,7 +118,7 @@ def test_tokens_equal_those_of_an_undisturbed_run(die_at: list[int], budget: int
     asyncio.run(scenario())
 
 
-async def test_only_what_was_not_streamed_is_generated_again() -> None:
+async def test_failover_regenerates_only_unstreamed_tokens() -> None:
     first, second = LoopReplica("first", die_at=10), LoopReplica("second")
     async with routed(first, second) as router:
         completion = await router.generate([7] * 5, request_id="r", sampling=SamplingParams(max_tokens=30))
@@ -128,7 +128,7 @@ async def test_only_what_was_not_streamed_is_generated_again() -> None:
     assert completion.metrics["num_resumes"] == 1
 
 
-async def test_nothing_is_asked_for_when_only_the_answer_was_lost() -> None:
+async def test_failover_sends_no_request_when_all_tokens_were_streamed() -> None:
     first, second = LoopReplica("first", die_at=8), LoopReplica("second")
     async with routed(first, second) as router:
         completion = await router.generate([7], request_id="r", sampling=SamplingParams(max_tokens=8))
@@ -136,13 +136,13 @@ async def test_nothing_is_asked_for_when_only_the_answer_was_lost() -> None:
     assert (len(completion.token_ids), completion.finish_reason) == (8, FinishReason.LENGTH)
 
 
-async def test_the_last_replica_lost_fails_the_request_with_the_reason() -> None:
+async def test_loss_of_the_last_replica_fails_the_request_with_the_reason() -> None:
     async with routed(LoopReplica("only", die_at=4)) as router:
         with pytest.raises(GenerationError, match="only died"):
             await router.generate([7], request_id="r", sampling=SamplingParams(max_tokens=64))
 
 
-async def test_what_a_replica_does_to_its_prompt_reaches_neither_the_next_one_nor_the_caller() -> None:
+async def test_replica_cannot_modify_the_prompt_of_caller_or_next_replica() -> None:
     seen: list[list[int]] = []
 
     class Meddling:
@@ -205,7 +205,7 @@ class SlowToHear:
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-async def test_a_request_made_again_before_its_engine_hears_that_it_was_cancelled_is_no_duplicate(deaf: bool) -> None:
+async def test_request_repeated_before_its_abort_arrives_is_not_a_duplicate(deaf: bool) -> None:
     replica = SlowToHear(deaf)
     router = GeneratorRouter([replica])
 
@@ -247,7 +247,7 @@ class SecondPullFails(SlowToHear):
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("remedy", ["comes back", "hears the next abort", "is removed"])
-async def test_an_id_is_held_back_until_its_replica_has_heard_of_the_abort_or_is_gone(remedy: str) -> None:
+async def test_request_id_is_not_reused_until_its_abort_is_confirmed(remedy: str) -> None:
     replica = SecondPullFails("first")
     router = GeneratorRouter([replica])
     await router.pull_state_dict(1)

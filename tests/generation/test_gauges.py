@@ -33,7 +33,7 @@ def without_times(gauges: GaugeSummary | None) -> GaugeSummary:
     return GaugeSummary(gauges.num_steps, gauges.sums, gauges.maxima, counts)
 
 
-async def test_gauges_are_summed_up_between_two_pulls() -> None:
+async def test_gauges_are_summarized_between_pulls() -> None:
     replica = LocalReplica("a", EngineLoop(lambda: ScriptedEngine(max_running=2)), lambda version: [])
     await replica.loop.start()
     router = GeneratorRouter([replica])
@@ -65,7 +65,7 @@ async def test_gauges_are_summed_up_between_two_pulls() -> None:
     await router.close()
 
 
-def test_engines_count_by_their_steps_and_those_that_did_not_step_not_at_all() -> None:
+def test_gauge_means_are_weighted_by_engine_steps() -> None:
     busy = GaugeSummary(3, {"running": 12.0, "usage": 1.5}, {"running": 6.0, "usage": 0.9}, {"preemptions": 2.0})
     slow = GaugeSummary(1, {"running": 4.0}, {"running": 4.0}, {"preemptions": 1.0})
     idle = GaugeSummary(0, {}, {}, {"preemptions": 0.0})
@@ -78,7 +78,7 @@ def test_engines_count_by_their_steps_and_those_that_did_not_step_not_at_all() -
     }
 
 
-def test_shares_are_of_the_counts_of_all_engines_and_of_nothing_there_is_none() -> None:
+def test_shares_are_computed_over_all_engines_and_omitted_without_counts() -> None:
     guessing = GaugeSummary(3, {}, {}, {"drafts": 10.0, "draft_tokens": 30.0, "accepted_tokens": 12.0})
     unlucky = GaugeSummary(1, {}, {}, {"drafts": 2.0, "draft_tokens": 6.0, "accepted_tokens": 0.0})
     metrics = GaugeSummary.metrics([guessing, unlucky])
@@ -87,7 +87,7 @@ def test_shares_are_of_the_counts_of_all_engines_and_of_nothing_there_is_none() 
     assert not {"accepted_share", "accepted_per_draft", "prefix_cache_hit_share"} & silent.keys()
 
 
-async def test_an_engine_without_gauges_reports_nothing() -> None:
+async def test_engine_without_gauges_reports_nothing() -> None:
     class Silent(ScriptedEngine):
         gauges = None  # pyright: ignore
 
@@ -99,7 +99,7 @@ async def test_an_engine_without_gauges_reports_nothing() -> None:
     await replica.close()
 
 
-async def test_a_count_begins_where_the_engine_did() -> None:
+async def test_totals_exclude_counts_from_before_the_engine_loop() -> None:
     class Server(ScriptedEngine):
         """Has served others before."""
 
@@ -114,7 +114,7 @@ async def test_a_count_begins_where_the_engine_did() -> None:
     await replica.close()
 
 
-async def test_a_gauge_that_is_no_number_ends_the_engine_with_its_reason() -> None:
+async def test_non_numeric_gauge_ends_the_engine_with_the_reason() -> None:
     class Broken(ScriptedEngine):
         def gauges(self) -> Mapping[str, float]:
             return {"load": "high"} if self.num_steps else {}  # pyright: ignore

@@ -33,7 +33,7 @@ class Elsewhere(LocalReplica):
         return await asyncio.shield(task)
 
 
-async def test_it_loads_nothing_and_the_router_knows_what_is_served() -> None:
+async def test_late_pull_loads_nothing_and_router_reports_the_served_version() -> None:
     replica = Elsewhere()
     await replica.loop.start()
     router = GeneratorRouter([replica], limits=Limits(pull_s=0.1, quarantine_s=0.01))

@@ -43,7 +43,7 @@ def ask(router: GeneratorRouter, name: str = "r") -> asyncio.Task[Completion]:
     return asyncio.ensure_future(router.generate([1], request_id=name, sampling=SAMPLING))
 
 
-async def test_requests_wait_until_the_least_number_of_replicas_serves():
+async def test_requests_wait_until_least_replicas_are_serving():
     router = GeneratorRouter([Gated("a")], least_replicas=2)
     request = ask(router)
     await asyncio.sleep(0)
@@ -59,21 +59,21 @@ async def test_requests_wait_until_the_least_number_of_replicas_serves():
     await router.close()
 
 
-async def test_too_few_for_too_long_is_an_error_that_says_how_many():
+async def test_too_few_replicas_error_names_the_required_number():
     router = GeneratorRouter([Gated("a")], least_replicas=3, limits=Limits(no_replica_s=0.01))
     with pytest.raises(NoReplicaError, match=r"fewer than 3 replicas served within 0\.01 s"):
         await ask(router)
     await router.close()
 
 
-async def test_a_pull_reaches_those_that_serve_though_they_are_too_few():
+async def test_pull_reaches_replicas_even_when_they_are_too_few():
     router = GeneratorRouter([Gated("a")], least_replicas=2)
     assert (await router.pull_state_dict(1)).pulled == ("a",)
     assert (await router.pull_state_dict(2, "drain")).pulled == ("a",)
     await router.close()
 
 
-async def test_draining_for_a_pull_stops_nothing_where_all_are_needed():
+async def test_drain_is_no_trouble_when_every_replica_is_required():
     a, b = Gated("a", is_open=False), Gated("b", is_open=False)
     router = GeneratorRouter([a, b], least_replicas=2)
     first, second = ask(router, "1"), ask(router, "2")
@@ -89,7 +89,7 @@ async def test_draining_for_a_pull_stops_nothing_where_all_are_needed():
 
 
 @pytest.mark.parametrize("finishes", [True, False])
-async def test_one_that_retires_gets_nothing_more_and_what_it_has_finishes_or_goes_on_elsewhere(finishes: bool):
+async def test_retiring_replica_finishes_or_hands_over_its_requests(finishes: bool):
     a, b = Gated("a", is_open=False), Gated("b")
     router = GeneratorRouter([a])
     old = ask(router, "old")

@@ -32,7 +32,7 @@ def tokens_of(chunks: Sequence[TokenChunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-async def test_a_call_is_heard_of_through_an_abort_and_others_at_once_are_not() -> None:
+async def test_listener_receives_only_its_call_even_across_an_abort() -> None:
     engine = ScriptedEngine(block_at_step=5)
     loop = EngineLoop(lambda: engine, stream_interval=1)
     await loop.start()
@@ -68,7 +68,7 @@ def completion(tokens: list[int], reason: FinishReason = FinishReason.STOP) -> C
     return Completion("r", tokens, [-0.5] * len(tokens), reason, (VersionSpan(0, len(tokens)),))
 
 
-async def test_what_does_not_stream_is_heard_of_part_by_part() -> None:
+async def test_listener_receives_non_streaming_completions_part_by_part() -> None:
     parts = [completion([5, 6], FinishReason.ABORT), completion([7])]
     heard: list[list[int]] = []
 
@@ -82,7 +82,7 @@ async def test_what_does_not_stream_is_heard_of_part_by_part() -> None:
     assert heard == [[5, 6], [7]]
 
 
-async def test_an_answer_is_what_was_heard_of_it_and_nothing_is_heard_after_it() -> None:
+async def test_completion_must_match_its_stream_and_late_chunks_are_dropped() -> None:
     late: list[Any] = []
     heard: list[TokenChunk] = []
 

@@ -145,7 +145,7 @@ async def test_every_rank_does_what_rank_0_does(num_ranks: int, commands: list[t
     assert replica.ended == [None] * num_ranks
 
 
-async def test_a_bad_request_fails_alone_on_every_rank() -> None:
+async def test_bad_request_fails_alone_on_every_rank() -> None:
     async with replica_of(2) as replica:
         good = asyncio.create_task(replica.generate("good"))
         with pytest.raises(RequestError):
@@ -154,7 +154,7 @@ async def test_a_bad_request_fails_alone_on_every_rank() -> None:
         assert (await replica.generate("after")).token_ids
 
 
-async def test_weights_that_one_rank_cannot_load_serve_nowhere_until_a_pull_succeeds() -> None:
+async def test_load_failure_on_one_rank_blocks_serving_until_the_next_pull() -> None:
     async with replica_of(2) as replica:
         replica.engines[1].fail_loading = True
         with pytest.raises(StateDictError, match=r"rank 1.*a shard is missing"):
@@ -166,7 +166,7 @@ async def test_weights_that_one_rank_cannot_load_serve_nowhere_until_a_pull_succ
         assert (await replica.generate("served")).version_spans[0].version == 2
 
 
-async def test_a_version_that_one_rank_cannot_open_leaves_the_old_weights_on_all() -> None:
+async def test_open_failure_on_one_rank_keeps_the_old_weights_on_all() -> None:
     def torn(_: Any) -> Weights:
         raise StateDictError("checksum")
 
@@ -177,7 +177,7 @@ async def test_a_version_that_one_rank_cannot_open_leaves_the_old_weights_on_all
     assert not any(told[0] == "load" for engine in replica.engines for told in engine.told)
 
 
-async def test_verifying_is_done_by_all_and_one_that_fails_is_enough() -> None:
+async def test_verification_failure_on_one_rank_fails_the_pull() -> None:
     def suspicious(_: Any) -> Weights:
         def verify(_: Any) -> None:
             raise ValueError("logprobs differ")
@@ -191,7 +191,7 @@ async def test_verifying_is_done_by_all_and_one_that_fails_is_enough() -> None:
             await replica.generate("refused")
 
 
-async def test_a_follower_whose_engine_fails_ends_the_replica() -> None:
+async def test_follower_engine_failure_ends_the_replica() -> None:
     async with replica_of(2) as replica:
         replica.engines[1].fail_stepping = True
         with pytest.raises(EngineDeadError, match="rank"):
@@ -200,7 +200,7 @@ async def test_a_follower_whose_engine_fails_ends_the_replica() -> None:
         assert isinstance(replica.ended[1], OSError)
 
 
-async def test_a_leader_whose_engine_fails_releases_its_followers() -> None:
+async def test_leader_engine_failure_releases_its_followers() -> None:
     async with replica_of(3) as replica:
         replica.engines[0].fail_stepping = True
         with pytest.raises(EngineDeadError, match="no more memory"):
@@ -209,7 +209,7 @@ async def test_a_leader_whose_engine_fails_releases_its_followers() -> None:
         assert all(isinstance(error, EngineDeadError) for error in replica.ended[1:])
 
 
-def test_a_rank_that_is_slow_to_wake_misses_nothing_of_a_leader_that_leaves() -> None:
+def test_slow_follower_misses_no_message_of_a_closing_leader() -> None:
     for _ in range(50):
         leader, follower = ThreadRanks.make(2)
         heard: list[Any] = []

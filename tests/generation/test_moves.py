@@ -20,7 +20,7 @@ async def until_one_is_empty(router: GeneratorRouter) -> None:
         await asyncio.sleep(0.1)
 
 
-def test_a_replica_that_runs_empty_takes_requests_over_with_their_tokens():
+def test_idle_replica_takes_over_requests_with_their_tokens():
     async def scenario() -> None:
         full, empty = SteppingReplica("full"), SteppingReplica("empty")
         router = routed(full, empty, in_turn=True)
@@ -43,7 +43,7 @@ def test_a_replica_that_runs_empty_takes_requests_over_with_their_tokens():
     in_virtual_time(scenario)
 
 
-def test_nothing_moves_unless_it_is_asked_for():
+def test_requests_do_not_move_unless_requested():
     async def scenario() -> None:
         full, empty = SteppingReplica("full"), SteppingReplica("empty")
         router = routed(full, empty, below=None, in_turn=True)
@@ -71,7 +71,7 @@ class SlowToAbort(SteppingReplica):
 
 
 @pytest.mark.parametrize("first", [None, 0], ids=["as loaded", "pulled"])
-def test_a_request_that_was_to_move_never_goes_back_to_older_weights(first: int | None):
+def test_moving_request_never_returns_to_older_weights(first: int | None):
     async def scenario() -> None:
         full, joins = SlowToAbort("full"), SteppingReplica("joins")
         router = routed(full)
@@ -95,7 +95,7 @@ def test_a_request_that_was_to_move_never_goes_back_to_older_weights(first: int 
     in_virtual_time(scenario)
 
 
-def test_a_request_with_a_seed_stays():
+def test_seeded_request_does_not_move():
     async def scenario() -> None:
         full, joins = SteppingReplica("full"), SteppingReplica("joins")
         router = routed(full)
@@ -111,7 +111,7 @@ def test_a_request_with_a_seed_stays():
     in_virtual_time(scenario)
 
 
-def test_a_session_follows_its_request():
+def test_session_follows_its_moved_request():
     async def scenario() -> None:
         full, joins = SteppingReplica("full"), SteppingReplica("joins")
         router = routed(full)
@@ -132,7 +132,7 @@ def test_a_session_follows_its_request():
     in_virtual_time(scenario)
 
 
-def test_a_replica_that_joins_takes_its_part():
+def test_joining_replica_takes_its_share_of_requests():
     async def scenario() -> None:
         full, joins = SteppingReplica("full"), SteppingReplica("joins")
         router = routed(full)
@@ -152,7 +152,7 @@ def test_a_replica_that_joins_takes_its_part():
     in_virtual_time(scenario)
 
 
-def test_a_request_that_ends_meanwhile_is_answered_as_it_ended():
+def test_request_that_finishes_before_its_move_keeps_its_finish_reason():
     async def scenario() -> None:
         full, empty = SteppingReplica("full", hears_after_s=9.5), SteppingReplica("empty")
         router = routed(full, empty, in_turn=True)
@@ -165,7 +165,7 @@ def test_a_request_that_ends_meanwhile_is_answered_as_it_ended():
     in_virtual_time(scenario)
 
 
-def test_an_abort_that_came_too_early_is_repeated():
+def test_early_abort_of_a_moving_request_is_repeated():
     async def scenario() -> None:
         full, empty = SteppingReplica("full", hears_after_s=9.5), SteppingReplica("empty")
         router = routed(full, empty, in_turn=True)
@@ -179,7 +179,7 @@ def test_an_abort_that_came_too_early_is_repeated():
 
 
 @pytest.mark.parametrize("lost", ["kill", "remove"])
-def test_a_request_goes_anywhere_if_the_replica_that_it_moves_to_is_lost(lost: str):
+def test_move_falls_back_to_any_replica_when_its_target_is_lost(lost: str):
     async def scenario() -> None:
         full, empty = SteppingReplica("full"), SteppingReplica("empty")
         router = routed(full, empty, in_turn=True)
@@ -202,7 +202,7 @@ def test_a_request_goes_anywhere_if_the_replica_that_it_moves_to_is_lost(lost: s
 
 
 @pytest.mark.parametrize("below", [0, 1, -0.5, 2])
-def test_a_part_that_is_none_is_refused(below: float):
+def test_invalid_move_below_is_rejected(below: float):
     async def scenario() -> None:
         with pytest.raises(ValueError, match=r"move_below is .*; it must be above 0 and less than 1, or None"):
             routed(SteppingReplica("a"), below=below)
@@ -218,7 +218,7 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 @settings(max_examples=examples(60), deadline=None)
-def test_no_token_is_lost_or_repeated_whatever_happens_meanwhile(events: list[tuple[str, int, float]]) -> None:
+def test_moves_neither_lose_nor_repeat_tokens(events: list[tuple[str, int, float]]) -> None:
     async def scenario() -> None:
         replicas = [SteppingReplica(name) for name in "abc"]
         router = routed(*replicas, below=0.9)

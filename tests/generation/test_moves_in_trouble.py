@@ -17,7 +17,7 @@ def requests_of(router: GeneratorRouter) -> list[int]:
     return [replica.num_requests for replica in router.replicas]
 
 
-def test_a_move_to_a_replica_that_fails_is_no_attempt_and_is_not_made_again():
+def test_move_to_a_failing_replica_uses_no_attempt_and_is_not_repeated():
     async def scenario() -> None:
         full, fails, fails_too = (SteppingReplica(name) for name in ("full", "fails", "fails too"))
         fails.fails_after = fails_too.fails_after = 2
@@ -37,7 +37,7 @@ def test_a_move_to_a_replica_that_fails_is_no_attempt_and_is_not_made_again():
     in_virtual_time(scenario)
 
 
-def test_a_replica_that_failed_takes_others_over_once_it_has_answered_one():
+def test_failed_replica_receives_moves_again_after_answering_a_request():
     async def scenario() -> None:
         full, fails = SteppingReplica("full"), SteppingReplica("fails")
         fails.fails_after = 2
@@ -62,7 +62,7 @@ def test_a_replica_that_failed_takes_others_over_once_it_has_answered_one():
     in_virtual_time(scenario)
 
 
-def test_a_drain_waits_for_requests_on_their_way():
+def test_drain_waits_for_moving_requests():
     async def scenario() -> None:
         full, empty = SteppingReplica("full", hears_after_s=9.5), SteppingReplica("empty")
         router = routed(full, empty, in_turn=True)
@@ -83,7 +83,7 @@ def test_a_drain_waits_for_requests_on_their_way():
     st.sampled_from([0.0, 3.0]),
 )
 @settings(max_examples=examples(30), deadline=None)
-def test_a_completion_has_one_version_where_pulls_drain(events: list[tuple[str, int, int]], hears_after_s: float):
+def test_completions_have_one_version_when_pulls_drain(events: list[tuple[str, int, int]], hears_after_s: float):
     async def scenario() -> None:
         router = routed(*(SteppingReplica(name, hears_after_s=hears_after_s) for name in "abc"), below=0.9)
         asked, pulls = Asked(router), list[asyncio.Task[object]]()
@@ -104,7 +104,7 @@ def test_a_completion_has_one_version_where_pulls_drain(events: list[tuple[str, 
     in_virtual_time(scenario)
 
 
-def test_a_request_does_not_go_back_to_older_weights():
+def test_request_does_not_move_to_older_weights():
     async def scenario() -> None:
         full, pulls_slowly = SteppingReplica("full", hears_after_s=9.5), SteppingReplica("slow")
         pulls_slowly.pull_s = 50
@@ -122,7 +122,7 @@ def test_a_request_does_not_go_back_to_older_weights():
     in_virtual_time(scenario)
 
 
-def test_requests_on_their_way_finish_in_a_pause_that_waits():
+def test_moving_requests_finish_during_a_wait_pause():
     async def scenario() -> None:
         full, joins = SteppingReplica("full", hears_after_s=9.5), SteppingReplica("joins")
         router = routed(full)
@@ -141,7 +141,7 @@ def test_requests_on_their_way_finish_in_a_pause_that_waits():
     in_virtual_time(scenario)
 
 
-def test_a_replica_that_joins_in_a_pause_takes_its_part_when_that_ends():
+def test_replica_that_joins_during_a_pause_takes_its_share_on_resume():
     async def scenario() -> None:
         full, joins = SteppingReplica("full"), SteppingReplica("joins")
         router = routed(full)
@@ -162,7 +162,7 @@ def test_a_replica_that_joins_in_a_pause_takes_its_part_when_that_ends():
     in_virtual_time(scenario)
 
 
-def test_requests_that_have_moved_move_again_when_their_tokens_have_doubled():
+def test_moved_request_moves_again_after_its_tokens_doubled():
     async def scenario() -> None:
         replicas = [SteppingReplica(name) for name in "abc"]
         router = routed(replicas[0])
@@ -184,7 +184,7 @@ def test_requests_that_have_moved_move_again_when_their_tokens_have_doubled():
     in_virtual_time(scenario)
 
 
-def test_the_fullest_that_may_give_gives():
+def test_requests_move_from_the_fullest_replica_with_movable_ones():
     async def scenario() -> None:
         seeded, full, joins = (SteppingReplica(name) for name in ("seeded", "full", "joins"))
         router = routed(seeded, full, in_turn=True)

@@ -38,7 +38,9 @@ def cuts(last: int) -> st.SearchStrategy[list[int]]:
 
 
 @given(attempts=cuts(LENGTH - 1), streamed=cuts(LENGTH), streams=st.booleans())
-def test_the_whole_is_what_it_was(attempts: list[int], streamed: list[int], streams: bool) -> None:
+def test_attempts_and_chunks_combine_into_the_whole_completion(
+    attempts: list[int], streamed: list[int], streams: bool
+) -> None:
     heard: list[int] = []
     partial = Partial(
         EngineRequest("r", [7, 8], SamplingParams(max_tokens=LENGTH, min_tokens=5), "s"),
@@ -70,14 +72,14 @@ def test_the_whole_is_what_it_was(attempts: list[int], streamed: list[int], stre
     assert whole.finish_reason is FinishReason.LENGTH
 
 
-def test_a_prompt_is_not_to_be_changed_on_the_way() -> None:
+def test_request_copies_its_prompt() -> None:
     mine = [1, 2]
     request = EngineRequest("r", mine, SamplingParams(max_tokens=4))
     mine.append(3)
     assert (request.prompt_token_ids, request.cost) == ((1, 2), 6)
 
 
-def test_a_budget_is_cut_to_the_room_there_is() -> None:
+def test_sampling_within_caps_max_and_min_tokens() -> None:
     sampling = SamplingParams(max_tokens=8, min_tokens=4)
     assert sampling.within(8) is sampling
     assert sampling.within(3) == SamplingParams(max_tokens=3, min_tokens=3)

@@ -44,7 +44,7 @@ async def test_keep_freezes_requests_and_their_time_limits() -> None:
     await router.close()
 
 
-async def test_a_frozen_limit_keeps_what_was_left_of_it() -> None:
+async def test_time_limit_continues_with_its_remainder_after_a_pause() -> None:
     a = FakeReplica("a", step_s=1000)
     router = GeneratorRouter([a], stall_timeout_s=20, max_attempts=1)
     request = ask(router, "1")
@@ -78,7 +78,7 @@ async def test_wait_lets_requests_finish_and_holds_new_ones() -> None:
     await router.close()
 
 
-async def test_wait_aborts_what_does_not_finish_in_time_and_says_so() -> None:
+async def test_wait_aborts_and_reports_requests_that_exceed_the_limit() -> None:
     a = FakeReplica("a")
     router = GeneratorRouter([a], limits=Limits(finish_s=5))
     running = ask(router, "1", tokens=100)
@@ -90,7 +90,7 @@ async def test_wait_aborts_what_does_not_finish_in_time_and_says_so() -> None:
     await router.close()
 
 
-async def test_abort_ends_requests_with_what_they_have() -> None:
+async def test_abort_returns_partial_completions() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     router = GeneratorRouter([a, b])
     running = [ask(router, str(index), tokens=100) for index in range(4)]
@@ -110,7 +110,7 @@ async def test_abort_ends_requests_with_what_they_have() -> None:
     await router.close()
 
 
-async def test_a_response_after_the_flag_is_never_complete() -> None:
+async def test_response_after_an_abort_is_marked_aborted() -> None:
     a = FakeReplica("a")
     a.ignores_aborts = True  # so that the request finishes by itself
     router = GeneratorRouter([a])
@@ -123,7 +123,7 @@ async def test_a_response_after_the_flag_is_never_complete() -> None:
     await router.close()
 
 
-async def test_the_abort_is_repeated_for_a_request_that_was_on_its_way() -> None:
+async def test_abort_is_repeated_for_a_request_in_transit() -> None:
     a = FakeReplica("a")
     a.deaf_s = 5  # past the gate, not yet in the engine
     router = GeneratorRouter([a], limits=Limits(reabort_interval_s=2))
@@ -137,7 +137,7 @@ async def test_the_abort_is_repeated_for_a_request_that_was_on_its_way() -> None
     await router.close()
 
 
-async def test_a_request_that_never_hears_the_abort_is_cancelled_and_named() -> None:
+async def test_request_that_ignores_aborts_is_cancelled_and_reported() -> None:
     a = FakeReplica("a")
     a.ignores_aborts = True
     router = GeneratorRouter([a], limits=Limits(abort_s=30, cancel_s=5))
@@ -151,7 +151,7 @@ async def test_a_request_that_never_hears_the_abort_is_cancelled_and_named() -> 
     await router.close()
 
 
-async def test_a_pause_never_hangs_on_a_replica() -> None:
+async def test_pause_does_not_wait_for_a_hanging_replica() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     a.pause_hangs = True
     router = GeneratorRouter([a, b], limits=Limits(call_s=10))
@@ -167,7 +167,7 @@ async def test_a_pause_never_hangs_on_a_replica() -> None:
     await router.close()
 
 
-async def test_a_replica_that_joins_while_paused_is_paused() -> None:
+async def test_replica_that_joins_while_paused_is_paused() -> None:
     router = GeneratorRouter([FakeReplica("a")])
     await router.pull_state_dict(3)
     await router.pause("keep")
@@ -194,7 +194,7 @@ async def test_pausing_twice_and_resuming_unpaused_are_errors() -> None:
     await router.close()
 
 
-async def test_a_resume_during_a_pause_comes_after_it() -> None:
+async def test_resume_waits_for_a_pause_in_progress() -> None:
     a = FakeReplica("a")
     router = GeneratorRouter([a])
     running = ask(router, "1")
@@ -219,7 +219,7 @@ async def test_waiting_for_a_resume_has_a_limit() -> None:
     await router.close()
 
 
-async def test_a_frozen_request_is_not_frozen_for_ever_and_its_replica_not_blamed() -> None:
+async def test_frozen_request_times_out_without_blaming_its_replica() -> None:
     a = FakeReplica("a")
     router = GeneratorRouter([a], limits=Limits(paused_s=60))
     running = ask(router, "1")
@@ -263,7 +263,7 @@ async def test_abort_reaches_requests_that_wait_for_a_replica_or_a_resume() -> N
     await router.close()
 
 
-async def test_the_time_that_a_pause_took_is_told() -> None:
+async def test_pause_time_is_reported_as_interrupted_s() -> None:
     router = GeneratorRouter([FakeReplica("a")])
     running = asyncio.create_task(router.generate([1], request_id="1", sampling=SamplingParams(max_tokens=10)))
     await asyncio.sleep(3.5)

@@ -21,7 +21,7 @@ def new(count: int, most: int = 10_000) -> list[Growth]:
 
 
 @pytest.mark.parametrize("share_interrupted", [0.0, 0.5])
-def test_lengths_are_learnt_whether_or_not_answers_are_interrupted(share_interrupted: float) -> None:
+def test_survival_estimate_is_accurate_despite_interruptions(share_interrupted: float) -> None:
     seen, draws = LengthsSeen(20_000), random.Random(0)
     for _ in range(4000):
         start, end = PROMPT, PROMPT + round(draws.expovariate(1 / 1000))
@@ -35,19 +35,19 @@ def test_lengths_are_learnt_whether_or_not_answers_are_interrupted(share_interru
     assert np.abs(alive - expected).max() < 0.06
 
 
-def test_those_that_run_on_say_that_answers_are_long() -> None:
+def test_long_running_requests_raise_the_survival_estimate() -> None:
     seen = LengthsSeen(10_000)
     unknown = seen.survival([], new(1))
     assert (seen.survival([Growth(PROMPT, 9000, 10_000)] * 20, new(1)) >= unknown).all()
 
 
-def test_no_request_outgrows_what_it_may_have() -> None:
+def test_survival_is_zero_beyond_the_maximum_length() -> None:
     seen = LengthsSeen(10_000)
     (alive,) = seen.survival([], [Growth(PROMPT, 400, 500)])
     assert not alive[seen.horizon > 100].any()
 
 
-def test_one_joins_where_nothing_runs_however_large_it_is() -> None:
+def test_one_request_joins_an_empty_batch_regardless_of_its_size() -> None:
     adaptive_limit = AdaptiveLimit(8, kv_tokens=1000)
     huge = [Growth(990, 990, 1000)] * 3
     assert adaptive_limit.num_joining([], huge) == 1
@@ -55,14 +55,14 @@ def test_one_joins_where_nothing_runs_however_large_it_is() -> None:
     assert adaptive_limit.num_joining(huge[:1], huge) == 0
 
 
-def test_a_cache_for_all_takes_as_many_as_there_are_places_for() -> None:
+def test_large_kv_cache_admits_up_to_the_maximum_batch() -> None:
     adaptive_limit = AdaptiveLimit(8, kv_tokens=1_000_000)
     assert adaptive_limit.num_joining([], new(5)) == 5
     assert adaptive_limit.num_joining(new(5), new(20)) == 3
     assert adaptive_limit.limit == 8
 
 
-def test_what_is_shared_is_counted_once() -> None:
+def test_shared_tokens_are_counted_once() -> None:
     adaptive_limit = AdaptiveLimit(64, kv_tokens=2000)
     running = new(12)
     assert adaptive_limit.num_joining(running, new(20), num_shared=11 * PROMPT) > adaptive_limit.num_joining(
@@ -77,7 +77,7 @@ def test_what_is_shared_is_counted_once() -> None:
     most=st.integers(1, 16),
     kv_tokens=st.integers(1100, 20_000),
 )
-def test_fewer_join_where_more_run_and_more_where_there_is_more_room(
+def test_joining_count_falls_with_load_and_rises_with_kv_size(
     running: list[tuple[int, int]], waiting: list[int], most: int, kv_tokens: int
 ) -> None:
     adaptive_limit = AdaptiveLimit(most, kv_tokens)

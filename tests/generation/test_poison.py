@@ -84,7 +84,7 @@ class Stage:
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("fails_after_s", [0.0, 0.5, 30.0])
-async def test_it_fails_alone_while_the_others_go_on(fails_after_s: float) -> None:
+async def test_poison_request_fails_alone(fails_after_s: float) -> None:
     stage = Stage(3)
     await stage.router.pull_state_dict(1)
     before = [stage.ask(f"good {index}") for index in range(48)]
@@ -108,7 +108,7 @@ async def test_it_fails_alone_while_the_others_go_on(fails_after_s: float) -> No
 
 
 @pytest.mark.looptime
-async def test_with_one_replica_it_fails_alone_too() -> None:
+async def test_poison_request_fails_alone_on_a_single_replica() -> None:
     stage = Stage(1)
     good = [stage.ask(f"good {index}") for index in range(8)]
     with pytest.raises(RequestError, match="failed 3 times in the same way, on a, a, a"):
@@ -120,7 +120,7 @@ async def test_with_one_replica_it_fails_alone_too() -> None:
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("max_attempts", [3, 6])
-async def test_failures_on_one_flaky_replica_are_not_the_requests(max_attempts: int) -> None:
+async def test_failures_on_a_single_replica_are_not_blamed_on_the_request(max_attempts: int) -> None:
     """They tell nothing of the request, which has attempts left, however well others are served meanwhile."""
     stage = Stage(1, max_attempts=max_attempts)
     good = [stage.ask(f"good {index}") for index in range(8)]
@@ -134,7 +134,7 @@ async def test_failures_on_one_flaky_replica_are_not_the_requests(max_attempts: 
 
 
 @pytest.mark.looptime
-async def test_a_replica_that_fails_every_new_request_is_at_fault() -> None:
+async def test_replica_that_fails_every_new_request_is_blamed() -> None:
     """Though it goes on with the old ones."""
     stage = Stage(2)
     old = [stage.ask(f"old {index}") for index in range(8)]
@@ -155,7 +155,7 @@ POISONS = st.lists(
 
 @given(num_replicas=st.integers(1, 4), poisons=POISONS)
 @settings(max_examples=examples(80), deadline=None)
-def test_whatever_the_poison_good_requests_are_answered_once(
+def test_good_requests_are_served_once_despite_poison_requests(
     num_replicas: int, poisons: list[tuple[int, float, int]]
 ) -> None:
     """Poisons: seconds after the one before, seconds until it fails, how many siblings of it at once."""

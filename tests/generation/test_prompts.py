@@ -19,7 +19,7 @@ SAMPLING = SamplingParams(max_tokens=4)
 
 
 @pytest.mark.parametrize("name", NO_PROMPTS)
-async def test_an_engine_loop_refuses_it_and_goes_on(name: str) -> None:
+async def test_engine_loop_rejects_an_invalid_prompt_and_keeps_serving(name: str) -> None:
     loop = EngineLoop(ScriptedEngine)
     await loop.start()
     with pytest.raises(RequestError, match=r"'bad' .*token"):
@@ -29,7 +29,7 @@ async def test_an_engine_loop_refuses_it_and_goes_on(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NO_PROMPTS)
-async def test_a_router_refuses_it_and_takes_no_replica_out_of_service(name: str) -> None:
+async def test_router_rejects_an_invalid_prompt_without_blaming_a_replica(name: str) -> None:
     asked: list[str] = []
 
     async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any) -> Completion:
@@ -53,7 +53,7 @@ NO_TEXTS = [{"session_id": "half \ud83d"}, {"session_id": 7}, {"request_id": "ha
 
 
 @pytest.mark.parametrize("ids", NO_TEXTS)
-async def test_an_id_that_is_no_text_is_refused_by_every_strategy(ids: dict[str, Any]) -> None:
+async def test_non_text_ids_are_rejected_under_every_strategy(ids: dict[str, Any]) -> None:
     loop = EngineLoop(ScriptedEngine)
     await loop.start()
     for strategy in (ConsistentHash(), StickySession(GroupAffinity()), RoundRobin()):
@@ -65,7 +65,7 @@ async def test_an_id_that_is_no_text_is_refused_by_every_strategy(ids: dict[str,
     await loop.close()
 
 
-async def test_numpy_integers_are_token_ids() -> None:
+async def test_numpy_integers_are_accepted_as_token_ids() -> None:
     numpy = pytest.importorskip("numpy")
     loop = EngineLoop(ScriptedEngine)
     await loop.start()
@@ -81,7 +81,7 @@ def _no_weights(version: int) -> Any:
 
 
 @pytest.mark.parametrize("sampling", [None, {"max_tokens": 4}])
-async def test_sampling_that_is_none_is_refused(sampling: Any) -> None:
+async def test_invalid_sampling_is_rejected(sampling: Any) -> None:
     loop = EngineLoop(ScriptedEngine)
     await loop.start()
     router = GeneratorRouter([LocalReplica("scripted", loop, _no_weights)])
@@ -105,7 +105,7 @@ def is_plain(prompt_token_ids: Sequence[int], **_: Any) -> Any:
         (is_plain, "is_plain gave a Completion that cannot be awaited; write async def"),
     ],
 )
-async def test_a_function_that_gives_something_else_is_named_with_its_line(generate: Any, says: str) -> None:
+async def test_generate_fn_with_a_wrong_result_is_named_with_its_line(generate: Any, says: str) -> None:
     replica = FunctionReplica(generate)
     with pytest.raises(TypeError, match=rf"generate of .*test_prompts.py:\d+ in {says}"):
         await replica.generate([1], request_id="r", sampling=SAMPLING)

@@ -74,7 +74,7 @@ async def test_drain_of_the_only_replica_makes_requests_wait() -> None:
     await router.close()
 
 
-async def test_drain_aborts_what_does_not_finish_in_time() -> None:
+async def test_drain_aborts_requests_that_exceed_its_limit() -> None:
     a = FakeReplica("a")
     router = GeneratorRouter([a], limits=Limits(drain_s=20))
     running = ask(router, "1", tokens=1000)
@@ -87,7 +87,7 @@ async def test_drain_aborts_what_does_not_finish_in_time() -> None:
 
 
 @pytest.mark.parametrize("mode", ["hot_swap", "drain"])
-async def test_a_replica_that_cannot_pull_serves_nothing_until_it_has(mode: str) -> None:
+async def test_replica_serves_nothing_until_its_failed_pull_succeeds(mode: str) -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     a.pull_error = StateDictError("torn")
     failed: list[str] = []
@@ -107,7 +107,7 @@ async def test_a_replica_that_cannot_pull_serves_nothing_until_it_has(mode: str)
     await router.close()
 
 
-async def test_weights_that_nobody_can_load_are_an_error_with_the_cause() -> None:
+async def test_pull_that_fails_on_every_replica_raises_the_cause() -> None:
     a = FakeReplica("a")
     a.pull_error = StateDictError("torn")
     router = GeneratorRouter([a])
@@ -122,7 +122,7 @@ async def test_weights_that_nobody_can_load_are_an_error_with_the_cause() -> Non
 
 @pytest.mark.parametrize("mode", ["hot_swap", "drain"])
 @pytest.mark.parametrize("before", [None, 1])
-async def test_a_version_that_is_nowhere_changes_nothing(mode: str, before: int | None) -> None:
+async def test_unavailable_version_changes_nothing(mode: str, before: int | None) -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     router = GeneratorRouter([a, b])
     if before is not None:
@@ -142,7 +142,7 @@ async def test_a_version_that_is_nowhere_changes_nothing(mode: str, before: int 
 
 
 @pytest.mark.parametrize("mode", ["hot_swap", "drain"])
-async def test_a_version_that_one_replica_has_is_waited_for_by_the_others(mode: str) -> None:
+async def test_replica_waits_for_a_version_that_another_has_loaded(mode: str) -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     a.pull_error = UnavailableWeightsError("gone")
     router = GeneratorRouter([a, b])
@@ -154,7 +154,7 @@ async def test_a_version_that_one_replica_has_is_waited_for_by_the_others(mode: 
     await router.close()
 
 
-async def test_replicas_come_back_with_what_was_served_if_nobody_ever_had_the_next() -> None:
+async def test_replicas_recover_with_the_served_version_after_a_failed_pull() -> None:
     a = FakeReplica("a")
     router = GeneratorRouter([a], limits=Limits(no_replica_s=20))
     await router.pull_state_dict(1)
@@ -167,7 +167,7 @@ async def test_replicas_come_back_with_what_was_served_if_nobody_ever_had_the_ne
     await router.close()
 
 
-async def test_a_pull_outlives_the_loss_of_the_last_replica() -> None:
+async def test_pull_survives_the_loss_of_the_last_replica() -> None:
     a = FakeReplica("a")
     a.pull_error = GenerationError("dead")
     router = GeneratorRouter([a], limits=Limits(no_replica_s=100))
@@ -198,7 +198,7 @@ async def test_overlapping_pulls_skip_to_the_newest() -> None:
     await router.close()
 
 
-async def test_a_pull_past_its_limit_is_a_failure() -> None:
+async def test_pull_fails_at_its_time_limit() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     a.pull_s = 1000
     router = GeneratorRouter([a, b], limits=Limits(pull_s=30))
@@ -210,7 +210,7 @@ async def test_a_pull_past_its_limit_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("mode", ["hot_swap", "drain"])
-async def test_a_cancelled_pull_leaves_no_replica_behind(mode: str) -> None:
+async def test_cancelled_pull_still_updates_every_replica(mode: str) -> None:
     a = FakeReplica("a")
     a.pull_s = 10
     failed: list[str] = []
@@ -226,7 +226,7 @@ async def test_a_cancelled_pull_leaves_no_replica_behind(mode: str) -> None:
 
 
 @pytest.mark.parametrize("pause_at", [0.5, 15.0])
-async def test_a_drain_does_not_count_the_time_that_a_pause_freezes(pause_at: float) -> None:
+async def test_drain_limit_excludes_pause_time(pause_at: float) -> None:
     replicas = [FakeReplica("a"), FakeReplica("b")]
     router = GeneratorRouter(replicas, limits=Limits(drain_s=20))
     running = [ask(router, "1", tokens=12), ask(router, "2", tokens=30)]
@@ -242,7 +242,7 @@ async def test_a_drain_does_not_count_the_time_that_a_pause_freezes(pause_at: fl
     await router.close()
 
 
-async def test_drain_while_paused_is_refused_and_hot_swap_is_not() -> None:
+async def test_paused_router_rejects_drain_and_allows_hot_swap() -> None:
     a = FakeReplica("a")
     router = GeneratorRouter([a])
     running = ask(router, "1")
@@ -258,7 +258,7 @@ async def test_drain_while_paused_is_refused_and_hot_swap_is_not() -> None:
     await router.close()
 
 
-async def test_a_replica_is_recorded_with_the_version_that_it_has() -> None:
+async def test_router_records_the_version_that_a_replica_reports() -> None:
     """A pull that was given up on comes through after the next one, or another made it newer."""
 
     class Tells(FakeReplica):

@@ -64,7 +64,7 @@ def held(name: str, whole: torch.Tensor, rows: slice, parameter: str = "") -> He
     return HeldTensor(name, parameter or name, whole[rows], (rows.start, 0), tuple(whole.shape))
 
 
-async def test_a_pull_whose_engine_keeps_an_old_tensor_fails_and_the_next_one_cures_it() -> None:
+async def test_stale_tensor_fails_the_pull_until_the_next_one() -> None:
     engine = Forgetful()
     loop = EngineLoop(lambda: engine)
     await loop.start()
@@ -87,7 +87,7 @@ async def test_a_pull_whose_engine_keeps_an_old_tensor_fails_and_the_next_one_cu
     await loop.close()
 
 
-async def test_an_engine_that_cannot_be_read_is_not_said_to_be_verified() -> None:
+async def test_unreadable_engine_has_no_readback() -> None:
     loop = EngineLoop(Unreadable)
     await loop.start()
     result = await loop.pull(1, lambda: weights(1).items(), published=checksums(weights(1)))
@@ -97,7 +97,7 @@ async def test_an_engine_that_cannot_be_read_is_not_said_to_be_verified() -> Non
     await loop.close()
 
 
-def test_ranks_that_hold_parts_are_compared_together() -> None:
+def test_parts_held_by_several_ranks_are_compared_together() -> None:
     whole = weights(1)
     published = checksums(whole)
     ranks = [
@@ -112,7 +112,7 @@ def test_ranks_that_hold_parts_are_compared_together() -> None:
         compare(published, [read_back(rank, published) for rank in ranks], 1)
 
 
-def test_replicas_of_a_part_must_all_be_right() -> None:
+def test_every_copy_of_a_part_must_match() -> None:
     whole = weights(1)
     published = checksums({"embed": whole["embed"]})
     right, stale = held("embed", whole["embed"], slice(0, 6)), held("embed", weights(0)["embed"], slice(0, 6))
@@ -122,7 +122,7 @@ def test_replicas_of_a_part_must_all_be_right() -> None:
             compare(published, [read_back(rank, published) for rank in ranks], 1)
 
 
-def test_a_copy_of_a_tensor_counts_for_itself() -> None:
+def test_each_parameter_that_holds_a_tensor_is_checked() -> None:
     whole = weights(1)
     published = checksums({"embed": whole["embed"]})
     engine = Sharded([
@@ -132,7 +132,7 @@ def test_a_copy_of_a_tensor_counts_for_itself() -> None:
         compare(published, [read_back(engine, published)], 1)
 
 
-def test_what_is_missing_or_too_coarse_to_compare_is_unread() -> None:
+def test_missing_or_lower_precision_tensors_are_unread() -> None:
     whole = weights(1)
     published = checksums(whole)
     engine = Sharded([
@@ -145,7 +145,7 @@ def test_what_is_missing_or_too_coarse_to_compare_is_unread() -> None:
     assert "2 tensors, 100.0% of the weights, were not read back: embed, layers.0.q" in describe(readback)
 
 
-def test_a_tensor_that_is_kept_in_a_wider_dtype_is_read() -> None:
+def test_tensor_held_in_a_wider_dtype_is_read() -> None:
     whole = {"gate": weights(1)["embed"].bfloat16()}
     engine = Sharded([HeldTensor("gate", "gate", whole["gate"].float(), (0, 0), (6, 8))])
     assert compare(checksums(whole), [read_back(engine, checksums(whole))], 1).unread == ()

@@ -58,7 +58,7 @@ async def resumed(parts: Parts, sampling: SamplingParams, **settings: object) ->
     return await generate([7, 8], request_id="a", session_id="s", sampling=sampling)
 
 
-async def test_parts_become_one_completion() -> None:
+async def test_aborted_parts_are_joined_into_one_completion() -> None:
     parts = Parts(([1, 2], ABORT), ([3], ABORT), ([4, 5], STOP), experts=True)
     sampling = SamplingParams(max_tokens=10, min_tokens=3, seed=5, stop_token_ids=(5,), return_routed_experts=True)
     whole = await resumed(parts, sampling)
@@ -78,7 +78,7 @@ async def test_parts_become_one_completion() -> None:
     assert whole.metrics["num_resumes"] == 2
 
 
-async def test_a_whole_completion_is_returned_untouched() -> None:
+async def test_unaborted_completion_is_returned_unchanged() -> None:
     completion = Completion("a", [1], [0.0], LENGTH, (VersionSpan(0, 1),))
 
     async def generate(prompt_token_ids: Sequence[int], **request: object) -> Completion:
@@ -88,7 +88,7 @@ async def test_a_whole_completion_is_returned_untouched() -> None:
     assert await resume_on_abort(generate)([1], request_id="a", sampling=sampling) is completion
 
 
-async def test_nothing_generated_sends_the_original_again() -> None:
+async def test_abort_without_tokens_resends_the_original_request() -> None:
     parts = Parts(([], ABORT), ([1], LENGTH))
     sampling = SamplingParams(max_tokens=1, seed=3)
     assert (await resumed(parts, sampling)).token_ids == [1]
@@ -104,7 +104,7 @@ async def test_nothing_generated_sends_the_original_again() -> None:
         ([1, 2, 9], SamplingParams(max_tokens=3, stop_token_ids=(9,)), STOP),
     ],
 )
-async def test_what_had_ended_is_not_sent_again(
+async def test_aborted_request_that_had_ended_is_not_resent(
     partial: list[int], sampling: SamplingParams, ending: FinishReason
 ) -> None:
     parts = Parts((partial, ABORT))
@@ -113,7 +113,7 @@ async def test_what_had_ended_is_not_sent_again(
 
 
 @pytest.mark.parametrize("ending", [TOOL_CALLS, STOP, LENGTH])
-async def test_what_ended_as_the_abort_came_is_not_sent_again(ending: FinishReason) -> None:
+async def test_request_that_ended_during_its_abort_is_not_resent(ending: FinishReason) -> None:
     """A tool call, or a stop token that only the engine knows, is not to be seen in the tokens."""
     parts = Parts(([1], ABORT), ([2, 3], ending))
     parts.late = (ending,)
@@ -121,7 +121,7 @@ async def test_what_ended_as_the_abort_came_is_not_sent_again(ending: FinishReas
     assert (whole.token_ids, whole.finish_reason, whole.ended) == ([1, 2, 3], ending, None)
 
 
-async def test_an_engine_says_how_a_request_ended_whose_abort_came_too_late() -> None:
+async def test_engine_reports_the_ending_of_a_request_aborted_too_late() -> None:
     class CallsTools(ScriptedEngine):
         def step(self) -> list[TokenDelta]:
             return [replace(delta, finish_reason=TOOL_CALLS) for delta in super().step()]
@@ -141,12 +141,12 @@ async def test_an_engine_says_how_a_request_ended_whose_abort_came_too_late() ->
 
 
 @pytest.mark.parametrize("max_context", [3, 4])
-async def test_a_full_context_ends_with_length(max_context: int) -> None:
+async def test_full_context_ends_with_length(max_context: int) -> None:
     whole = await resumed(Parts(([1, 2], ABORT)), SamplingParams(max_tokens=9), max_context=max_context)
     assert whole.finish_reason is LENGTH
 
 
-async def test_attempts_used_up_say_abort_and_keep_the_tokens() -> None:
+async def test_exhausted_attempts_return_an_abort_with_the_tokens() -> None:
     parts = Parts(([1], ABORT), ([2], ABORT), ([3], ABORT))
     whole = await resumed(parts, SamplingParams(max_tokens=9), max_attempts=3)
     assert (whole.token_ids, whole.finish_reason) == ([1, 2, 3], ABORT)
@@ -156,7 +156,7 @@ async def test_attempts_used_up_say_abort_and_keep_the_tokens() -> None:
 
 @pytest.mark.parametrize("tokens", [[], [7]], ids=["in the queue", "after a token"])
 @pytest.mark.looptime
-async def test_interruptions_are_not_counted(tokens: list[int]) -> None:
+async def test_number_of_interruptions_is_unlimited(tokens: list[int]) -> None:
     """Each comes after some time: in the engine's queue, or between two tokens."""
     parts = Parts(*[(tokens, ABORT)] * 1000, ([1], STOP))
 
@@ -171,7 +171,7 @@ async def test_interruptions_are_not_counted(tokens: list[int]) -> None:
 
 
 @pytest.mark.looptime
-async def test_aborts_at_once_and_without_end_are_no_busy_loop() -> None:
+async def test_endless_immediate_aborts_do_not_busy_loop() -> None:
     parts = Parts(([1], ABORT), *[([], ABORT)] * 1000)
     whole = await resumed(parts, SamplingParams(max_tokens=9), resume_timeout_s=60.0)
     assert (whole.token_ids, whole.finish_reason) == ([1], ABORT)
@@ -181,7 +181,7 @@ async def test_aborts_at_once_and_without_end_are_no_busy_loop() -> None:
 
 
 @pytest.mark.looptime
-async def test_it_waits_while_paused_and_not_for_ever() -> None:
+async def test_resume_waits_while_paused_up_to_its_timeout() -> None:
     waits = 0
 
     async def wait() -> None:
@@ -203,7 +203,7 @@ async def test_missing_routed_experts_are_an_error() -> None:
         await resumed(Parts(([1], STOP)), SamplingParams(max_tokens=9, return_routed_experts=True))
 
 
-async def test_pauses_of_a_real_loop_leave_no_trace() -> None:
+async def test_tokens_are_unaffected_by_pauses_of_an_engine_loop() -> None:
     """Six requests, two at a time, two pause and resume cycles: every token is there."""
     sampling = SamplingParams(max_tokens=2048)
 
@@ -240,7 +240,7 @@ async def test_pauses_of_a_real_loop_leave_no_trace() -> None:
     assert sum(c.metrics.get("num_resumes", 0) for c in disturbed) >= 6
 
 
-async def test_what_generate_does_to_its_prompt_reaches_no_later_attempt() -> None:
+async def test_generate_cannot_modify_the_prompt_of_later_attempts() -> None:
     seen: list[list[int]] = []
 
     async def meddling(prompt_token_ids: Any, *, request_id: str, **kwargs: Any) -> Completion:
@@ -254,7 +254,7 @@ async def test_what_generate_does_to_its_prompt_reaches_no_later_attempt() -> No
     assert (mine, seen) == ([5], [[5], [5, 1], [5, 1, 1]])
 
 
-async def test_a_generate_that_gives_none_is_named() -> None:
+async def test_generate_that_returns_none_is_named() -> None:
     async def nothing(*args: Any, **kwargs: Any) -> Any:
         return None
 
@@ -263,7 +263,7 @@ async def test_a_generate_that_gives_none_is_named() -> None:
 
 
 @pytest.mark.looptime
-async def test_a_wait_that_does_not_heed_its_cancellation_is_left_behind() -> None:
+async def test_wait_that_ignores_cancellation_is_abandoned() -> None:
     over = False
 
     async def deaf() -> None:

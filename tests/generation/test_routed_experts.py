@@ -40,7 +40,7 @@ class Forgetful(ScriptedEngine):
 @pytest.mark.parametrize("wrap", [lambda generate: generate, resume_on_abort], ids=["loop", "resumed"])
 @pytest.mark.parametrize("offered", [True, False])
 @pytest.mark.parametrize("asked", [True, False])
-async def test_they_are_returned_if_the_run_has_them_and_the_request_asks(
+async def test_routed_experts_are_returned_when_enabled_and_requested(
     offered: bool, asked: bool, wrap: Callable[[GenerateFn], GenerateFn]
 ) -> None:
     loop = EngineLoop(lambda: ScriptedEngine(experts=EXPERTS), routed_experts=offered)
@@ -57,13 +57,13 @@ async def test_they_are_returned_if_the_run_has_them_and_the_request_asks(
     await loop.close()
 
 
-def test_a_completion_that_lacks_a_row_cannot_be_made() -> None:
+def test_completion_rejects_missing_rows_of_routed_experts() -> None:
     spans = (VersionSpan(0, 3),)
     with pytest.raises(ValueError, match="3 token_ids and 2 rows in routed_experts"):
         Completion("a", [1, 2, 3], [-1.0] * 3, FinishReason.STOP, spans, [[[0]], [[1]]])
 
 
-async def test_a_token_without_them_fails_its_request_alone() -> None:
+async def test_token_without_routed_experts_fails_only_its_request() -> None:
     engine = Forgetful(experts=EXPERTS)
     loop = EngineLoop(lambda: engine, routed_experts=True)
     await loop.start()
@@ -74,7 +74,7 @@ async def test_a_token_without_them_fails_its_request_alone() -> None:
     await loop.close()
 
 
-async def test_an_engine_that_has_none_fails_a_request_that_asks() -> None:
+async def test_request_fails_when_the_engine_returns_no_routed_experts() -> None:
     loop = EngineLoop(ScriptedEngine, routed_experts=True)
     await loop.start()
     with pytest.raises(GenerationError, match="routed experts"):
@@ -82,7 +82,7 @@ async def test_an_engine_that_has_none_fails_a_request_that_asks() -> None:
     await loop.close()
 
 
-async def test_an_aborted_and_resumed_request_has_those_of_an_undisturbed_one() -> None:
+async def test_resumed_request_has_the_same_routed_experts() -> None:
     engines = [ScriptedEngine(experts=EXPERTS, block_at_step=5), ScriptedEngine(experts=EXPERTS)]
     loops = [EngineLoop(lambda engine=engine: engine, routed_experts=True) for engine in engines]
     for loop in loops:
@@ -104,7 +104,7 @@ async def test_an_aborted_and_resumed_request_has_those_of_an_undisturbed_one() 
     assert np.array_equal(resumed.routed_experts, undisturbed.routed_experts)
 
 
-async def test_those_of_a_filtered_group_are_freed() -> None:
+async def test_routed_experts_of_a_filtered_group_are_freed() -> None:
     kept: list[weakref.ref[np.ndarray]] = []
     dropped: list[weakref.ref[np.ndarray]] = []
 

@@ -42,14 +42,14 @@ async def pair() -> AsyncIterator[tuple[FakeReplica, FakeReplica, GeneratorRoute
 Pair = tuple[FakeReplica, FakeReplica, GeneratorRouter]
 
 
-async def test_the_names_fit_their_protocols(pair: Pair) -> None:
+async def test_router_and_replica_conform_to_their_protocols(pair: Pair) -> None:
     assert isinstance(pair[0], Replica)
     generate: GenerateFn = pair[2].generate
     completion = await generate([1], request_id="r", sampling=SamplingParams(max_tokens=2))
     assert (completion.request_id, completion.finish_reason) == ("r", FinishReason.LENGTH)
 
 
-async def test_requests_that_fail_are_no_answers() -> None:
+async def test_failed_requests_are_not_counted_as_answered() -> None:
     router = GeneratorRouter([], limits=Limits(no_replica_s=1.0))
     with pytest.raises(NoReplicaError):
         await ask(router, "fails")
@@ -70,7 +70,7 @@ async def test_load_is_prompt_plus_budget_while_in_flight(pair: Pair) -> None:
     assert a.served == ["1"]
 
 
-async def test_cancelling_a_request_gives_its_load_back_and_tells_the_engine(pair: Pair) -> None:
+async def test_cancelling_a_request_releases_its_load_and_aborts_it(pair: Pair) -> None:
     a, _, router = pair
     request = ask(router, "1", tokens=50)
     await asyncio.sleep(2)
@@ -82,7 +82,7 @@ async def test_cancelling_a_request_gives_its_load_back_and_tells_the_engine(pai
     assert a.aborts == [["1"]]
 
 
-async def test_a_bad_request_fails_alone_and_is_not_retried(pair: Pair) -> None:
+async def test_bad_request_fails_alone_and_is_not_retried(pair: Pair) -> None:
     a, b, router = pair
     with pytest.raises(RequestError, match="empty prompt"):
         await router.generate([], request_id="bad", sampling=SamplingParams(max_tokens=1))
@@ -95,7 +95,7 @@ async def test_a_bad_request_fails_alone_and_is_not_retried(pair: Pair) -> None:
     assert len((await request).token_ids) == 3
 
 
-async def test_a_failure_moves_the_request_and_quarantines_the_replica() -> None:
+async def test_failure_moves_the_request_and_quarantines_the_replica() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     failed: list[tuple[str, str]] = []
     router = GeneratorRouter([a, b], on_replica_failed=lambda replica, error: failed.append((replica.name, str(error))))
@@ -114,7 +114,7 @@ async def test_a_failure_moves_the_request_and_quarantines_the_replica() -> None
     await router.close()
 
 
-async def test_a_replica_that_fails_fast_draws_ever_fewer_requests() -> None:
+async def test_fast_failing_replica_does_not_attract_requests() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     a.generate_error = GenerationError("always")
     router = GeneratorRouter([a, b], strategy=LeastLoaded())
@@ -124,7 +124,7 @@ async def test_a_replica_that_fails_fast_draws_ever_fewer_requests() -> None:
     await router.close()
 
 
-async def test_a_request_that_kills_every_replica_fails_with_the_cause() -> None:
+async def test_request_that_fails_on_every_replica_fails_with_the_cause() -> None:
     replicas = [FakeReplica(name) for name in "abcd"]
     for replica in replicas:
         replica.generate_error = GenerationError("boom")
@@ -137,7 +137,7 @@ async def test_a_request_that_kills_every_replica_fails_with_the_cause() -> None
     await router.close()
 
 
-async def test_the_request_of_a_replica_that_hangs_goes_elsewhere_under_another_engine_id() -> None:
+async def test_request_on_a_hanging_replica_moves_under_a_new_engine_id() -> None:
     slow, fast = FakeReplica("slow", step_s=1000), FakeReplica("fast")
     router = GeneratorRouter([slow, fast], strategy=RoundRobin(), stall_timeout_s=10)
     completion = await ask(router, "1")
@@ -146,7 +146,7 @@ async def test_the_request_of_a_replica_that_hangs_goes_elsewhere_under_another_
     await router.close()
 
 
-async def test_a_request_whose_id_looks_like_anothers_second_attempt_is_not_taken_for_it() -> None:
+async def test_request_id_like_a_retry_id_does_not_collide() -> None:
     slow, fast = FakeReplica("slow", step_s=5), FakeReplica("fast", step_s=5)
     router = GeneratorRouter([slow, fast], strategy=RoundRobin())
     moved = ask(router, "a")
@@ -159,7 +159,7 @@ async def test_a_request_whose_id_looks_like_anothers_second_attempt_is_not_take
     await router.close()
 
 
-async def test_with_no_replica_left_requests_wait_for_the_respawn() -> None:
+async def test_requests_wait_for_a_respawn_when_no_replica_is_left() -> None:
     a = FakeReplica("a")
     router = GeneratorRouter([a])
     await router.pull_state_dict(1)
@@ -175,7 +175,7 @@ async def test_with_no_replica_left_requests_wait_for_the_respawn() -> None:
     await router.close()
 
 
-async def test_with_no_replica_left_the_wait_ends_with_the_last_cause() -> None:
+async def test_wait_for_a_replica_ends_with_the_last_failure() -> None:
     a = FakeReplica("a")
     router = GeneratorRouter([a], limits=Limits(no_replica_s=60))
     await router.pull_state_dict(1)
@@ -186,7 +186,7 @@ async def test_with_no_replica_left_the_wait_ends_with_the_last_cause() -> None:
     await router.close()
 
 
-async def test_a_router_without_replicas_waits_for_the_first() -> None:
+async def test_router_without_replicas_waits_for_the_first() -> None:
     router = GeneratorRouter([])
     request = ask(router, "1")
     await asyncio.sleep(1)
@@ -209,7 +209,7 @@ async def test_removing_a_replica_moves_its_requests_without_blame(pair: Pair) -
     assert await router.add_replica(a)
 
 
-async def test_a_late_failure_does_not_count_against_a_replica_that_has_recovered() -> None:
+async def test_late_failure_does_not_count_against_a_recovered_replica() -> None:
     class FailsLate(FakeReplica):
         async def generate(self, *args, request_id: str, **kwargs) -> Completion:
             if request_id == "slow":
@@ -233,7 +233,7 @@ async def test_a_late_failure_does_not_count_against_a_replica_that_has_recovere
     await router.close()
 
 
-async def test_a_replica_that_recovered_by_a_drain_can_fail_again() -> None:
+async def test_replica_recovered_by_a_drain_can_fail_again() -> None:
     a = FakeReplica("a")
     failed: list[str] = []
     router = GeneratorRouter(
@@ -253,7 +253,7 @@ async def test_a_replica_that_recovered_by_a_drain_can_fail_again() -> None:
     await router.close()
 
 
-async def test_sessions_stay_and_are_let_go(pair: Pair) -> None:
+async def test_sessions_stay_on_a_replica_until_finished(pair: Pair) -> None:
     a, b, router = pair
     ask(router, "busy", tokens=30)
     for turn in range(3):
@@ -266,7 +266,7 @@ async def test_sessions_stay_and_are_let_go(pair: Pair) -> None:
     assert "s3" in a.served
 
 
-async def test_closing_resolves_everything() -> None:
+async def test_close_resolves_every_pending_call() -> None:
     a = FakeReplica("a")
     a.pull_s = 50
     router = GeneratorRouter([a])
@@ -284,7 +284,7 @@ async def test_closing_resolves_everything() -> None:
     assert a.calls.count("close") == 1
 
 
-async def test_closing_does_not_wait_for_a_replica_that_hangs() -> None:
+async def test_close_does_not_wait_for_a_hanging_replica() -> None:
     class Hanging(FakeReplica):
         async def close(self) -> None:
             await asyncio.Event().wait()
@@ -296,7 +296,7 @@ async def test_closing_does_not_wait_for_a_replica_that_hangs() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("stall_timeout_s", 0.0), ("max_attempts", 0)])
-async def test_a_wrong_setting_is_named(name: str, value: float) -> None:
+async def test_invalid_setting_is_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
         GeneratorRouter([], **{name: value})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="call_s"):

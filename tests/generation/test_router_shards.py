@@ -41,7 +41,7 @@ def ask(router: InProcessShards, number: int, tokens: int = 10) -> asyncio.Task[
     )
 
 
-async def test_a_pause_is_complete_once_no_shard_sends_any_more() -> None:
+async def test_pause_returns_after_every_shard_has_stopped_sending() -> None:
     replicas = [FakeReplica(name) for name in "abcd"]
     router = await sharded(replicas)
     running = [ask(router, number) for number in range(64)]
@@ -59,7 +59,7 @@ async def test_a_pause_is_complete_once_no_shard_sends_any_more() -> None:
     await router.close()
 
 
-async def test_requests_of_all_shards_finish_within_a_waiting_pause_or_are_reported_as_aborted() -> None:
+async def test_wait_pause_finishes_or_aborts_requests_of_all_shards() -> None:
     router = await sharded([FakeReplica("a"), FakeReplica("b")], limits=Limits(finish_s=50))
     short, long = (
         [ask(router, number) for number in range(20)],
@@ -75,7 +75,7 @@ async def test_requests_of_all_shards_finish_within_a_waiting_pause_or_are_repor
     await router.close()
 
 
-async def test_an_abort_reaches_the_requests_of_every_shard() -> None:
+async def test_abort_reaches_the_requests_of_every_shard() -> None:
     router = await sharded([FakeReplica("a"), FakeReplica("b")])
     requests = [ask(router, number, 1000) for number in range(40)]
     await asyncio.sleep(5.5)
@@ -85,7 +85,7 @@ async def test_an_abort_reaches_the_requests_of_every_shard() -> None:
     await router.close()
 
 
-async def test_a_drain_takes_each_replica_out_of_every_shard_so_that_an_answer_has_one_version() -> None:
+async def test_completions_have_one_version_when_a_pull_drains_all_shards() -> None:
     replicas = [FakeReplica("a"), FakeReplica("b")]
     router = await sharded(replicas)
     await router.pull_state_dict(1)
@@ -103,7 +103,7 @@ async def test_a_drain_takes_each_replica_out_of_every_shard_so_that_an_answer_h
     await router.close()
 
 
-async def test_after_a_pull_no_shard_sends_to_a_replica_that_kept_old_weights() -> None:
+async def test_no_shard_sends_to_a_replica_with_old_weights_after_a_pull() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     router = await sharded([a, b], limits=Limits(quarantine_s=1000, max_quarantine_s=1000))
     b.pull_error = UnavailableWeightsError("no route")
@@ -114,7 +114,7 @@ async def test_after_a_pull_no_shard_sends_to_a_replica_that_kept_old_weights() 
     await router.close()
 
 
-async def test_a_replica_that_fails_in_one_shard_leaves_service_in_all_and_returns_to_all() -> None:
+async def test_replica_that_fails_in_one_shard_is_quarantined_in_all() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     router = await sharded([a, b], limits=Limits(quarantine_s=50))
     a.generate_error = GenerationError("broken")
@@ -131,7 +131,7 @@ async def test_a_replica_that_fails_in_one_shard_leaves_service_in_all_and_retur
     await router.close()
 
 
-async def test_failures_that_are_far_apart_do_not_lengthen_a_quarantine() -> None:
+async def test_infrequent_failures_do_not_lengthen_the_quarantine() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     router = await sharded([a, b], limits=Limits(quarantine_s=4, max_quarantine_s=60))
     for round_number in range(4):
@@ -148,7 +148,7 @@ async def test_failures_that_are_far_apart_do_not_lengthen_a_quarantine() -> Non
     await router.close()
 
 
-async def test_a_silent_replica_is_reported_by_the_shard_whose_requests_it_has() -> None:
+async def test_shard_reports_a_silent_replica() -> None:
     a, told = FakeReplica("a", step_s=10_000), list[tuple[str, str]]()
     router = await sharded(
         [a],
@@ -183,7 +183,7 @@ async def test_replicas_join_retire_and_are_replaced_in_every_shard() -> None:
     await router.close()
 
 
-async def test_a_shard_that_joins_during_a_pause_sends_nothing_before_the_resume() -> None:
+async def test_shard_that_joins_during_a_pause_waits_for_the_resume() -> None:
     a = FakeReplica("a")
     router = InProcessShards([a], num_shards=2)
     await router.router.pause("keep")
@@ -195,7 +195,7 @@ async def test_a_shard_that_joins_during_a_pause_sends_nothing_before_the_resume
     await router.close()
 
 
-async def test_the_death_of_a_shard_costs_only_its_own_requests() -> None:
+async def test_shard_death_fails_only_its_own_requests() -> None:
     replicas = [FakeReplica(name) for name in "ab"]
     router = await sharded(replicas, num_shards=4)
     requests = {number: ask(router, number, 30) for number in range(64)}
@@ -218,7 +218,7 @@ async def test_the_death_of_a_shard_costs_only_its_own_requests() -> None:
     await router.close()
 
 
-async def test_answers_and_moves_of_a_shard_still_count_after_its_death() -> None:
+async def test_counts_of_a_dead_shard_are_kept() -> None:
     class Counting:
         name = "counting"
 
@@ -257,7 +257,7 @@ class Blocked:
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_a_shard_that_is_blocked_holds_up_a_pause_for_no_longer_than_a_silent_generator_may_be(mode: str) -> None:
+async def test_blocked_shard_delays_a_pause_by_at_most_the_stall_timeout(mode: str) -> None:
     stall_timeout_s = 40.0
     options = router_options(
         GenerationConfig(stall_timeout_s=stall_timeout_s), RoutingConfig(), StateDictConfig(), wait_s=1000
@@ -271,7 +271,7 @@ async def test_a_shard_that_is_blocked_holds_up_a_pause_for_no_longer_than_a_sil
     await router.close()
 
 
-async def test_a_shard_whose_process_ends_during_a_pause_holds_it_up_no_longer() -> None:
+async def test_pause_continues_when_a_blocked_shard_dies() -> None:
     router, blocked = await sharded([FakeReplica("a")], num_shards=2), Blocked()
     await router.router.join(blocked)
     pausing = asyncio.create_task(router.pause("wait"))
@@ -284,7 +284,7 @@ async def test_a_shard_whose_process_ends_during_a_pause_holds_it_up_no_longer()
     await router.close()
 
 
-async def test_a_shard_that_does_not_acknowledge_is_given_up_so_that_a_pause_ends() -> None:
+async def test_unresponsive_shard_is_ended_so_that_a_pause_completes() -> None:
     class Deaf:
         name, reason = "deaf", ""
 
@@ -304,7 +304,7 @@ async def test_a_shard_that_does_not_acknowledge_is_given_up_so_that_a_pause_end
     await router.close()
 
 
-async def test_a_shard_that_ends_while_it_joins_is_an_error() -> None:
+async def test_shard_death_while_joining_is_an_error() -> None:
     class Gone:
         name = "gone"
 
@@ -319,7 +319,7 @@ async def test_a_shard_that_ends_while_it_joins_is_an_error() -> None:
     await router.close()
 
 
-async def test_a_replica_without_an_address_cannot_be_shared() -> None:
+async def test_replica_without_an_address_cannot_be_shared() -> None:
     router = GeneratorRouter([FakeReplica("a")])
     (link,) = (await sharded([FakeReplica("b")], num_shards=1)).links
     with pytest.raises(ConfigError, match=r"replica 'a' has no address.*rollout\.num_workers"):
@@ -327,7 +327,7 @@ async def test_a_replica_without_an_address_cannot_be_shared() -> None:
     await router.close()
 
 
-async def test_shards_together_keep_the_busiest_replica_within_a_tenth_of_the_mean() -> None:
+async def test_shards_balance_requests_across_replicas() -> None:
     replicas = [FakeReplica(f"r{number}", step_s=4.0) for number in range(4)]
     router = InProcessShards(replicas, num_shards=NUM_SHARDS)
     await router.joined()
@@ -408,5 +408,5 @@ async def survive(events: list[Event]) -> None:
 
 @settings(max_examples=examples(40), deadline=None)
 @given(EVENTS)
-def test_whatever_happens_a_request_is_lost_only_with_its_shard(events: list[Event]) -> None:
+def test_requests_are_lost_only_with_their_shard(events: list[Event]) -> None:
     in_virtual_time(survive(events))

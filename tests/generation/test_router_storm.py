@@ -187,7 +187,7 @@ class Storm:
 @pytest.mark.parametrize("num_shards", [0, 4])
 @given(moves=MOVES, move_below=st.sampled_from([None, 0.8]))
 @settings(max_examples=examples(150), deadline=None)
-def test_whatever_happens_everything_resolves_and_is_given_back(
+def test_random_faults_resolve_every_request_and_release_its_load(
     moves: list[Move], move_below: float | None, num_shards: int
 ) -> None:
     async def play() -> None:

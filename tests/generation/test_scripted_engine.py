@@ -32,11 +32,11 @@ def run(engine: ScriptedEngine, prompt: list[int], **settings: object) -> tuple[
     return tokens, finish
 
 
-def test_it_is_an_engine() -> None:
+def test_scripted_engine_is_an_engine() -> None:
     assert isinstance(ScriptedEngine(), Engine)
 
 
-def test_tokens_depend_on_the_context_alone() -> None:
+def test_tokens_depend_only_on_the_context() -> None:
     whole, finish = run(ScriptedEngine(), [1, 2], max_tokens=10)
     assert finish is FinishReason.LENGTH
     assert run(ScriptedEngine(), [1, 2, *whole[:4]], max_tokens=6)[0] == whole[4:]
@@ -50,7 +50,7 @@ def test_tokens_depend_on_the_context_alone() -> None:
     assert run(moving, [1, 2], max_tokens=10)[0] != before
 
 
-def test_logprobs_tell_versions_apart_and_equal_the_scores() -> None:
+def test_logprobs_depend_on_the_version_and_equal_the_scores() -> None:
     engine = ScriptedEngine()
     engine.load_state_dict([("w", 1)], 4)
     assert engine.score([[1, 2, 3]]) == [scripted_logprobs([1, 2, 3], 4)]
@@ -60,7 +60,7 @@ def test_logprobs_tell_versions_apart_and_equal_the_scores() -> None:
     assert list(delta.logprobs) == scripted_logprobs([1, 2, *delta.token_ids], 4)[1:]
 
 
-def test_stop_tokens_end_completions_of_a_mean_length() -> None:
+def test_stop_tokens_give_completions_of_the_mean_length() -> None:
     engine = ScriptedEngine(mean_tokens=8)
     runs = [run(engine, [index], max_tokens=1000, min_tokens=3, stop_token_ids=(5, 6)) for index in range(200)]
     assert all(finish is FinishReason.STOP and tokens[-1] in (5, 6) for tokens, finish in runs)
@@ -68,7 +68,7 @@ def test_stop_tokens_end_completions_of_a_mean_length() -> None:
     assert 9 < sum(len(tokens) for tokens, _ in runs) / len(runs) < 13
 
 
-def test_a_script_says_what_comes_next() -> None:
+def test_script_chooses_the_next_token() -> None:
     engine = ScriptedEngine(script=lambda context: context[-1] + 1)
     assert run(engine, [1], max_tokens=9, stop_token_ids=(4,)) == ([2, 3, 4], FinishReason.STOP)
 
@@ -86,7 +86,7 @@ def test_time_follows_the_cost_model() -> None:
     assert slept == [2.5, 1.5, 3.5, 3.0]
 
 
-def test_refused_requests_and_injected_failures() -> None:
+def test_rejected_requests_and_injected_failures() -> None:
     engine = ScriptedEngine(max_context=4, fail_at_step=1)
     for prompt in ([], [1] * 4):
         with pytest.raises(RequestError, match="context of 4"):

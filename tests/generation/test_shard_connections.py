@@ -77,7 +77,7 @@ def ask(connection: ReplicaConnection, name: str = "r") -> asyncio.Task[Completi
     return asyncio.ensure_future(connection.stream(EngineRequest(name, [1], SAMPLING), lambda chunk: None))
 
 
-async def test_a_connection_that_fails_is_tried_again_after_growing_pauses_until_it_opens() -> None:
+async def test_failed_connection_is_retried_with_backoff() -> None:
     connection, opener, listener = connected("fail", "fail", "fail")
     await asyncio.sleep(0)
     assert not connection.is_open
@@ -90,7 +90,7 @@ async def test_a_connection_that_fails_is_tried_again_after_growing_pauses_until
     await connection.close()
 
 
-async def test_an_attempt_without_an_answer_ends_after_its_limit() -> None:
+async def test_unanswered_connection_attempt_times_out() -> None:
     connection, opener, _ = connected("hang", "hang", retries=Retries(open_s=7))
     await asyncio.sleep(7.1)
     with pytest.raises(GenerationError, match="no answer within 7 s"):
@@ -101,7 +101,7 @@ async def test_an_attempt_without_an_answer_ends_after_its_limit() -> None:
     await connection.close()
 
 
-async def test_a_replica_that_cannot_be_reached_is_reported_once_and_tried_for_as_long_as_it_is_listed() -> None:
+async def test_unreachable_replica_is_reported_once_and_retried() -> None:
     connection, opener, listener = connected(*["fail"] * 40, "open", *["fail"] * 40)
     await asyncio.sleep(5)
     assert listener.told == [
@@ -124,7 +124,7 @@ async def test_a_replica_that_cannot_be_reached_is_reported_once_and_tried_for_a
     await connection.close()
 
 
-async def test_a_stream_that_breaks_is_reported_before_its_requests_fail_and_opened_again() -> None:
+async def test_broken_stream_is_reported_before_its_requests_fail() -> None:
     connection, opener, listener = connected()
     await asyncio.sleep(0)
     requests = [ask(connection, f"r{number}") for number in range(3)]
@@ -141,7 +141,7 @@ async def test_a_stream_that_breaks_is_reported_before_its_requests_fail_and_ope
     await connection.close()
 
 
-async def test_a_stream_that_always_breaks_before_it_has_brought_an_answer_counts_as_unreachable() -> None:
+async def test_streams_that_break_before_an_answer_count_as_unreachable() -> None:
     connection, opener, listener = connected()
     for _ in range(5):
         await asyncio.sleep(5)  # it is opened again
@@ -154,7 +154,7 @@ async def test_a_stream_that_always_breaks_before_it_has_brought_an_answer_count
 
 
 @pytest.mark.parametrize("outcome", ["open", "fail", "hang"])
-async def test_a_connection_that_is_closed_makes_no_further_attempt(outcome: str) -> None:
+async def test_closed_connection_makes_no_further_attempts(outcome: str) -> None:
     connection, opener, listener = connected(outcome)
     await asyncio.sleep(0.1)
     tried, told = len(opener.times), list(listener.told)
@@ -184,7 +184,7 @@ def send(router: InProcessShards, number: int, tokens: int = 10) -> asyncio.Task
     )
 
 
-async def test_a_broken_stream_costs_its_requests_an_attempt_and_the_replica_nothing() -> None:
+async def test_broken_stream_is_not_blamed_on_the_replica() -> None:
     replicas, network, failed = [FakeReplica("a"), FakeReplica("b")], Network(), list[str]()
     router = await sharded(replicas, network, on_replica_failed=lambda replica, error: failed.append(replica.name))
     requests = [send(router, number) for number in range(32)]
@@ -201,7 +201,7 @@ async def test_a_broken_stream_costs_its_requests_an_attempt_and_the_replica_not
     await router.close()
 
 
-async def test_a_shard_with_one_replica_waits_until_it_is_connected_again() -> None:
+async def test_shard_with_one_replica_waits_for_reconnection() -> None:
     replica, network = FakeReplica("a"), Network()
     router = await sharded([replica], network)
     requests = [send(router, number) for number in range(8)]
@@ -216,7 +216,7 @@ async def test_a_shard_with_one_replica_waits_until_it_is_connected_again() -> N
     await router.close()
 
 
-async def test_a_shard_that_cannot_reach_a_replica_leaves_it_to_the_others_and_reports_it_once() -> None:
+async def test_shard_reports_an_unreachable_replica_once_and_avoids_it() -> None:
     replicas, network, failed = [FakeReplica("a"), FakeReplica("b")], Network(), list[str]()
     network.refused = {("shard0", "a")}
     router = await sharded(
@@ -242,7 +242,7 @@ async def test_a_shard_that_cannot_reach_a_replica_leaves_it_to_the_others_and_r
     await router.close()
 
 
-async def test_a_replica_that_is_not_connected_is_none_too_few_for_its_shard() -> None:
+async def test_unconnected_replica_counts_toward_least_replicas() -> None:
     replicas, network = [FakeReplica("a"), FakeReplica("b")], Network()
     network.refused = {("shard0", "a"), ("shard1", "a")}
     router = await sharded(replicas, network, least_replicas=2)
@@ -250,7 +250,7 @@ async def test_a_replica_that_is_not_connected_is_none_too_few_for_its_shard() -
     await router.close()
 
 
-async def test_a_connection_that_opens_after_a_pull_serves_with_the_version_of_the_others() -> None:
+async def test_connection_opened_after_a_pull_serves_the_pulled_version() -> None:
     replicas, network = [FakeReplica("a"), FakeReplica("b")], Network()
     network.refused = {("shard0", "a"), ("shard1", "a")}
     router = await sharded(replicas, network, move_below=0.5)
@@ -324,5 +324,5 @@ async def survive(events: list[Event]) -> None:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(EVENTS)
-def test_each_request_has_exactly_one_answer_whatever_happens_to_the_connections(events: list[Event]) -> None:
+def test_each_request_is_answered_once_despite_connection_faults(events: list[Event]) -> None:
     in_virtual_time(survive(events))

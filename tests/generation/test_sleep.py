@@ -60,7 +60,7 @@ class Sleeper(ScriptedEngine):
         super().load_state_dict(items, version)
 
 
-async def test_running_requests_end_with_what_they_have_and_the_engine_sleeps_when_the_pause_holds() -> None:
+async def test_sleep_pause_aborts_requests_and_a_pull_wakes_the_engine() -> None:
     engine = Sleeper(block_at_step=3)
     loop = EngineLoop(lambda: engine)
     await loop.start()
@@ -82,7 +82,7 @@ async def test_running_requests_end_with_what_they_have_and_the_engine_sleeps_wh
     await loop.close()
 
 
-async def test_without_a_pull_it_serves_nothing_after_it_slept() -> None:
+async def test_engine_that_slept_serves_nothing_before_a_pull() -> None:
     engine = Sleeper()
     loop = EngineLoop(lambda: engine)
     await loop.start()
@@ -95,7 +95,7 @@ async def test_without_a_pull_it_serves_nothing_after_it_slept() -> None:
     await loop.close()
 
 
-async def test_an_engine_that_cannot_sleep_ends_and_says_what_to_set() -> None:
+async def test_engine_without_sleep_fails_and_names_the_setting() -> None:
     loop = EngineLoop(ScriptedEngine)
     await loop.start()
     with pytest.raises(EngineDeadError, match=r"ScriptedEngine cannot sleep; set scheduling\.on_batch_ready"):
@@ -129,7 +129,7 @@ async def test_all_ranks_of_a_replica_sleep_and_wake_together() -> None:
     assert engines[0].told == engines[1].told == ["sleep", "wake", "load"] * 2
 
 
-async def test_rollouts_go_on_behind_their_tokens_after_each_step_of_a_colocated_trainer() -> None:
+async def test_requests_resume_after_each_colocated_training_step() -> None:
     engines = [Sleeper(vocab_size=64), Sleeper(vocab_size=64)]
     replicas = [
         LocalReplica(f"r{index}", EngineLoop(lambda index=index: engines[index]), lambda _: WEIGHTS)

@@ -86,7 +86,9 @@ async def staged(num_tokens: int, step_s: float) -> AsyncIterator[Stage]:
     ("num_tokens", "step_s"), [(6000, 0.04), (3000, 0.05), (600, 4.0)], ids=["6000 tokens", "150 s", "slow steps"]
 )
 @pytest.mark.parametrize("paused_s", [0, 1000])
-async def test_a_queue_that_moves_is_waited_for(num_tokens: int, step_s: float, paused_s: float) -> None:
+async def test_queued_requests_are_not_stalled_while_the_engine_steps(
+    num_tokens: int, step_s: float, paused_s: float
+) -> None:
     """Twice as many requests as the engines have places for, each of which alone takes minutes."""
     async with staged(num_tokens, step_s) as stage:
         began = now()
@@ -104,7 +106,7 @@ async def test_a_queue_that_moves_is_waited_for(num_tokens: int, step_s: float, 
 
 
 @pytest.mark.parametrize("paused_s", [0, 1000])
-async def test_an_engine_that_hangs_is_found_and_its_requests_go_on_elsewhere(paused_s: float) -> None:
+async def test_hanging_engine_is_detected_and_its_requests_move(paused_s: float) -> None:
     async with staged(num_tokens=6000, step_s=0.04) as stage:
         requests = [stage.ask(str(index)) for index in range(GROUP_SIZE * NUM_SLOTS)]
         await asyncio.sleep(100)
@@ -133,7 +135,7 @@ async def test_an_engine_that_hangs_is_found_and_its_requests_go_on_elsewhere(pa
         assert len(stage.failed) == 1
 
 
-async def test_a_replica_that_does_not_stream_is_heard_of_by_its_answers() -> None:
+async def test_completions_of_a_non_streaming_replica_are_signs_of_life() -> None:
     a = FakeReplica("a")
     failed: list[Exception] = []
     limits = Limits(no_replica_s=50)
@@ -157,7 +159,7 @@ async def test_a_replica_that_does_not_stream_is_heard_of_by_its_answers() -> No
     await router.close()
 
 
-async def test_steps_without_tokens_are_signs_of_life_and_silence_is_none() -> None:
+async def test_steps_without_tokens_are_signs_of_life() -> None:
     """Long prompts that are computed in parts: the engine steps, and no token comes."""
 
     class Prefills(FakeReplica):
@@ -207,7 +209,7 @@ LIMIT_S = 10.03  # so that it never ends at the moment of a move
 
 @given(MOVES)
 @settings(max_examples=examples(200), deadline=None)
-def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, int]]) -> None:
+def test_stall_is_reported_exactly_after_the_limit(moves: list[tuple[str, int]]) -> None:
     async def scenario() -> None:
         told, expected = list[float](), list[float]()
         requests, replica = watched(LIMIT_S, lambda replica, error: told.append(now()))
@@ -243,7 +245,7 @@ def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, in
 
 
 @pytest.mark.looptime(False)
-async def test_an_event_loop_that_was_blocked_has_not_heard_yet() -> None:
+async def test_blocked_event_loop_is_not_mistaken_for_a_stall() -> None:
     """The signs that came meanwhile are read some turns after the timers that are due."""
     loop, told = asyncio.get_running_loop(), asyncio.Event()
     requests, replica = watched(0.2, lambda replica, error: told.set())
@@ -259,6 +261,6 @@ async def test_an_event_loop_that_was_blocked_has_not_heard_yet() -> None:
         await asyncio.wait_for(told.wait(), 5)
 
 
-def test_a_limit_that_is_none_is_refused() -> None:
+def test_zero_stall_timeout_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"stall_timeout_s is 0; it must be above 0"):
         GeneratorRouter([], stall_timeout_s=0)

@@ -66,7 +66,7 @@ def test_least_loaded_counts_tokens_not_calls(three: list[Candidate]) -> None:
         assert take(strategy, cost=10) is not heavy
 
 
-def test_least_loaded_breaks_ties_by_the_longest_not_chosen(three: list[Candidate]) -> None:
+def test_least_loaded_breaks_ties_by_least_recently_chosen(three: list[Candidate]) -> None:
     strategy = LeastLoaded()
     admitted(strategy, *three)
     order: list[str] = []
@@ -113,7 +113,7 @@ def test_least_loaded_agrees_with_a_linear_scan(moves: list[tuple[str, int]]) ->
                 admitted(strategy, candidates[number])
 
 
-def test_round_robin_skips_who_is_out_of_service(three: list[Candidate]) -> None:
+def test_round_robin_skips_replicas_out_of_service(three: list[Candidate]) -> None:
     strategy = RoundRobin()
     admitted(strategy, *three)
     assert [take(strategy).name for _ in range(4)] == ["a", "b", "c", "a"]
@@ -121,7 +121,7 @@ def test_round_robin_skips_who_is_out_of_service(three: list[Candidate]) -> None
     assert Counter(take(strategy).name for _ in range(10)) == {"a": 5, "b": 5}
 
 
-def test_a_session_stays_where_it_is_and_moves_once_when_that_leaves(three: list[Candidate]) -> None:
+def test_sticky_session_moves_once_when_its_replica_leaves(three: list[Candidate]) -> None:
     strategy = StickySession()
     admitted(strategy, *three)
     home = take(strategy, "s")
@@ -132,7 +132,7 @@ def test_a_session_stays_where_it_is_and_moves_once_when_that_leaves(three: list
     assert take(strategy, "s") is second is not home
 
 
-def test_a_finished_or_forgotten_session_is_placed_anew(three: list[Candidate]) -> None:
+def test_finished_or_evicted_session_is_placed_again(three: list[Candidate]) -> None:
     strategy = StickySession(fallback=RoundRobin(), max_sessions=2)
     admitted(strategy, *three)
     assert [take(strategy, session).name for session in ("s", "t", "s")] == ["a", "b", "a"]
@@ -144,7 +144,7 @@ def test_a_finished_or_forgotten_session_is_placed_anew(three: list[Candidate]) 
     assert take(strategy, "t").name == "b"
 
 
-def test_consistent_hash_moves_only_the_sessions_of_who_left(three: list[Candidate]) -> None:
+def test_consistent_hash_moves_only_sessions_of_a_withdrawn_replica(three: list[Candidate]) -> None:
     strategy = ConsistentHash()
     admitted(strategy, *three)
     sessions = [f"g{index}/0" for index in range(300)]
@@ -177,7 +177,7 @@ def test_siblings_share_the_replica_of_their_first_turn(three: list[Candidate]) 
         (lambda: GroupAffinity(max_groups=0), "max_groups"),
     ],
 )
-def test_a_wrong_setting_is_named(build: object, field: str) -> None:
+def test_invalid_setting_is_named(build: object, field: str) -> None:
     assert callable(build)
     with pytest.raises(ValueError, match=field):
         build()
@@ -186,21 +186,21 @@ def test_a_wrong_setting_is_named(build: object, field: str) -> None:
 @pytest.mark.parametrize(
     "make", [RoundRobin, LeastLoaded, StickySession, ConsistentHash, lambda: StickySession(GroupAffinity())]
 )
-async def test_a_strategy_that_two_routers_share_is_refused(make: Callable[[], Strategy]) -> None:
+async def test_strategy_shared_by_two_routers_is_rejected(make: Callable[[], Strategy]) -> None:
     strategy = make()
     GeneratorRouter([FakeReplica("a")], strategy)
     with pytest.raises(ValueError, match=f"{type(strategy).__name__} is the strategy of another router"):
         GeneratorRouter([FakeReplica("b")], strategy)
 
 
-async def test_a_fallback_that_two_strategies_share_is_refused() -> None:
+async def test_fallback_shared_by_two_strategies_is_rejected() -> None:
     fallback = LeastLoaded()
     GeneratorRouter([FakeReplica("a")], StickySession(fallback))
     with pytest.raises(ValueError, match="LeastLoaded is the strategy of another router"):
         GeneratorRouter([FakeReplica("b")], ConsistentHash(fallback=fallback))
 
 
-async def test_a_strategy_of_ones_own_belongs_to_one_router_without_more_ado() -> None:
+async def test_custom_strategy_without_super_init_belongs_to_one_router() -> None:
     class First(RoundRobin):
         def __init__(self) -> None:
             self._turns = deque()

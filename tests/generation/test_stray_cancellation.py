@@ -74,7 +74,7 @@ def serving(router: GeneratorRouter) -> list[str]:
     return [replica.name for replica in router.replicas if replica.serving]
 
 
-async def test_the_request_goes_on_elsewhere_and_the_replica_is_out_of_service() -> None:
+async def test_stray_cancellation_of_a_request_quarantines_the_replica() -> None:
     failed: list[Exception] = []
     a, b = Stray("a", "generate"), FakeReplica("b")
     router = GeneratorRouter([a, b], LeastLoaded(), on_replica_failed=lambda replica, error: failed.append(error))
@@ -90,7 +90,7 @@ async def test_the_request_goes_on_elsewhere_and_the_replica_is_out_of_service()
 
 
 @pytest.mark.parametrize("mode", ["hot_swap", "drain"])
-async def test_in_a_pull_it_fails_the_pull_of_that_replica(mode: str) -> None:
+async def test_stray_cancellation_of_a_pull_fails_that_replica(mode: str) -> None:
     a, b = Stray("a", "pull"), FakeReplica("b")
     router = GeneratorRouter([a, b])
     report = await router.pull_state_dict(1, mode)  # pyright: ignore[reportArgumentType]
@@ -105,7 +105,7 @@ async def test_in_a_pull_it_fails_the_pull_of_that_replica(mode: str) -> None:
     await router.close()
 
 
-async def test_in_a_pause_it_fails_the_pause_of_that_replica() -> None:
+async def test_stray_cancellation_of_a_pause_fails_that_replica() -> None:
     a, b = Stray("a", "pause"), FakeReplica("b")
     router = GeneratorRouter([a, b])
     report = await router.pause("keep")
@@ -114,7 +114,7 @@ async def test_in_a_pause_it_fails_the_pause_of_that_replica() -> None:
     await router.close()
 
 
-async def test_in_a_resume_it_takes_that_replica_out_until_it_has_resumed() -> None:
+async def test_stray_cancellation_of_a_resume_quarantines_that_replica() -> None:
     a, b = Stray("a", "resume"), FakeReplica("b")
     router = GeneratorRouter([a, b])
     await router.pause("keep")
@@ -126,7 +126,7 @@ async def test_in_a_resume_it_takes_that_replica_out_until_it_has_resumed() -> N
     await router.close()
 
 
-async def test_a_joining_replica_is_out_of_service_and_tried_again() -> None:
+async def test_stray_cancellation_while_joining_is_retried() -> None:
     router = GeneratorRouter([FakeReplica("a")])
     await router.pull_state_dict(1)
     joining = Stray("b", "pull")
@@ -137,7 +137,7 @@ async def test_a_joining_replica_is_out_of_service_and_tried_again() -> None:
     await router.close()
 
 
-async def test_in_an_abort_it_costs_the_abort_alone() -> None:
+async def test_stray_cancellation_of_an_abort_is_ignored() -> None:
     a = Stray("a", "abort")
     router = GeneratorRouter([a])
     running = ask(router, "1", tokens=5)
@@ -148,13 +148,13 @@ async def test_in_an_abort_it_costs_the_abort_alone() -> None:
     await router.close()
 
 
-async def test_in_a_close_the_others_are_closed() -> None:
+async def test_stray_cancellation_of_a_close_does_not_skip_other_replicas() -> None:
     a, b = Stray("a", "close"), FakeReplica("b")
     await GeneratorRouter([a, b]).close()
     assert b.calls == ["close"]
 
 
-async def test_a_background_task_does_not_vanish_by_it() -> None:
+async def test_cancelled_background_task_fails_the_router() -> None:
     calls = OpenCalls()
     tasks = BackgroundTasks(calls)
     gone = asyncio.get_running_loop().create_future()
@@ -173,7 +173,7 @@ async def test_a_background_task_does_not_vanish_by_it() -> None:
     assert str(failure.value.__cause__) == "'recovery of a' was cancelled, although nobody requested it"
 
 
-async def test_a_replica_that_takes_no_abort_is_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_aborts_are_logged_once_per_replica(caplog: pytest.LogCaptureFixture) -> None:
     a = Stray("a", "abort")
     router = GeneratorRouter([a])
 
@@ -219,7 +219,7 @@ class Fussy(Troubled):
 
 
 @pytest.mark.parametrize("slow", ["generate", "pull", "pause", "resume", "abort", "close"])
-async def test_the_limits_hold_of_a_replica_that_is_slow_to_clean_up(slow: str) -> None:
+async def test_limits_apply_to_a_replica_with_slow_cleanup(slow: str) -> None:
     limits = Limits(pull_s=20, call_s=5, cancel_s=2, abort_s=5)
     router = GeneratorRouter([Fussy("a", slow), FakeReplica("b")], RoundRobin(), limits=limits, stall_timeout_s=30)
     async with asyncio.timeout(40):
@@ -240,7 +240,7 @@ async def test_the_limits_hold_of_a_replica_that_is_slow_to_clean_up(slow: str) 
 
 
 @pytest.mark.parametrize("panics", [True, False])
-async def test_a_pause_that_panics_or_cancels_its_own_task_has_failed(panics: bool) -> None:
+async def test_pause_that_panics_or_cancels_its_own_task_fails(panics: bool) -> None:
     class Unwell(FakeReplica):
         async def pause(self, mode: str) -> None:
             if panics:

@@ -30,7 +30,7 @@ def expected(completion: Completion) -> list[list[tuple[int, float]]]:
     return rows
 
 
-async def test_a_request_has_them_if_it_asks_and_another_of_the_batch_has_none() -> None:
+async def test_top_logprobs_are_returned_only_to_requests_that_ask() -> None:
     loop = EngineLoop(lambda: ScriptedEngine(vocab_size=VOCAB))
     await loop.start()
     asking, other = await asyncio.gather(
@@ -49,7 +49,7 @@ class Blocked(ScriptedEngine):
         super().__init__(vocab_size=VOCAB, block_at_step=4, fail_at_step=5 if fails else None)
 
 
-async def test_they_outlive_a_dead_engine_a_pause_an_abort_and_a_pull() -> None:
+async def test_top_logprobs_survive_failover_pause_abort_and_pull() -> None:
     """All of it in one stream, whose chunks are the completion."""
     engines: list[ScriptedEngine] = []
 
@@ -89,7 +89,7 @@ class Forgetful(ScriptedEngine):
         return [TokenDelta(d.request_id, d.token_ids, d.logprobs, d.finish_reason) for d in super().step()]
 
 
-async def test_a_token_without_them_fails_its_request_alone() -> None:
+async def test_token_without_top_logprobs_fails_only_its_request() -> None:
     loop = EngineLoop(lambda: Forgetful(vocab_size=VOCAB))
     await loop.start()
     with pytest.raises(GenerationError, match="'a' asked for top logprobs"):
@@ -99,11 +99,11 @@ async def test_a_token_without_them_fails_its_request_alone() -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 21])
-def test_there_are_as_many_as_may_be_asked_for(number: int) -> None:
+def test_top_logprobs_out_of_range_is_rejected(number: int) -> None:
     with pytest.raises(ValueError, match=f"top_logprobs is {number}; it must be from 0 to 20"):
         SamplingParams(max_tokens=1, top_logprobs=number)
 
 
-def test_a_completion_that_lacks_a_row_cannot_be_made() -> None:
+def test_chunk_rejects_missing_rows_of_top_logprobs() -> None:
     with pytest.raises(ValueError, match="2 token_ids and 1 rows in top_logprobs"):
         TokenChunk("a", [1, 2], [-1.0, -1.0], (VersionSpan(0, 2),), top_logprobs=[[(1, -0.5)]])

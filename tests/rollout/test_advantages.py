@@ -26,7 +26,7 @@ COMPARING = [group_mean, leave_one_out, standardized]
 rewards = st.lists(st.floats(-1e3, 1e3), max_size=16)
 
 
-def test_formulas() -> None:
+def test_advantage_formulas() -> None:
     assert group_mean([1.0, 0.0, 0.5, 0.5]) == [0.5, -0.5, 0.0, 0.0]
     assert standardized([2.0, 4.0, 6.0]) == pytest.approx([-1.22474, 0.0, 1.22474], abs=1e-4)
     assert standardized([1.0, 3.0], eps=1.0) == [-0.5, 0.5]
@@ -59,7 +59,7 @@ def group_of(*rewards: float | None) -> RolloutGroup:
     return RolloutGroup("g", None, rollouts)
 
 
-def test_a_baseline_of_the_whole_batch() -> None:
+def test_batch_mean_subtracts_the_mean_of_the_batch() -> None:
     assert batch_mean([1.0, 3.0]) == reward([1.0, 3.0]) == [1.0, 3.0]
     groups = [group_of(1.0, 3.0), group_of(5.0, None)]
     compare_batch(groups, batch_mean)
@@ -77,7 +77,7 @@ def games(*rewards: dict[str, float]) -> RolloutGroup:
     return RolloutGroup("g", None, rollouts)
 
 
-def test_numbered_seats_are_compared_within_their_game_and_others_over_the_group() -> None:
+def test_numbered_seats_are_compared_within_their_game() -> None:
     easy = {"proposer": 0.0, "solver.0": 1.0, "solver.1": 1.0}
     hard = {"proposer": 1.0, "solver.0": 1.0, "solver.1": 0.0}
     group = games(easy, hard)
@@ -86,14 +86,14 @@ def test_numbered_seats_are_compared_within_their_game_and_others_over_the_group
     assert {rollout.role for rollout in group.rollouts} == {"proposer", "solver"}
 
 
-def test_a_group_whose_numbered_seats_alone_differ_teaches_something() -> None:
+def test_zero_variance_considers_numbered_seats() -> None:
     group = games({"proposer": 0.5, "solver.0": 1.0, "solver.1": 0.0}, {"proposer": 0.5, "solver.0": 0.0})
     assert (too_few_siblings(group), zero_variance(group)) == (None, None)
     alike = games({"solver.0": 1.0, "solver.1": 1.0}, {"solver.0": 0.0, "solver.1": 0.0})
     assert zero_variance(alike) == "zero_variance"
 
 
-def test_each_role_has_a_moving_baseline_of_its_own() -> None:
+def test_each_role_has_its_own_moving_baseline() -> None:
     state: dict[str, float] = {}
     first = [games({"first": 1.0, "second": -1.0}, {"first": 3.0, "second": -3.0})]
     compare_batch(first, role_baseline, state)
@@ -108,12 +108,12 @@ def test_each_role_has_a_moving_baseline_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("length", "penalty"), [(0, 0.0), (60, 0.0), (70, -0.25), (80, -0.5), (100, -1.0), (500, -1.0)]
 )
-def test_soft_overlong(length: int, penalty: float) -> None:
+def test_soft_overlong_penalty_grows_within_the_margin(length: int, penalty: float) -> None:
     completion = Completion("r", [1] * length, [0.0] * length, FinishReason.STOP, (VersionSpan(0, length),))
     rollout = Rollout("g/0", "g", 0, None, turns=[Turn([1], completion)])
     assert SoftOverlong(max_tokens=100, margin=40)(rollout) == penalty
 
 
-def test_soft_overlong_needs_room_for_its_margin() -> None:
+def test_soft_overlong_margin_must_fit_into_max_tokens() -> None:
     with pytest.raises(ValueError, match="margin is 200; it must be between 1 and max_tokens, 100"):
         SoftOverlong(max_tokens=100, margin=200)

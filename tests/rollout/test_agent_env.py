@@ -50,7 +50,7 @@ async def two_at_once(policy: RolloutPolicy, rollout: Rollout) -> None:
     rollout.messages = [{"role": "assistant", "content": "done"}]
 
 
-async def test_its_turns_are_scored_and_trained_on_as_others_are() -> None:
+async def test_agent_turns_are_scored_and_trained_on() -> None:
     stage = stage_of(two_at_once)
     generate = Generator()
     group = await stage.group(generate, size=2, seed=7)
@@ -63,7 +63,7 @@ async def test_its_turns_are_scored_and_trained_on_as_others_are() -> None:
     assert len(build_samples(group)) == 4
 
 
-async def test_its_requests_have_ids_of_their_own_whatever_it_calls_them() -> None:
+async def test_agent_requests_get_unique_reproducible_ids() -> None:
     """They say what is asked for, not when: a rollout that is run again finds its answers by them."""
 
     async def play(policy: RolloutPolicy, rollout: Rollout) -> None:
@@ -80,7 +80,7 @@ async def test_its_requests_have_ids_of_their_own_whatever_it_calls_them() -> No
     assert {turn.completion.request_id for rollout in group.rollouts for turn in rollout.turns} == {"same"}
 
 
-async def test_its_own_time_is_that_without_its_requests() -> None:
+async def test_env_seconds_exclude_requests() -> None:
     async def slow(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
         await asyncio.sleep(3.0)
         return await Generator()(prompt_token_ids, **kwargs)
@@ -93,7 +93,7 @@ async def test_its_own_time_is_that_without_its_requests() -> None:
         assert rollout.metrics["env_seconds"] == pytest.approx(2.0)
 
 
-async def test_numpy_numbers_that_it_fills_in_are_kept_as_plain_ones() -> None:
+async def test_numpy_numbers_are_stored_as_plain_ones() -> None:
     async def play(policy: RolloutPolicy, rollout: Rollout) -> None:
         turn = await ask(policy, [1], "a")
         rewards: Any = {"won": np.float32(0.5)}
@@ -108,7 +108,7 @@ async def test_numpy_numbers_that_it_fills_in_are_kept_as_plain_ones() -> None:
         assert (rollout.metrics["moves"], rollout.turns[0].rewards) == (3.0, {"won": 0.5})
 
 
-async def test_a_metric_that_is_no_number_is_its_error() -> None:
+async def test_non_numeric_metric_is_an_environment_error() -> None:
     async def play(policy: RolloutPolicy, rollout: Rollout) -> None:
         moves: Any = "three"
         rollout.metrics["moves"] = moves
@@ -118,7 +118,7 @@ async def test_a_metric_that_is_no_number_is_its_error() -> None:
     assert "play gave metrics with 'moves': 'three'; it must map names to numbers" in str(rollout.error)
 
 
-async def test_it_is_told_when_its_time_is_up_and_keeps_what_it_has() -> None:
+async def test_agent_is_notified_when_time_is_up_and_keeps_its_turns() -> None:
     async def until_told(policy: RolloutPolicy, rollout: Rollout) -> None:
         with policy.waiting():
             await asyncio.sleep(100.0)
@@ -133,7 +133,7 @@ async def test_it_is_told_when_its_time_is_up_and_keeps_what_it_has() -> None:
 
 
 @pytest.mark.parametrize(("turns", "status"), [(1, RolloutStatus.TRUNCATED_TIME), (0, RolloutStatus.ERROR_TIMEOUT)])
-async def test_one_that_does_not_end_then_is_ended(turns: int, status: RolloutStatus) -> None:
+async def test_agent_that_ignores_the_time_limit_is_cancelled(turns: int, status: RolloutStatus) -> None:
     async def endless(policy: RolloutPolicy, rollout: Rollout) -> None:
         for number in range(turns):
             rollout.turns.append(await ask(policy, [1], str(number)))
@@ -147,7 +147,7 @@ async def test_one_that_does_not_end_then_is_ended(turns: int, status: RolloutSt
     assert stage.given_back()
 
 
-async def test_what_it_raises_or_fills_in_wrongly_ends_its_rollout_alone() -> None:
+async def test_agent_error_fails_only_its_rollout() -> None:
     async def raises(policy: RolloutPolicy, rollout: Rollout) -> None:
         if rollout.sibling == 0:
             raise KeyError("answer")
@@ -166,7 +166,7 @@ async def test_what_it_raises_or_fills_in_wrongly_ends_its_rollout_alone() -> No
     )  # fmt: skip
 
 
-async def test_a_completion_has_a_limit_of_its_own() -> None:
+async def test_completion_has_its_own_time_limit() -> None:
     async def hangs(*args: Any, **kwargs: Any) -> Completion:
         return await asyncio.Future()
 
@@ -181,7 +181,7 @@ async def test_a_completion_has_a_limit_of_its_own() -> None:
     assert rollout.metrics["seconds"] == pytest.approx(3.0)
 
 
-async def test_a_cancelled_group_closes_it() -> None:
+async def test_cancelled_group_closes_the_agent() -> None:
     begun = asyncio.Event()
 
     async def endless(policy: RolloutPolicy, rollout: Rollout) -> None:
@@ -198,7 +198,7 @@ async def test_a_cancelled_group_closes_it() -> None:
 
 
 @pytest.mark.looptime(False)
-async def test_it_cannot_run_in_a_thread() -> None:
+async def test_agent_cannot_run_in_a_thread() -> None:
     limits = LIMITS.model_copy(update={"env_in_thread": True})
     (rollout,) = (await stage_of(two_at_once, limits=limits).group(Generator())).rollouts
     assert rollout.status is RolloutStatus.ERROR_ENV

@@ -86,7 +86,9 @@ def same(one: RolloutGroup, other: RolloutGroup) -> bool:
     end=ends,
     orders=st.tuples(st.integers(), st.integers()),
 )
-async def test_any_game(plan: list[Round], struck: str, at: int, end: str, orders: tuple[int, int]) -> None:
+async def test_random_games_with_a_fault_keep_consistent_records(
+    plan: list[Round], struck: str, at: int, end: str, orders: tuple[int, int]
+) -> None:
     hit = f"g/1/{struck}/{at}"
     is_hit = end != "answers" and sum(struck in asked for asked in plan) > at
     table = Table(course_of(plan), PLAYERS, limits=RolloutConfig(max_turns=8))
@@ -121,7 +123,7 @@ async def test_any_game(plan: list[Round], struck: str, at: int, end: str, order
 
 @settings(max_examples=examples(40), deadline=None)
 @given(plan=rounds, kept=st.sets(st.integers(0, 40)), orders=two_orders)
-async def test_a_game_that_is_played_again_from_recorded_answers_is_the_same(
+async def test_game_replayed_from_recorded_answers_is_the_same(
     plan: list[Round], kept: set[int], orders: tuple[int, int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Whichever of its answers were written down before the run was killed."""

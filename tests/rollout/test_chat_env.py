@@ -102,7 +102,7 @@ async def chat_less(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a chat needs no tokens")
 
 
-async def test_a_conversation_is_played_to_its_end_and_judged() -> None:
+async def test_conversation_is_played_to_its_end_and_judged() -> None:
     rollout, env, chat = await played(says("a", num_tokens=2), says("bcd", num_tokens=3))
     assert rollout.status is RolloutStatus.COMPLETED
     assert (rollout.reward, rollout.reward_breakdown) == (3.0, {"said": 3.0, "messages": 4.0})
@@ -114,7 +114,7 @@ async def test_a_conversation_is_played_to_its_end_and_judged() -> None:
     assert None is not sampling.seed != other.seed
 
 
-async def test_no_token_and_no_logprob_is_made_up() -> None:
+async def test_chat_turns_have_no_tokens_or_logprobs() -> None:
     rollout, _, _ = await played(says("a"), says("b"))
     assert [(turn.prompt_token_ids, turn.completion.token_ids, turn.completion.logprobs) for turn in rollout.turns] == [
         ((), (), ())
@@ -133,20 +133,20 @@ async def test_no_token_and_no_logprob_is_made_up() -> None:
         ("text", RolloutStatus.ERROR_GENERATE),
     ],
 )
-async def test_what_ends_a_rollout_is_told_apart(reply: Any, status: RolloutStatus) -> None:
+async def test_reply_determines_the_rollout_status(reply: Any, status: RolloutStatus) -> None:
     rollout, env, _ = await played(reply)
     assert rollout.status is status
     assert env.told == []
     assert (rollout.reward is not None) == bool(rollout.turns and status.is_truncated)
 
 
-async def test_calls_reach_the_environment_as_objects() -> None:
+async def test_tool_call_arguments_reach_the_environment_as_objects() -> None:
     rollout, env, _ = await played(calls({"at": 1}), says("b"))
     assert rollout.status is RolloutStatus.COMPLETED
     assert env.told[0]["tool_calls"][0]["function"]["arguments"] == {"at": 1}
 
 
-async def test_an_environment_that_fails_is_no_fault_of_the_endpoint() -> None:
+async def test_environment_error_is_not_blamed_on_the_endpoint() -> None:
     class Broken(Echo):
         async def step(self, message: Any) -> MessageStep:
             raise KeyError("answer")
@@ -159,7 +159,7 @@ async def test_an_environment_that_fails_is_no_fault_of_the_endpoint() -> None:
 
 
 @pytest.mark.looptime
-async def test_time_that_is_up_ends_a_rollout_between_two_replies() -> None:
+async def test_time_limits_end_a_chat_rollout() -> None:
     never = asyncio.Event()
     rollout, _, _ = await played(says("a"), never, rollout_timeout_s=0.05)
     assert rollout.status is RolloutStatus.TRUNCATED_TIME
@@ -169,6 +169,6 @@ async def test_time_that_is_up_ends_a_rollout_between_two_replies() -> None:
     assert rollout.status is RolloutStatus.ERROR_TIMEOUT
 
 
-async def test_turns_are_counted() -> None:
+async def test_max_turns_truncates_a_chat_rollout() -> None:
     rollout, _, _ = await played(says("a"), max_turns=1)
     assert rollout.status is RolloutStatus.TRUNCATED_TURNS

@@ -67,7 +67,7 @@ def raising_later(error: BaseException) -> Callable[..., Any]:
 @kinds
 @pytest.mark.parametrize("where", ["make_env", "reset", "step"])
 @pytest.mark.parametrize("how", ["sync", "async", "sync in a thread", "async in a thread"])
-def test_it_is_the_environments_error(kind: type[BaseException], where: str, how: str) -> None:
+def test_exit_in_an_environment_is_its_error(kind: type[BaseException], where: str, how: str) -> None:
     def make(sample: Any) -> Env:
         error = kind("over")
         if where == "make_env":
@@ -88,7 +88,7 @@ def test_it_is_the_environments_error(kind: type[BaseException], where: str, how
 
 @kinds
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_in_close_it_is_noted(kind: type[BaseException], in_thread: bool) -> None:
+def test_exit_in_close_sets_close_failed(kind: type[BaseException], in_thread: bool) -> None:
     async def fail(env: Env) -> None:
         raise kind("over")
 
@@ -99,7 +99,7 @@ def test_in_close_it_is_noted(kind: type[BaseException], in_thread: bool) -> Non
 
 @kinds
 @pytest.mark.parametrize("how", ["sync", "async", "thread", "group", "async group"])
-def test_it_is_the_rewards_failure(kind: type[BaseException], how: str) -> None:
+def test_exit_in_a_reward_fails_its_group(kind: type[BaseException], how: str) -> None:
     fail = (raising_later if "async" in how else raising)(kind("over"))
     once = FailurePolicy(retries=0)
     if "group" in how:
@@ -113,20 +113,20 @@ def test_it_is_the_rewards_failure(kind: type[BaseException], how: str) -> None:
 
 
 @kinds
-def test_it_is_an_error_of_generate(kind: type[BaseException]) -> None:
+def test_exit_in_generate_is_a_generation_error(kind: type[BaseException]) -> None:
     (rollout,) = run(Stage().group(raising_later(kind("over")))).rollouts
     assert rollout.status is RolloutStatus.ERROR_GENERATE
     assert kind.__name__ in (rollout.error or "") or kind is asyncio.CancelledError
 
 
 @kinds
-def test_of_an_advantage_it_ends_the_run_as_a_reward_error(kind: type[BaseException]) -> None:
+def test_exit_in_an_advantage_is_a_reward_error(kind: type[BaseException]) -> None:
     with pytest.raises(RewardError, match=kind.__name__):
         run(Stage(advantage=raising(kind("over"))).group(Generator()))
 
 
 @kinds
-def test_of_a_task_it_is_a_data_error(kind: type[BaseException]) -> None:
+def test_exit_in_a_task_is_a_data_error(kind: type[BaseException]) -> None:
     async def called() -> None:
         with pytest.raises(DataError, match=kind.__name__), calling("train_sample(0, 1)"):
             raise kind("over")
@@ -135,7 +135,7 @@ def test_of_a_task_it_is_a_data_error(kind: type[BaseException]) -> None:
 
 
 @kinds
-def test_of_what_is_only_told_or_logged_it_is_told_of(kind: type[BaseException], caplog: Any) -> None:
+def test_exit_in_a_callback_or_metric_sink_is_only_logged(kind: type[BaseException], caplog: Any) -> None:
     class Sink:
         log = staticmethod(raising(kind("over")))
 
@@ -158,7 +158,7 @@ def test_of_what_is_only_told_or_logged_it_is_told_of(kind: type[BaseException],
 
 
 @kinds
-def test_a_bounded_call_fails_by_an_exception(kind: type[BaseException]) -> None:
+def test_exit_in_a_bounded_call_becomes_an_exception(kind: type[BaseException]) -> None:
     async def call() -> str:
         try:
             return await bounded(raising_later(kind("over"))(), None, "a call")
@@ -168,7 +168,7 @@ def test_a_bounded_call_fails_by_an_exception(kind: type[BaseException]) -> None
     assert kind.__name__ in run(call())
 
 
-def test_a_persons_ctrl_c_in_user_code_is_no_failure_of_that_code() -> None:
+def test_ctrl_c_in_user_code_ends_the_program() -> None:
     class Pressed(Env):
         async def step(self, completion: Completion) -> Any:
             signal.raise_signal(signal.SIGINT)  # asyncio cancels the program
@@ -185,7 +185,7 @@ def test_a_persons_ctrl_c_in_user_code_is_no_failure_of_that_code() -> None:
 
 @pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited")  # Python tells whoever wrote the environment
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_what_a_sync_environment_gives_to_be_awaited_is_awaited_within_its_time(in_thread: bool) -> None:
+def test_awaitable_from_a_sync_environment_is_awaited_within_its_limit(in_thread: bool) -> None:
     class Never(Env):
         def step(self, completion: Completion) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             return asyncio.Future[Any](loop=loops.setdefault("of nobody", asyncio.new_event_loop()))

@@ -42,7 +42,7 @@ async def play(group_size: int) -> list[Rollout]:
     return group.rollouts
 
 
-async def test_the_most_frequent_error_is_named_with_its_place_and_count():
+async def test_most_frequent_error_is_described_with_location_and_count():
     counts = ErrorCounts()
     counts.add(await play(8))
     counts.add([Rollout("g/8", "g", 8, None)])
@@ -55,7 +55,7 @@ async def test_the_most_frequent_error_is_named_with_its_place_and_count():
     assert [count for _, count in counts.most_common()] == [6, 2]
 
 
-async def test_a_transcript_says_where_in_the_users_code_it_ended():
+async def test_transcript_has_the_location_of_the_error():
     rollout = (await play(1))[0]
     assert (rollout.status, rollout.error) == (RolloutStatus.ERROR_ENV, "LookupError: no level")
     assert transcript(rollout)["error_at"].endswith("in reset")
@@ -63,7 +63,7 @@ async def test_a_transcript_says_where_in_the_users_code_it_ended():
     assert 'raise LookupError("no level")' in rollout.failure.traceback
 
 
-def test_no_error_is_nothing_to_tell():
+def test_description_is_empty_without_errors():
     counts = ErrorCounts()
     counts.add([Rollout("g/0", "g", 0, None)])
     assert counts.describe() == ""

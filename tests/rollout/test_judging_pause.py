@@ -61,7 +61,7 @@ def stage(judge: Judge) -> tuple[Rollouter, asyncio.Future[RolloutGroup]]:
     [(4.0, [0.0, 0.0], 0), (14.0, [0.0, 0.0, 101.0, 101.0], 2)],
     ids=["within the grace period", "longer"],
 )
-async def test_a_judge_finishes_in_the_grace_period_or_begins_anew(
+async def test_paused_judge_finishes_in_the_grace_period_or_restarts(
     seconds: float, began: list[float], cancelled: int
 ) -> None:
     judge = Judge(seconds)
@@ -77,7 +77,7 @@ async def test_a_judge_finishes_in_the_grace_period_or_begins_anew(
 
 
 @pytest.mark.looptime
-async def test_what_ends_in_a_pause_is_judged_after_it() -> None:
+async def test_rollout_that_ends_in_a_pause_is_judged_after_it() -> None:
     judge = Judge(1.0)
     rollouter, playing = stage(judge)
     rollouter.pause_judging()
@@ -89,7 +89,7 @@ async def test_what_ends_in_a_pause_is_judged_after_it() -> None:
 
 
 @pytest.mark.looptime
-async def test_a_group_that_is_cancelled_takes_its_judges_along() -> None:
+async def test_cancelling_a_group_cancels_its_judges() -> None:
     judge = Judge(1e6)
     rollouter, playing = stage(judge)
     await asyncio.sleep(1.0)
@@ -101,7 +101,7 @@ async def test_a_group_that_is_cancelled_takes_its_judges_along() -> None:
 
 
 @pytest.mark.looptime
-async def test_a_cancellation_while_an_interrupted_judge_cleans_up_ends_the_group() -> None:
+async def test_group_can_be_cancelled_while_a_judge_cleans_up() -> None:
     cleaning = asyncio.Event()
 
     class Slow(Judge):
@@ -125,7 +125,7 @@ async def test_a_cancellation_while_an_interrupted_judge_cleans_up_ends_the_grou
 
 
 @pytest.mark.looptime
-async def test_a_judge_that_still_ends_since_the_last_pause_leaves_the_others_to_be_cancelled() -> None:
+async def test_judge_still_cleaning_up_does_not_protect_others_from_a_pause() -> None:
     errors: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     pause, may_end = JudgingPause(1000.0), asyncio.Event()
@@ -160,7 +160,7 @@ async def test_a_judge_that_still_ends_since_the_last_pause_leaves_the_others_to
 
 
 @pytest.mark.looptime
-async def test_judges_of_a_group_end_with_its_first_rollout_that_is_aborted() -> None:
+async def test_aborted_rollout_cancels_the_judges_of_its_group() -> None:
     judge = Judge(1000.0)
 
     async def generate_or_abort(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any) -> Completion:

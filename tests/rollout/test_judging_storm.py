@@ -153,5 +153,5 @@ class Storm:
     cancel_at=st.sampled_from([None, None, 0, 1, 3, 5, 6, 7, 12]),
 )
 @settings(max_examples=examples(200), deadline=None)
-def test_a_group_resolves_and_its_rewards_are_all_or_none(siblings, policy, pauses, cancel_at) -> None:
+def test_group_resolves_and_its_rewards_are_all_or_none(siblings, policy, pauses, cancel_at) -> None:
     in_virtual_time(Storm(siblings, policy).play(pauses, cancel_at))

@@ -137,7 +137,7 @@ async def test_each_seat_has_its_own_conversation_and_its_prompts_only_grow(rend
         )
 
 
-async def test_what_a_seat_is_told_it_sees_before_what_it_is_asked(renderer: ChatTemplateRenderer) -> None:
+async def test_told_messages_precede_the_next_question(renderer: ChatTemplateRenderer) -> None:
     async def told(seats: Seats) -> None:
         seats["a"].tell(user("b is late"))
         await seats["a"].ask(user("go on"))
@@ -151,7 +151,7 @@ async def test_what_a_seat_is_told_it_sees_before_what_it_is_asked(renderer: Cha
 @pytest.mark.parametrize(
     ("said", "status"), [(FinishReason.LENGTH, RolloutStatus.TRUNCATED_LENGTH), (MUMBLED, RolloutStatus.ERROR_PARSE)]
 )
-async def test_an_answer_that_cannot_be_read_takes_its_seat_out(
+async def test_unreadable_answer_takes_its_seat_out_of_the_game(
     renderer: ChatTemplateRenderer, said: Any, status: RolloutStatus
 ) -> None:
     generate = Speaker(renderer, {"a/1": said})
@@ -170,7 +170,7 @@ async def test_an_answer_that_cannot_be_read_takes_its_seat_out(
     assert (a.status, b.status, b.reward) == (status, RolloutStatus.COMPLETED, 1.0)
 
 
-async def test_scripts_are_given_their_conversation_and_a_frozen_policy_the_same_tokens(
+async def test_scripts_receive_messages_and_frozen_policies_receive_tokens(
     renderer: ChatTemplateRenderer,
 ) -> None:
     heard: list[list[object]] = []

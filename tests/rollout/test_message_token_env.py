@@ -96,7 +96,7 @@ def completion(text: str, reason: FinishReason = FinishReason.STOP) -> Completio
     return Completion("r", ids, [-1.0] * len(ids), reason, (VersionSpan(0, len(ids)),))
 
 
-async def test_prompts_grow_by_the_completion_and_nothing_is_rendered_twice() -> None:
+async def test_prompts_grow_by_the_completion_without_rerendering() -> None:
     talk, renderer = Talk(turns=3), LetterRenderer()
     env: TokenEnv = MessageTokenEnv(talk, renderer)
     assert isinstance(env, TokenEnv)
@@ -131,7 +131,7 @@ async def test_prompts_grow_by_the_completion_and_nothing_is_rendered_twice() ->
         ("?", FinishReason.LENGTH, RolloutStatus.TRUNCATED_LENGTH, []),
     ],
 )
-async def test_a_bad_completion_ends_the_rollout_unseen_by_the_environment(
+async def test_bad_completion_ends_the_rollout_before_the_environment_sees_it(
     text: str, reason: FinishReason, status: RolloutStatus, said: list[str]
 ) -> None:
     talk = Talk()
@@ -164,14 +164,14 @@ class DictCalls(LetterRenderer):
         return SimpleNamespace(content="", reasoning_content=None, reasoning_complete=None, tool_calls=[call])
 
 
-async def test_calls_of_another_form_than_the_protocols_are_the_renderers_mistake() -> None:
+async def test_tool_calls_of_the_wrong_type_are_a_renderer_error() -> None:
     env = MessageTokenEnv(Talk(), DictCalls())
     await env.reset()
     with pytest.raises(TypeError, match=r"gave {'type': 'function'.* an object with name, arguments, status and id"):
         await env.step(completion("a"))
 
 
-async def test_a_call_of_no_tool_is_answered_by_the_environment() -> None:
+async def test_call_of_an_unknown_tool_reaches_the_environment() -> None:
     talk = Talk()
     env = MessageTokenEnv(talk, LetterRenderer())
     await env.reset()
@@ -180,7 +180,7 @@ async def test_a_call_of_no_tool_is_answered_by_the_environment() -> None:
 
 
 @pytest.mark.parametrize("bridged", [None, SimpleNamespace(token_ids=[1, 2, 3])])
-async def test_a_renderer_that_would_render_the_past_again_is_an_error(bridged: Any) -> None:
+async def test_renderer_that_rerenders_the_past_is_an_error(bridged: Any) -> None:
     renderer = LetterRenderer()
     renderer.bridge_to_next_turn = lambda *_, **__: bridged  # pyright: ignore
     env = MessageTokenEnv(Talk(turns=2), renderer)
@@ -189,7 +189,7 @@ async def test_a_renderer_that_would_render_the_past_again_is_an_error(bridged: 
         await env.step(completion("a"))
 
 
-async def test_an_environment_that_changes_its_message_changes_no_record() -> None:
+async def test_environment_cannot_modify_the_recorded_message() -> None:
     class Meddling(Talk):
         async def step(self, message: Any) -> MessageStep:
             step = await super().step(dict(message))
@@ -205,7 +205,7 @@ async def test_an_environment_that_changes_its_message_changes_no_record() -> No
     assert step.messages[0]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
 
-async def test_half_a_character_is_rendered_as_a_replacement_and_recorded_as_it_is() -> None:
+async def test_lone_surrogate_is_rendered_as_a_replacement_character() -> None:
     class Echo(Talk):
         async def step(self, message: Message) -> MessageStep:
             return MessageStep([{"role": "tool", "content": "no city \ud83d"}])
@@ -248,7 +248,7 @@ async def played(env: Verbose, renderer: LetterRenderer, max_context: int = 256)
 
 
 @pytest.mark.parametrize("huge", ["x" * HUGE, [{"type": "text", "text": "x" * HUGE}]])
-async def test_what_cannot_fit_into_the_context_is_not_tokenized(huge: Any) -> None:
+async def test_messages_too_long_for_the_context_are_not_tokenized(huge: Any) -> None:
     renderer = LetterRenderer()
     rollout = await played(Verbose(more=huge), renderer)
     assert rollout.status is RolloutStatus.TRUNCATED_PROMPT
@@ -257,7 +257,7 @@ async def test_what_cannot_fit_into_the_context_is_not_tokenized(huge: Any) -> N
     assert (rollout.reward, len(rollout.turns)) == (1.0, 1)
 
 
-async def test_an_opening_that_cannot_fit_is_not_tokenized_either() -> None:
+async def test_opening_too_long_for_the_context_is_not_tokenized() -> None:
     renderer = LetterRenderer()
     rollout = await played(Verbose(opening="x" * HUGE), renderer)
     assert rollout.status is RolloutStatus.TRUNCATED_PROMPT
@@ -265,7 +265,7 @@ async def test_an_opening_that_cannot_fit_is_not_tokenized_either() -> None:
     assert (renderer.rendered, rollout.turns, rollout.reward) == ([], [], None)
 
 
-async def test_a_long_text_is_tokenized_off_the_event_loop() -> None:
+async def test_long_text_is_tokenized_off_the_event_loop() -> None:
     renderer = LetterRenderer()
     rollout = await played(Verbose(more="x" * 30_000), renderer, max_context=100_000)
     assert rollout.status is RolloutStatus.TRUNCATED_TURNS
@@ -274,7 +274,7 @@ async def test_a_long_text_is_tokenized_off_the_event_loop() -> None:
     assert threading.get_ident() not in others
 
 
-async def test_a_prompt_in_tokens_that_cannot_fit_is_refused_by_its_length() -> None:
+async def test_oversized_token_prompt_is_refused_without_being_read() -> None:
     class Unread(Sequence[int]):
         def __len__(self) -> int:
             return HUGE
@@ -303,7 +303,7 @@ async def test_a_prompt_in_tokens_that_cannot_fit_is_refused_by_its_length() -> 
 
 
 @pytest.mark.parametrize("lacks", ["reset", "step", "close"])
-def test_an_environment_without_one_of_its_methods_is_refused(lacks: str) -> None:
+def test_environment_with_a_missing_method_is_rejected(lacks: str) -> None:
     methods: dict[str, Any] = {name: lambda self: None for name in ("reset", "step", "close") if name != lacks}
     env: Any = type("HalfEnv", (), methods)()
     with pytest.raises(TypeError, match=rf"HalfEnv has no method {lacks}; .*: reset, step and close"):

@@ -66,9 +66,7 @@ MORE = {"role": "user", "content": "and c?"}
         (PLAIN, "", "\nuser: and c?\nassistant:"),
     ],
 )
-def test_next_prompt_is_the_last_one_the_completion_and_what_the_template_puts_after(
-    template: str, close: str, expected: str
-) -> None:
+def test_next_prompt_extends_prompt_and_completion_by_the_template(template: str, close: str, expected: str) -> None:
     tokenizer = make_tokenizer(template)
     renderer = ChatTemplateRenderer(tokenizer)
     prompt = renderer.render_ids([USER], add_generation_prompt=True)
@@ -85,7 +83,7 @@ def test_next_prompt_is_the_last_one_the_completion_and_what_the_template_puts_a
     assert tokenizer.decode(whole[len(prompt) + len(closed) :]) == expected[expected.index(close) + len(close) :]
 
 
-def test_a_bridged_conversation_is_the_rendered_one_where_the_template_is_stable() -> None:
+def test_bridging_equals_rendering_for_a_stable_template() -> None:
     tokenizer = make_tokenizer(CHATML)
     renderer = ChatTemplateRenderer(tokenizer)
     messages = [{"role": "system", "content": "be brief"}, USER]
@@ -96,13 +94,13 @@ def test_a_bridged_conversation_is_the_rendered_one_where_the_template_is_stable
     assert prompt == renderer.render_ids(messages, add_generation_prompt=True)
 
 
-def test_stop_tokens_are_eos_and_what_closes_a_turn() -> None:
+def test_stop_tokens_are_eos_and_the_end_of_turn_token() -> None:
     tokenizer = make_tokenizer(CHATML)
     stop = ChatTemplateRenderer(tokenizer).get_stop_token_ids()
     assert sorted(tokenizer.convert_ids_to_tokens(stop)) == ["<|endoftext|>", "<|im_end|>"]
 
 
-def test_a_vocabulary_without_letters_serves() -> None:
+def test_bridging_works_with_a_word_level_vocabulary() -> None:
     tokenizer = make_tokenizer(CHATML, words=("user", "assistant", "Ada", "Ben", "sort", "more"))
     renderer = ChatTemplateRenderer(tokenizer)
     prompt = renderer.render_ids([{"role": "user", "content": "sort Ben Ada"}], add_generation_prompt=True)
@@ -122,7 +120,7 @@ def test_a_vocabulary_without_letters_serves() -> None:
         (None, "no chat template"),
     ],
 )
-def test_a_template_that_cannot_be_extended_is_refused(template: str | None, why: str) -> None:
+def test_template_that_cannot_be_extended_is_rejected(template: str | None, why: str) -> None:
     with pytest.raises(ModelError, match=why):
         ChatTemplateRenderer(make_tokenizer(template))
 
@@ -149,7 +147,7 @@ def test_template_kwargs_reach_the_template() -> None:
     assert tokenizer.decode(prompt).startswith("terse<|im_start|>")
 
 
-def test_siblings_share_a_rendering_and_cannot_spoil_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_rendering_is_shared_and_cannot_be_modified(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tokenizer(CHATML)
     renderer = ChatTemplateRenderer(tokenizer)
     rendered: list[Any] = []
@@ -175,7 +173,7 @@ def test_siblings_share_a_rendering_and_cannot_spoil_it(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", ["TokenizersBackend", "Qwen2Tokenizer", None])
-def test_a_saved_tokenizer_is_loaded(tmp_path: Path, kind: str | None) -> None:
+def test_saved_tokenizer_is_loaded(tmp_path: Path, kind: str | None) -> None:
     tokenizer = make_tokenizer(CHATML)
     tokenizer.save_pretrained(tmp_path)
     settings = tmp_path / "tokenizer_config.json"
@@ -184,7 +182,7 @@ def test_a_saved_tokenizer_is_loaded(tmp_path: Path, kind: str | None) -> None:
     assert loaded.render_ids([USER]) == ChatTemplateRenderer(tokenizer).render_ids([USER])
 
 
-def test_a_model_folder_without_tokenizer_or_template_is_named(tmp_path: Path) -> None:
+def test_error_names_a_model_folder_without_tokenizer_or_template(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"'.*missing' does not exist"):
         ChatTemplateRenderer.from_pretrained(tmp_path / "missing")
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')

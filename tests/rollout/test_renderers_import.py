@@ -42,6 +42,6 @@ assert renderers.Qwen3Renderer
 
 
 @pytest.mark.parametrize("program", [LAZILY, AFTER_ANOTHER])
-def test_modules_of_the_package_come_without_its_client_and_its_names_as_ever(program: str) -> None:
+def test_renderers_modules_import_without_the_openai_client(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -64,7 +64,7 @@ async def play(tokenizer: Any, renderer: Renderer) -> tuple[list[list[int]], lis
     return prompts, env.heard
 
 
-async def test_a_renderer_of_the_package_plays_the_same_conversation(tokenizer: Any) -> None:
+async def test_renderer_of_the_package_gives_the_same_conversation(tokenizer: Any) -> None:
     package: Renderer = renderers_qwen3.Qwen3Renderer(tokenizer, configs.Qwen3RendererConfig(enable_thinking=False))
     own = ChatTemplateRenderer(tokenizer)
     prompts, heard = await play(tokenizer, package)
@@ -73,7 +73,7 @@ async def test_a_renderer_of_the_package_plays_the_same_conversation(tokenizer: 
     assert set(own.get_stop_token_ids()) <= set(package.get_stop_token_ids())
 
 
-async def test_a_renderer_that_drops_reasoning_says_what_to_set(tokenizer: Any) -> None:
+async def test_error_of_a_renderer_that_drops_reasoning_names_the_setting(tokenizer: Any) -> None:
     package = renderers_qwen3.Qwen3Renderer(tokenizer, configs.Qwen3RendererConfig(enable_thinking=True))
     with pytest.raises(DataError, match="thinking_retention='all'"):
         await play(tokenizer, package)

@@ -79,7 +79,7 @@ class Flaky:
         return 1.0 + rollout.sibling
 
 
-async def test_a_call_that_fails_is_made_again_after_ever_longer_waits() -> None:
+async def test_failed_reward_call_is_retried_with_backoff() -> None:
     judge = Flaky(failures=3)
     group = await play(Rubric([Reward(judge, name="judge", on_failure=FailurePolicy(retries=3))]), size=1)
     assert judge.called_at == [0.0, 1.0, 3.0, 7.0]
@@ -87,14 +87,14 @@ async def test_a_call_that_fails_is_made_again_after_ever_longer_waits() -> None
     assert group.rollouts[0].reward == 1.0
 
 
-async def test_only_the_call_that_failed_is_made_again() -> None:
+async def test_only_the_failed_call_is_retried() -> None:
     judge = Flaky(failures=1)
     group = await play(Rubric([Reward(judge, name="judge")]), size=4)
     assert len(judge.called_at) == 5
     assert [rollout.reward for rollout in group.rollouts] == [1.0, 2.0, 3.0, 4.0]
 
 
-async def test_after_its_retries_the_group_is_dropped_and_says_why() -> None:
+async def test_group_is_dropped_with_the_reason_after_its_retries() -> None:
     judge = Flaky(failures=1000)
     policy = FailurePolicy(retries=1, backoff_s=10.0)
     group = await play(Rubric([Reward(judge, name="judge", on_failure=policy)]))
@@ -109,7 +109,7 @@ async def test_after_its_retries_the_group_is_dropped_and_says_why() -> None:
     assert build_samples(group, 1.0) == []
 
 
-async def test_a_function_that_only_computes_is_not_called_again() -> None:
+async def test_sync_reward_is_not_retried() -> None:
     calls: list[str] = []
 
     def broken(rollout: Rollout) -> float:
@@ -121,14 +121,14 @@ async def test_a_function_that_only_computes_is_not_called_again() -> None:
     assert group.failure is not None
 
 
-async def test_a_policy_may_end_the_run() -> None:
+async def test_failure_policy_can_end_the_run() -> None:
     policy = FailurePolicy(retries=0, then="fail_run")
     with pytest.raises(RewardError, match=r"reward 'judge' failed on rollout 'g/\d': ConnectionError: 503 \("):
         await play(Rubric([Reward(Flaky(1000), name="judge", on_failure=policy)]))
 
 
 @pytest.mark.parametrize("then", ["drop_group", "fail_run"])
-async def test_siblings_that_still_play_are_stopped_when_their_group_is_doomed(then: Any) -> None:
+async def test_running_siblings_are_stopped_when_their_group_has_failed(then: Any) -> None:
     envs: list[Env] = []
 
     def env() -> Env:
@@ -148,7 +148,7 @@ async def test_siblings_that_still_play_are_stopped_when_their_group_is_doomed(t
     assert [env.closed for env in envs] == [1, 1]
 
 
-async def test_a_sibling_that_is_stopped_while_it_is_run_again_is_told_of_as_finished() -> None:
+async def test_sibling_stopped_during_its_retry_is_reported_as_finished() -> None:
     class FailsOnce(Env):
         async def step(self, completion: Completion) -> TokenStep:
             if completion.request_id == "g/1/0":
@@ -179,7 +179,7 @@ async def test_a_sibling_that_is_stopped_while_it_is_run_again_is_told_of_as_fin
     assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0", "g/1~1"]
 
 
-async def test_a_sibling_that_is_stopped_keeps_its_turns() -> None:
+async def test_stopped_sibling_keeps_its_turns() -> None:
     class TwoTurns(Env):
         async def step(self, completion: Completion) -> TokenStep:
             if completion.request_id == "g/1/0":
@@ -199,7 +199,7 @@ async def test_a_sibling_that_is_stopped_keeps_its_turns() -> None:
     assert [(r.status, len(r.turns)) for r in group.rollouts] == [("completed", 1), ("aborted", 1)]
 
 
-async def test_a_group_reward_that_fails_drops_its_group() -> None:
+async def test_failing_group_reward_drops_its_group() -> None:
     def rank(rollouts: Sequence[Rollout]) -> list[float]:
         return [1.0]
 
@@ -208,7 +208,7 @@ async def test_a_group_reward_that_fails_drops_its_group() -> None:
     assert "reward 'rank' gave 1 values for the 2 of group 'g'" in group.failure.error
 
 
-async def test_a_judge_that_hangs_has_the_time_of_one_call_and_no_more() -> None:
+async def test_hanging_judge_is_ended_at_its_time_limit() -> None:
     async def judge(rollout: Rollout) -> float:
         await asyncio.Event().wait()
         return 1.0
@@ -220,7 +220,7 @@ async def test_a_judge_that_hangs_has_the_time_of_one_call_and_no_more() -> None
     assert re.fullmatch(r"tests/rollout/test_reward_failures.py:\d+ in judge", group.failure.where or "")
 
 
-async def test_a_judge_that_does_not_take_a_cancellation_is_left_behind() -> None:
+async def test_judge_that_ignores_cancellation_is_abandoned() -> None:
     never = asyncio.Event()
 
     async def stubborn(rollout: Rollout) -> float:
@@ -334,7 +334,7 @@ once = FailurePolicy(retries=0)
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-async def test_whatever_goes_wrong_is_a_failure_of_that_reward(reward: Any, says: str) -> None:
+async def test_reward_failure_names_the_reward(reward: Any, says: str) -> None:
     playing = asyncio.ensure_future(play(Rubric([reward])))
     await asyncio.wait({playing}, timeout=60.0)
     group = playing.result()
@@ -344,7 +344,7 @@ async def test_whatever_goes_wrong_is_a_failure_of_that_reward(reward: Any, says
         assert re.fullmatch(r"tests/rollout/test_reward_failures.py:\d+ in cancels_its_own", group.failure.where or "")
 
 
-async def test_a_cancelled_group_ends_its_retries() -> None:
+async def test_cancelled_group_ends_its_retries() -> None:
     judge = Flaky(failures=1000)
     playing = asyncio.ensure_future(play(Rubric([Reward(judge, name="judge")]), size=1))
     await asyncio.sleep(2.0)
@@ -394,7 +394,7 @@ class Run:
         return groups
 
 
-async def test_a_run_goes_on_without_the_groups_whose_judge_failed() -> None:
+async def test_run_continues_without_groups_whose_judge_failed() -> None:
     async def judge(rollout: Rollout) -> float:
         if rollout.group_id in ("1", "2"):
             return await cancels_its_own(rollout)
@@ -403,7 +403,7 @@ async def test_a_run_goes_on_without_the_groups_whose_judge_failed() -> None:
     assert await Run(Rubric([Reward(judge, on_failure=once)])).trained(3) == ["0", "3", "4"]
 
 
-async def test_a_reward_that_always_fails_ends_the_run_with_its_line() -> None:
+async def test_reward_that_always_fails_ends_the_run_with_its_line() -> None:
     def broken(rollout: Rollout) -> float:
         raise KeyError("answer")
 
@@ -416,7 +416,7 @@ def unparsed() -> Env:
     return Env([RolloutStatus.ERROR_PARSE, RolloutStatus.COMPLETED])
 
 
-async def test_an_answer_that_cannot_be_parsed_has_an_advantage_and_a_gradient() -> None:
+async def test_unparsable_answer_has_an_advantage_and_is_trained_on() -> None:
     group = await play(Rubric([Reward(lambda _: 1.0, name="one")], error_reward=0.0), unparsed)
     assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0]
     assert [rollout.advantage for rollout in group.rollouts] == pytest.approx([-1.0, 1.0], abs=1e-3)
@@ -426,7 +426,7 @@ async def test_an_answer_that_cannot_be_parsed_has_an_advantage_and_a_gradient()
 
 
 @pytest.mark.parametrize("status", [RolloutStatus.ERROR_ENV, RolloutStatus.ERROR_TIMEOUT, RolloutStatus.ERROR_GENERATE])
-async def test_a_fault_of_others_has_neither(status: RolloutStatus) -> None:
+async def test_faulty_rollout_has_no_advantage_and_is_not_trained_on(status: RolloutStatus) -> None:
     rubric = Rubric([Reward(lambda _: 1.0, name="one")], error_reward=0.0)
     group = await play(rubric, lambda: Env([status, RolloutStatus.COMPLETED, RolloutStatus.COMPLETED]), size=3)
     assert [rollout.advantage for rollout in group.rollouts] == [None, 0.0, 0.0]
@@ -437,7 +437,7 @@ async def test_a_fault_of_others_has_neither(status: RolloutStatus) -> None:
     ("status", "error_reward", "reason"),
     [("error_parse", None, "too_few_siblings"), ("error_parse", 0.0, None), ("error_env", 0.0, "failed")],
 )
-async def test_a_group_of_answers_that_cannot_be_parsed_is_not_lost_to_errors(
+async def test_group_of_unparsable_answers_does_not_count_as_failed(
     status: str, error_reward: float | None, reason: str | None
 ) -> None:
     rubric = Rubric([Reward(lambda _: 1.0, name="one")], error_reward=error_reward)
@@ -445,13 +445,13 @@ async def test_a_group_of_answers_that_cannot_be_parsed_is_not_lost_to_errors(
     assert too_few_siblings(group) == reason
 
 
-async def test_groups_of_answers_that_cannot_be_parsed_end_no_run() -> None:
+async def test_unparsable_answers_with_an_error_reward_do_not_end_the_run() -> None:
     rubric = Rubric([Reward(lambda _: 1.0, name="one")], error_reward=0.0)
     run = Run(rubric, lambda: Env([RolloutStatus.ERROR_PARSE] * 2), max_failed_groups=2)
     assert await run.trained(4) == ["0", "1", "2", "3"]
 
 
-async def test_a_run_of_answers_that_cannot_be_parsed_and_have_no_reward_ends_with_the_cure() -> None:
+async def test_unparsable_answers_without_an_error_reward_end_the_run_with_the_fix() -> None:
     run = Run(Rubric([Reward(lambda _: 1.0, name="one")]), lambda: Env([RolloutStatus.ERROR_PARSE] * 2), max_refills=2)
     says = "too_few_siblings .*; 8 of their rollouts have an answer that could not be parsed.* an error_reward[^;]*$"
     with pytest.raises(TrainingError, match=says):

@@ -47,7 +47,7 @@ def stage_of(turns: int = 3, **kwargs: Any) -> Stage:
     return Stage(lambda _: Env(turns=turns), **{"limits": LIMITS, "max_context": 10_000} | kwargs)
 
 
-async def test_generation_is_interrupted_at_the_limit_and_the_turns_before_are_judged_and_trained_on() -> None:
+async def test_generation_is_interrupted_at_the_limit_and_earlier_turns_are_kept() -> None:
     stage = stage_of()
     group = await stage.group(Slow(1e6, fast_turns=2), size=2)
     for rollout in group.rollouts:
@@ -61,13 +61,13 @@ async def test_generation_is_interrupted_at_the_limit_and_the_turns_before_are_j
     assert stage.given_back(2)
 
 
-async def test_a_rollout_that_has_nothing_when_its_time_is_up_is_an_error() -> None:
+async def test_rollout_without_turns_at_the_limit_is_an_error() -> None:
     (rollout,) = (await stage_of().group(Slow(1e6))).rollouts
     assert (rollout.status, rollout.turns, rollout.reward) == (RolloutStatus.ERROR_TIMEOUT, [], None)
     assert rollout.metrics["seconds"] == pytest.approx(30.0)
 
 
-async def test_the_rubric_may_give_it_what_truncated_rollouts_get() -> None:
+async def test_truncated_reward_applies_at_the_time_limit() -> None:
     rubric = Rubric([Reward(lambda rollout: 1.0, name="one")], truncated_reward=-1.0)
     (rollout,) = (await stage_of(rubric=rubric).group(Slow(1e6, fast_turns=1))).rollouts
     assert rollout.reward == -1.0
@@ -77,7 +77,7 @@ async def test_the_rubric_may_give_it_what_truncated_rollouts_get() -> None:
     ("metrics", "num_turns"),
     [({}, 2), ({"queue_s": 11.0}, 8), ({"interrupted_s": 11.0}, 8), ({"queue_s": 6.0, "interrupted_s": 5.0}, 8)],
 )
-async def test_what_an_answer_says_it_waited_is_given_back(metrics: dict[str, float], num_turns: int) -> None:
+async def test_waiting_reported_by_a_completion_does_not_count(metrics: dict[str, float], num_turns: int) -> None:
     (rollout,) = (await stage_of(turns=8).group(Slow(12.0, metrics))).rollouts
     assert len(rollout.turns) == num_turns
     whole = rollout.status is RolloutStatus.COMPLETED
@@ -85,7 +85,7 @@ async def test_what_an_answer_says_it_waited_is_given_back(metrics: dict[str, fl
     assert rollout.metrics["own_seconds"] == pytest.approx(8.0 if whole else 30.0)
 
 
-async def test_a_request_that_says_that_it_waits_may_wait_as_long_as_it_likes() -> None:
+async def test_time_with_a_paused_stopwatch_does_not_count() -> None:
     async def generate(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
         with stopwatch.paused():
             await asyncio.sleep(1000.0)
@@ -98,7 +98,7 @@ async def test_a_request_that_says_that_it_waits_may_wait_as_long_as_it_likes() 
     assert rollout.metrics["seconds"] == pytest.approx(2002.0)
 
 
-async def test_the_environments_time_counts_and_an_answer_finished_in_time_is_seen() -> None:
+async def test_environment_time_counts_and_a_timely_answer_is_processed() -> None:
     async def slow_step(env: Env) -> None:
         await asyncio.sleep(0.5 if env.steps == 2 else 29.0)
 
@@ -113,7 +113,7 @@ async def test_the_environments_time_counts_and_an_answer_finished_in_time_is_se
     assert rollout.metrics["own_seconds"] == pytest.approx(30.4)
 
 
-async def test_steps_that_add_up_end_at_the_limit_and_keep_their_answers() -> None:
+async def test_slow_steps_end_at_the_limit_and_keep_their_turns() -> None:
     stage = Stage(lambda _: Env(turns=99, on_step=lambda _: asyncio.sleep(8.0)), limits=LIMITS, max_context=10_000)
     (rollout,) = (await stage.group(Generator())).rollouts
     assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TRUNCATED_TIME, 4)
@@ -121,7 +121,7 @@ async def test_steps_that_add_up_end_at_the_limit_and_keep_their_answers() -> No
     assert rollout.metrics["seconds"] == pytest.approx(30.0)
 
 
-async def test_siblings_of_a_long_rollout_do_not_push_it_out() -> None:
+async def test_waiting_for_siblings_does_not_count() -> None:
     """All answers of a group take the same work; the one that is served last is not thrown away for it."""
     one_at_a_time = asyncio.Lock()
 
@@ -159,7 +159,7 @@ async def routed(max_running: int = 8, length: int = 1 << 30) -> AsyncGenerator[
         running.cancel()
 
 
-async def test_a_request_through_the_router_returns_the_tokens_it_has_when_time_is_up() -> None:
+async def test_routed_request_returns_its_tokens_when_time_is_up() -> None:
     seen: list[Completion] = []
 
     class Looking(Env):
@@ -179,7 +179,7 @@ async def test_a_request_through_the_router_returns_the_tokens_it_has_when_time_
     assert rollout.metrics["own_seconds"] == pytest.approx(30.0, abs=2.0)
 
 
-async def test_queueing_in_the_engine_and_pauses_are_not_the_rollouts_time() -> None:
+async def test_engine_queueing_and_pauses_do_not_count() -> None:
     async with routed(max_running=1, length=15) as (router, generate):
         playing = asyncio.ensure_future(stage_of(turns=1).group(generate, size=4, max_tokens=100))
         await asyncio.sleep(30.0)
@@ -202,7 +202,7 @@ async def test_queueing_in_the_engine_and_pauses_are_not_the_rollouts_time() -> 
     size=st.integers(1, 4),
 )
 @settings(max_examples=examples(50), deadline=None)
-def test_a_pause_is_taken_from_a_rollouts_time_once_wherever_the_request_is(
+def test_pause_is_subtracted_once_from_the_rollout_time(
     max_running: int, pauses: list[tuple[int, int]], size: int
 ) -> None:
     """In the queue, under way, or both: it uses a second for each of its tokens."""
@@ -228,7 +228,7 @@ def test_a_pause_is_taken_from_a_rollouts_time_once_wherever_the_request_is(
         assert waited_s + length == pytest.approx(rollout.metrics["seconds"], abs=len(pauses) + 0.1)
 
 
-async def test_a_request_that_was_never_served_is_not_the_rollouts_fault() -> None:
+async def test_time_before_a_request_is_served_does_not_count() -> None:
     """It waits for a place in the engine for longer than its limit, behind one that takes all the time it has."""
     async with routed(max_running=1) as (_, generate):
         group = await stage_of(turns=1).group(generate, size=3, max_tokens=5_000)
@@ -236,7 +236,7 @@ async def test_a_request_that_was_never_served_is_not_the_rollouts_fault() -> No
     assert all(25 <= rollout.num_completion_tokens <= 32 for rollout in group.rollouts)
 
 
-async def test_one_that_does_not_return_when_told_is_cancelled() -> None:
+async def test_request_that_ignores_the_time_limit_is_cancelled() -> None:
     async def stubborn(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
         with stopwatch.ending_with(lambda: None):
             await asyncio.sleep(1e6)
@@ -247,7 +247,7 @@ async def test_one_that_does_not_return_when_told_is_cancelled() -> None:
     assert rollout.metrics["seconds"] == pytest.approx(30.0 + RETURN_S)
 
 
-async def test_time_moves_with_the_tokens_of_a_request() -> None:
+async def test_stopwatch_advances_with_the_tokens_of_a_request() -> None:
     watch = Stopwatch(100.0)
     with watch.running(), stopwatch.working_for(watch), moving_with_tokens() as sign:
         await asyncio.sleep(50.0)  # it queues
@@ -273,9 +273,7 @@ async def test_time_moves_with_the_tokens_of_a_request() -> None:
 
 
 @pytest.mark.parametrize("seen_by", ["sign", "timer", "end"])
-async def test_time_in_which_something_blocked_the_loop_is_not_the_requests(
-    seen_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_time_of_a_blocked_event_loop_does_not_count(seen_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, late_s = asyncio.get_running_loop(), 0.0
     now = loop.time
     monkeypatch.setattr(loop, "time", lambda: now() + late_s)
@@ -291,7 +289,7 @@ async def test_time_in_which_something_blocked_the_loop_is_not_the_requests(
     assert watch.used_s == pytest.approx(SILENCE_S)
 
 
-async def test_a_stopwatch_counts_what_runs_and_is_not_paused() -> None:
+async def test_stopwatch_counts_only_running_and_unpaused_time() -> None:
     watch = Stopwatch(10.0)
     await asyncio.sleep(5.0)
     assert watch.used_s == 0.0

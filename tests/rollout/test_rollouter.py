@@ -29,7 +29,7 @@ from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.training.data.sample_builder import build_samples
 
 
-async def test_a_group_is_played_scored_and_compared() -> None:
+async def test_group_is_played_scored_and_compared() -> None:
     stage, generate = Stage(), Generator()
     group = await stage.group(generate, size=3)
     assert [r.rollout_id for r in group.rollouts] == ["g/0", "g/1", "g/2"]
@@ -47,7 +47,7 @@ async def test_a_group_is_played_scored_and_compared() -> None:
     }
 
 
-async def test_siblings_run_at_once() -> None:
+async def test_siblings_run_concurrently() -> None:
     everyone = asyncio.Barrier(4)
 
     async def meet(env: Env) -> None:
@@ -80,7 +80,7 @@ def test_seeds_are_the_same_in_every_process() -> None:
     assert turn_seed(0, "g/1", 11) != turn_seed(0, "g/11", 1)
 
 
-async def test_max_tokens_is_lowered_to_the_room_that_is_left() -> None:
+async def test_max_tokens_is_capped_to_the_remaining_context() -> None:
     generate = Generator()
     played = await Stage(max_context=8).group(
         generate, max_tokens=4, min_tokens=3, stop_token_ids=(9,), temperature=0.5
@@ -166,7 +166,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-async def test_each_way_to_end_has_its_status_and_keeps_what_was_generated(end: str) -> None:
+async def test_each_ending_has_its_status_and_keeps_its_turns(end: str) -> None:
     make_stage, generate, status, num_turns, error = ENDS[end]
     stage = make_stage()
     (rollout,) = (await stage.group(generate)).rollouts
@@ -178,7 +178,7 @@ async def test_each_way_to_end_has_its_status_and_keeps_what_was_generated(end: 
 
 
 @pytest.mark.parametrize("status", [RolloutStatus.ERROR_PARSE, RolloutStatus.TRUNCATED_TURNS])
-async def test_the_environment_names_its_own_end(status: RolloutStatus) -> None:
+async def test_environment_status_takes_precedence(status: RolloutStatus) -> None:
     class Ending(Env):
         async def step(self, completion: Completion) -> TokenStep:
             return TokenStep(status=status)
@@ -187,7 +187,7 @@ async def test_the_environment_names_its_own_end(status: RolloutStatus) -> None:
     assert rollout.status is status
 
 
-async def test_an_environment_that_cannot_be_made_is_an_error_of_its_rollout() -> None:
+async def test_make_env_error_fails_its_rollout() -> None:
     def make(sample: Any) -> Env:
         raise LookupError("no such level")
 
@@ -203,7 +203,7 @@ HANGS = {
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("where", HANGS)
-async def test_an_environment_that_hangs_is_a_timeout(where: str) -> None:
+async def test_hanging_environment_is_a_timeout(where: str) -> None:
     env, seconds, limit = HANGS[where]
     limits = RolloutConfig(max_turns=99, env_timeout_s=10.0, rollout_timeout_s=30.0)
     stage = Stage(lambda _: env, limits=limits, max_context=10_000)
@@ -220,9 +220,7 @@ SLOW_TO_CLEAN_UP = [(20.0, False), (295.0, False), (295.0, True), (600.0, False)
 @pytest.mark.looptime
 @pytest.mark.parametrize("where", ["on_reset", "on_step"])
 @pytest.mark.parametrize(("cleanup_s", "raises"), SLOW_TO_CLEAN_UP)
-async def test_an_environment_slow_to_clean_up_is_a_timeout_and_closed_when_it_has(
-    where: str, cleanup_s: float, raises: bool
-) -> None:
+async def test_environment_with_slow_cleanup_is_closed_after_it(where: str, cleanup_s: float, raises: bool) -> None:
     async def stubborn(env: Env) -> None:
         try:
             await asyncio.sleep(1e6)
@@ -243,7 +241,7 @@ async def test_an_environment_slow_to_clean_up_is_a_timeout_and_closed_when_it_h
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("where", ["generate", "on_reset", "on_step"])
-async def test_a_cancelled_group_does_not_wait_for_what_is_slow_to_clean_up(where: str) -> None:
+async def test_cancelled_group_does_not_wait_for_slow_cleanup(where: str) -> None:
     loop = asyncio.get_running_loop()
 
     async def stubborn(env: Env) -> None:
@@ -271,7 +269,7 @@ async def test_a_cancelled_group_does_not_wait_for_what_is_slow_to_clean_up(wher
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("where", ["generate", "on_step"])
-async def test_a_doomed_group_does_not_wait_for_what_is_slow_to_clean_up(where: str) -> None:
+async def test_failed_group_does_not_wait_for_slow_cleanup(where: str) -> None:
     async def stubborn(env: Env | None = None) -> None:
         try:
             await asyncio.sleep(1e6)
@@ -296,7 +294,7 @@ async def test_a_doomed_group_does_not_wait_for_what_is_slow_to_clean_up(where: 
 
 
 @pytest.mark.looptime
-async def test_a_generation_slow_to_clean_up_is_a_timeout() -> None:
+async def test_generation_with_slow_cleanup_is_a_timeout() -> None:
     async def generate(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
         try:
             await asyncio.sleep(1e6)
@@ -341,7 +339,7 @@ async def test_all_calls_of_an_environment_are_made_in_one_task(hangs: bool) -> 
 
 
 @pytest.mark.looptime
-async def test_a_generation_that_hangs_is_a_timeout_and_earlier_turns_are_kept() -> None:
+async def test_hanging_generation_is_a_timeout_and_keeps_earlier_turns() -> None:
     async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
         if request_id.endswith("/1"):
             await asyncio.Event().wait()
@@ -354,7 +352,7 @@ async def test_a_generation_that_hangs_is_a_timeout_and_earlier_turns_are_kept()
     assert stage.given_back()
 
 
-async def test_a_failed_close_is_recorded_and_changes_nothing_else() -> None:
+async def test_failed_close_is_recorded_and_changes_nothing_else() -> None:
     stage = Stage(lambda _: Env(on_close=fail))
     (rollout,) = (await stage.group(Generator())).rollouts
     assert (rollout.status, rollout.error) == (RolloutStatus.COMPLETED, "close: KeyError: 'lost'")
@@ -364,7 +362,7 @@ async def test_a_failed_close_is_recorded_and_changes_nothing_else() -> None:
 
 
 @pytest.mark.looptime
-async def test_a_close_that_hangs_is_given_up() -> None:
+async def test_hanging_close_is_abandoned() -> None:
     async def stubborn(env: Env) -> None:
         while True:
             try:
@@ -422,7 +420,7 @@ async def test_cancelling_closes_the_environments_once(where: str) -> None:
     assert stage.given_back(2)
 
 
-async def test_what_is_cancelled_behind_generation_is_an_error_of_that_rollout() -> None:
+async def test_stray_cancellation_in_generation_fails_only_its_rollout() -> None:
     async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
         if request_id == "g/0/0":
             lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -434,7 +432,7 @@ async def test_what_is_cancelled_behind_generation_is_an_error_of_that_rollout()
     assert [r.status for r in group.rollouts] == [RolloutStatus.ERROR_GENERATE, RolloutStatus.COMPLETED]
 
 
-async def test_an_errored_sibling_does_not_enter_the_baseline() -> None:
+async def test_errored_sibling_does_not_enter_the_baseline() -> None:
     async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
         fail = GenerationError("gone") if request_id == "g/2/1" else None
         return await Generator(fail=fail)(prompt_token_ids, request_id=request_id, **kwargs)
@@ -448,7 +446,7 @@ async def test_an_errored_sibling_does_not_enter_the_baseline() -> None:
         assert [r.advantage for r in group.rollouts] == [-1.0, 0.0, None]
 
 
-async def test_a_group_with_an_aborted_sibling_is_not_judged() -> None:
+async def test_group_with_an_aborted_sibling_is_not_judged() -> None:
     async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
         reason = FinishReason.ABORT if request_id == "g/1/0" else FinishReason.STOP
         return await Generator(reason)(prompt_token_ids, request_id=request_id, **kwargs)
@@ -472,7 +470,7 @@ async def test_a_group_with_an_aborted_sibling_is_not_judged() -> None:
     ]
 
 
-async def test_a_failing_reward_gives_everything_back() -> None:
+async def test_environments_are_closed_when_a_reward_fails() -> None:
     def broken(rollout: Rollout) -> float:
         return rollout.sample["score"]
 
@@ -484,7 +482,7 @@ async def test_a_failing_reward_gives_everything_back() -> None:
 
 
 @pytest.mark.parametrize("values", [[1.0], [1.0, float("nan")]])
-async def test_a_bad_advantage_function_is_named(values: list[float]) -> None:
+async def test_error_about_bad_advantages_names_the_function(values: list[float]) -> None:
     def odd(rewards: Sequence[float]) -> list[float]:
         return values
 
@@ -493,7 +491,7 @@ async def test_a_bad_advantage_function_is_named(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, StopIteration, asyncio.CancelledError, SystemExit])
-async def test_an_advantage_function_that_raises_ends_the_run_with_its_line(error: type[BaseException]) -> None:
+async def test_advantage_function_that_raises_ends_the_run_with_its_line(error: type[BaseException]) -> None:
     def odd(rewards: Sequence[float]) -> list[float]:
         raise error("no luck")
 
@@ -504,7 +502,7 @@ async def test_an_advantage_function_that_raises_ends_the_run_with_its_line(erro
 
 
 @pytest.mark.parametrize("given", [None, 1.0, ["high", "low"]])
-async def test_an_advantage_function_that_gives_no_numbers_is_named(given: Any) -> None:
+async def test_error_about_non_numeric_advantages_names_the_function(given: Any) -> None:
     def odd(rewards: Sequence[float]) -> Any:
         return given
 
@@ -512,7 +510,7 @@ async def test_an_advantage_function_that_gives_no_numbers_is_named(given: Any) 
         await Stage(advantage=odd).group(Generator(), size=2)
 
 
-async def test_bad_settings_are_refused() -> None:
+async def test_invalid_settings_are_rejected() -> None:
     with pytest.raises(ValueError, match="max_context is 1"):
         Stage(max_context=1)
     with pytest.raises(ValueError, match="group_size is 0"):
@@ -526,7 +524,7 @@ async def test_bad_settings_are_refused() -> None:
     ),
     cancel_after=st.none() | st.integers(0, 40),
 )
-def test_environments_are_closed_once_whatever_happens_when(fates: list[str], cancel_after: int | None) -> None:
+def test_environments_are_closed_once_for_any_ending(fates: list[str], cancel_after: int | None) -> None:
     async def run() -> None:
         left = iter(fates)
 
@@ -557,7 +555,7 @@ def test_environments_are_closed_once_whatever_happens_when(fates: list[str], ca
     asyncio.run(run())
 
 
-async def test_an_errored_sibling_is_played_again_in_a_fresh_environment_within_the_budget():
+async def test_errored_sibling_is_retried_in_a_fresh_environment():
     made: list[Env] = []
 
     async def fail_first(env: Env) -> None:
@@ -588,7 +586,7 @@ def one(rollout: Rollout) -> float:
     return 1.0
 
 
-async def test_a_sibling_is_judged_as_soon_as_it_ends() -> None:
+async def test_sibling_is_judged_as_soon_as_it_ends() -> None:
     judged, release = asyncio.Event(), asyncio.Event()
 
     async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
@@ -611,7 +609,7 @@ async def test_a_sibling_is_judged_as_soon_as_it_ends() -> None:
     assert sorted(calls) == ["g/0", "g/1"]  # once each
 
 
-async def test_an_environment_may_give_every_token_an_advantage_of_its_own() -> None:
+async def test_environment_can_set_token_advantages() -> None:
     class Marked(Env):
         marks = (0.25, -0.25)
 

@@ -41,7 +41,7 @@ async def test_reward_is_the_weighted_mean_and_the_breakdown_is_unweighted() -> 
     assert group.rollouts[2].reward_breakdown == {"half": 0.5, "sibling_number": 2.0, "rank": -2.0}
 
 
-async def test_a_sum_is_chosen_by_name_and_takes_penalties() -> None:
+async def test_combine_sum_allows_negative_weights() -> None:
     rollouts = [rollout(0), rollout(3)]
     rubric = Rubric([Reward(half, 2.0), Reward(sibling_number, -1.0)], combine="sum")
     await rubric.score(rollouts)
@@ -50,7 +50,7 @@ async def test_a_sum_is_chosen_by_name_and_takes_penalties() -> None:
     assert (rubric.combine, Rubric([Reward(half)]).combine) == ("sum", "mean")
 
 
-def test_what_gives_no_reward_is_refused_by_a_sum() -> None:
+def test_unknown_combine_and_zero_weights_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"combine is 'avg'; it must be 'mean' or 'sum'"):
         Rubric([Reward(half)], combine="avg")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"are all 0"):
@@ -58,7 +58,7 @@ def test_what_gives_no_reward_is_refused_by_a_sum() -> None:
     Rubric([Reward(half, 1.0), Reward(sibling_number, -1.0)], combine="sum")
 
 
-async def test_async_group_reward_booleans_and_callable_objects() -> None:
+async def test_group_reward_accepts_async_objects_and_booleans() -> None:
     class Judge:
         async def __call__(self, rollouts: Sequence[Rollout]) -> tuple[bool, ...]:
             return tuple(r.sibling > 0 for r in rollouts)
@@ -68,24 +68,24 @@ async def test_async_group_reward_booleans_and_callable_objects() -> None:
     assert [r.reward_breakdown for r in rollouts] == [{"Judge": 0.0}, {"Judge": 1.0}]
 
 
-def test_duplicate_names_are_refused() -> None:
+def test_duplicate_names_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"\['half'\] appear more than once"):
         Rubric([Reward(half), Reward(half)])
     Rubric([Reward(half), Reward(half, name="other")])
 
 
-def test_a_rubric_without_rewards_is_refused() -> None:
+def test_rubric_without_rewards_is_rejected() -> None:
     with pytest.raises(ValueError, match="has no rewards; give it at least one"):
         Rubric([])
 
 
 @pytest.mark.parametrize("rewards", [[Reward(half, 0.0)], [Reward(half, 1.0), Reward(sibling_number, -1.0)]])
-def test_weights_that_do_not_sum_to_more_than_zero_are_refused(rewards: list[Reward]) -> None:
+def test_weights_with_a_nonpositive_sum_are_rejected(rewards: list[Reward]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         Rubric(rewards)
 
 
-def test_bad_numbers_are_refused_at_construction() -> None:
+def test_invalid_numbers_are_rejected_at_construction() -> None:
     with pytest.raises(ValueError, match="weight nan"):
         Reward(half, float("nan"))
     with pytest.raises(ValueError, match="error_reward is inf"):
@@ -94,7 +94,7 @@ def test_bad_numbers_are_refused_at_construction() -> None:
         Rubric([Reward(half)], timeout_s=0)
 
 
-async def test_truncated_and_errored_rollouts_have_rewards_of_their_own() -> None:
+async def test_truncated_and_errored_rollouts_get_fixed_rewards() -> None:
     statuses = [RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED_TURNS, RolloutStatus.ERROR_ENV, RolloutStatus.ABORTED]
     rollouts = [rollout(i, status) for i, status in enumerate(statuses)]
     seen: list[int] = []
@@ -109,7 +109,7 @@ async def test_truncated_and_errored_rollouts_have_rewards_of_their_own() -> Non
     assert seen == [0]
 
 
-async def test_by_default_truncated_rollouts_are_judged_and_errored_ones_stay_out() -> None:
+async def test_truncated_rollouts_are_judged_by_default_and_errored_ones_are_not() -> None:
     rollouts = [rollout(0, RolloutStatus.TRUNCATED_LENGTH), rollout(1, RolloutStatus.ERROR_PARSE)]
     await Rubric([Reward(half)]).score(rollouts)
     assert [r.reward for r in rollouts] == [0.5, None]
@@ -138,7 +138,7 @@ def exhausted(rollout: Rollout) -> float:
         (Reward(exhausted, in_thread=True, on_failure=FailurePolicy(0)), "exhausted", StopIteration),
     ],
 )
-async def test_a_raising_function_is_attributed_and_nothing_is_scored(
+async def test_reward_error_names_its_function_and_scores_nothing(
     reward: Reward, name: str, cause: type[Exception]
 ) -> None:
     rollouts = [rollout(1), rollout(1)]
@@ -149,18 +149,18 @@ async def test_a_raising_function_is_attributed_and_nothing_is_scored(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.5", [1.0]])
-async def test_a_value_that_is_no_finite_number_is_an_error(value: object) -> None:
+async def test_reward_that_is_not_a_finite_number_is_an_error(value: object) -> None:
     with pytest.raises(RewardError, match=r"reward 'odd' gave .* for rollout 'g/0'"):
         await Rubric([Reward(lambda _: value, name="odd")]).score([rollout()])  # pyright: ignore
 
 
 @pytest.mark.parametrize("given", [[1.0], [1.0, float("nan")], 1.0, None])
-async def test_a_group_reward_gives_one_finite_value_per_rollout(given: object) -> None:
+async def test_group_reward_must_give_one_finite_value_per_rollout(given: object) -> None:
     with pytest.raises(RewardError, match="reward 'odd' gave"):
         await Rubric([GroupReward(lambda _: given, name="odd")]).score([rollout(0), rollout(1)])  # pyright: ignore
 
 
-async def test_a_judge_that_never_answers_is_an_error_with_its_name() -> None:
+async def test_error_about_a_hanging_judge_names_it() -> None:
     async def judge(rollout: Rollout) -> float:
         await asyncio.Event().wait()
         return 1.0
@@ -171,7 +171,7 @@ async def test_a_judge_that_never_answers_is_an_error_with_its_name() -> None:
         await Rubric([Reward(half), Reward(judge)], timeout_s=0.01).score([rollout()])
 
 
-async def test_in_thread_leaves_the_loop_free() -> None:
+async def test_reward_in_a_thread_does_not_block_the_event_loop() -> None:
     ticks = 0
 
     async def tick() -> None:
@@ -194,7 +194,7 @@ async def test_in_thread_leaves_the_loop_free() -> None:
     assert one.reward == 1.0
 
 
-async def test_env_reward_sums_the_turns_and_names_what_exists() -> None:
+async def test_env_reward_sums_turns_and_lists_existing_names() -> None:
     completion = Completion("r", [], [], FinishReason.STOP, ())
     played = rollout()
     played.turns = [Turn([1], completion, {"exact": 0.25}), Turn([1], completion, {"exact": 0.5, "length": 3.0})]
@@ -204,7 +204,7 @@ async def test_env_reward_sums_the_turns_and_names_what_exists() -> None:
         await Rubric([env_reward("exakt")]).score([played])
 
 
-async def test_what_is_judged_ahead_is_not_judged_again() -> None:
+async def test_rewards_begun_early_are_not_computed_again() -> None:
     calls: list[str] = []
 
     def note(rollout: Rollout) -> float:
@@ -221,7 +221,7 @@ async def test_what_is_judged_ahead_is_not_judged_again() -> None:
     assert [one.reward_breakdown for one in rollouts] == [{"note": 1.0, "rank": 0.0}, {"note": 1.0, "rank": -1.0}]
 
 
-async def test_scoring_again_gives_the_values_of_the_rubric_that_scores() -> None:
+async def test_rescoring_replaces_the_rewards_of_another_rubric() -> None:
     rollouts = [rollout(0), rollout(1)]
     await Rubric([Reward(half, name="quality"), Reward(half, name="format")]).score(rollouts)
     await Rubric([Reward(sibling_number, name="quality")]).score(rollouts)
@@ -229,7 +229,7 @@ async def test_scoring_again_gives_the_values_of_the_rubric_that_scores() -> Non
     assert [one.reward_breakdown for one in rollouts] == [{"quality": 0.0}, {"quality": 1.0}]
 
 
-async def test_what_a_reward_changes_reaches_neither_the_record_nor_other_rewards() -> None:
+async def test_reward_cannot_modify_the_rollout() -> None:
     seen: list[tuple[int, str, RolloutStatus]] = []
 
     def spoils(rollout: Rollout) -> float:
@@ -256,7 +256,7 @@ async def test_what_a_reward_changes_reaches_neither_the_record_nor_other_reward
     assert played.metrics == {}
 
 
-def test_the_error_of_a_reward_survives_the_way_to_another_process() -> None:
+def test_reward_error_can_be_pickled() -> None:
     error = RewardError("reward 'judge' failed", "task.py:3 in judge")
     error.ends_run = False
     copy = pickle.loads(pickle.dumps(error))
@@ -270,12 +270,12 @@ def test_the_error_of_a_reward_survives_the_way_to_another_process() -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("retries", -1), ("backoff_s", float("nan")), ("backoff_s", -1.0), ("then", "ignore")]
 )
-def test_a_failure_policy_that_means_nothing_is_refused(field: str, value: object) -> None:
+def test_invalid_failure_policy_is_rejected(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"FailurePolicy {field} is {value!r}; it must be"):
         FailurePolicy(**{field: value})  # pyright: ignore[reportArgumentType]
 
 
-async def test_a_failing_call_of_one_reward_scores_nothing() -> None:
+async def test_failing_reward_leaves_earlier_scores_unchanged() -> None:
     rollouts = [rollout(0), rollout(1)]
     await Rubric([Reward(half)]).score(rollouts)
     with pytest.raises(RewardError):
@@ -294,12 +294,12 @@ class Heavy:
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), "heavy", None])
-def test_a_weight_that_is_not_finite_is_refused_whoever_gives_it(weight: object) -> None:
+def test_non_finite_weight_of_a_custom_reward_is_rejected(weight: object) -> None:
     with pytest.raises(ValueError, match="must be positive and finite"):
         Rubric([Reward(half), Heavy(weight)])
 
 
-async def test_rewards_that_overflow_are_an_error_with_their_values() -> None:
+async def test_error_about_overflowing_rewards_lists_their_values() -> None:
     large = GroupReward(lambda rollouts: [1e308] * len(rollouts), name="large")
     with pytest.raises(RewardError, match=r"'large': 1e\+308.* too large to add up") as caught:
         await Rubric([large, Reward(lambda _: 1e308, name="other")]).score([rollout()])
@@ -307,7 +307,7 @@ async def test_rewards_that_overflow_are_an_error_with_their_values() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-async def test_a_reward_that_is_too_large_to_compare_is_an_error_of_its_group(size: int) -> None:
+async def test_reward_too_large_to_compare_fails_its_group(size: int) -> None:
     rubric = Rubric([Reward(lambda rollout: 1e300 if rollout.sibling == 0 else 0.0, name="huge")])
     group = await Stage(rubric=rubric).group(Generator(), size=size)
     assert group.failure is not None
@@ -316,20 +316,20 @@ async def test_a_reward_that_is_too_large_to_compare_is_an_error_of_its_group(si
     assert [rollout.reward for rollout in group.rollouts] == [None] * size
 
 
-async def test_the_largest_rewards_are_compared() -> None:
+async def test_largest_allowed_rewards_are_compared() -> None:
     rubric = Rubric([Reward(lambda rollout: 1e30 if rollout.sibling else -1e30)])
     group = await Stage(rubric=rubric).group(Generator(), size=2)
     assert [rollout.advantage for rollout in group.rollouts] == [-1.0, 1.0]
 
 
-async def test_plain_functions_are_rewards_too() -> None:
+async def test_plain_functions_are_accepted_as_rewards() -> None:
     rubric = Rubric([half, Reward(sibling_number, weight=3.0)])
     await rubric.score([one := rollout()])
     assert one.reward_breakdown == {"half": 0.5, "sibling_number": 0.0}
     assert one.reward == 0.125
 
 
-def test_a_failure_policy_that_is_none_is_refused() -> None:
+def test_on_failure_must_be_a_failure_policy() -> None:
     class Weighted:
         name, weight, on_failure = "judge", 1.0, "drop"
 

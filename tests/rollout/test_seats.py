@@ -36,7 +36,7 @@ def statuses(rollouts: list[Rollout]) -> dict[str | None, str]:
     return {rollout.seat: rollout.status.value for rollout in rollouts}
 
 
-async def test_each_seat_of_the_policy_is_a_rollout_with_ids_and_a_session_of_its_own() -> None:
+async def test_each_policy_seat_is_a_rollout_with_its_own_session() -> None:
     table, generate = Table(one_each), Answers()
     ended: list[str] = []
     group = await table.group(generate, 2, on_finished=lambda rollout: ended.append(rollout.rollout_id))
@@ -91,7 +91,7 @@ async def test_rewards_of_one_name_add_up() -> None:
     assert (second.status, second.reward, second.advantage) == (RolloutStatus.UNDECIDED, None, None)  # never asked
 
 
-async def test_seats_may_be_asked_at_once_but_each_for_one_answer_at_a_time() -> None:
+async def test_seats_answer_concurrently_with_one_request_each() -> None:
     async def at_once(seats: Seats) -> None:
         await asyncio.gather(*(turn(seat, [1]) for seat in seats.values()))
         for seat in seats.values():
@@ -113,7 +113,7 @@ async def test_seats_may_be_asked_at_once_but_each_for_one_answer_at_a_time() ->
     ("failure", "status"),
     [(KeyError("k"), "error_generate"), (FinishReason.ABORT, "aborted")],
 )
-async def test_a_fault_of_one_seat_is_that_of_all(failure: Any, status: str) -> None:
+async def test_fault_of_one_seat_ends_the_game_for_all(failure: Any, status: str) -> None:
     async def stubborn(seats: Seats) -> None:
         for seat in seats.values():
             with contextlib.suppress(Exception):  # what is not the game's to handle does not reach it
@@ -128,7 +128,7 @@ async def test_a_fault_of_one_seat_is_that_of_all(failure: Any, status: str) -> 
     assert group.rollouts[0].advantage is None
 
 
-async def test_a_request_beside_the_one_that_ends_the_game_is_cancelled_and_does_not_fail() -> None:
+async def test_concurrent_request_is_cancelled_when_the_game_ends() -> None:
     caught: list[Exception] = []
     answers = Answers({"first/0": RuntimeError("broken")})
 
@@ -153,7 +153,7 @@ async def test_a_request_beside_the_one_that_ends_the_game_is_cancelled_and_does
     assert caught == []
 
 
-async def test_what_the_game_raises_ends_all_its_rollouts_and_it_is_played_again() -> None:
+async def test_game_error_ends_all_its_rollouts_and_is_retried() -> None:
     plays = 0
 
     async def play(seats: Seats) -> None:
@@ -177,7 +177,7 @@ async def test_what_the_game_raises_ends_all_its_rollouts_and_it_is_played_again
     assert first.error == "KeyError: 'card'"
 
 
-async def test_a_seat_that_cannot_go_on_ends_the_game_undecided_for_the_others() -> None:
+async def test_seat_that_cannot_continue_leaves_the_others_undecided() -> None:
     generate = Answers({"first/0": FinishReason.LENGTH})
 
     async def goes_on(seats: Seats) -> None:
@@ -193,7 +193,7 @@ async def test_a_seat_that_cannot_go_on_ends_the_game_undecided_for_the_others()
     assert "seat 'first' cannot continue (truncated_length)" in str(second.error)
 
 
-async def test_a_game_may_go_on_without_a_seat() -> None:
+async def test_game_can_continue_without_a_seat() -> None:
     async def forfeit(seats: Seats) -> None:
         prompt = [1] * 95
         try:
@@ -211,7 +211,7 @@ async def test_a_game_may_go_on_without_a_seat() -> None:
     assert (second.status, second.reward) == (RolloutStatus.COMPLETED, 1.0)
 
 
-async def test_max_turns_is_of_each_seat() -> None:
+async def test_max_turns_applies_to_each_seat() -> None:
     async def endless(seats: Seats) -> None:
         prompts = {name: [1] for name in seats}
         while True:
@@ -223,7 +223,7 @@ async def test_max_turns_is_of_each_seat() -> None:
     assert [len(rollout.turns) for rollout in rollouts] == [3, 3]
 
 
-async def test_when_its_time_is_up_what_there_is_is_judged() -> None:
+async def test_finished_turns_are_judged_when_time_is_up() -> None:
     async def long(seats: Seats) -> None:
         await turn(seats["first"], [1])
         seats["first"].reward("won", 0.5)
@@ -239,7 +239,7 @@ async def test_when_its_time_is_up_what_there_is_is_judged() -> None:
     assert first.error == "its own time is up: rollout_timeout_s is 10"
 
 
-async def test_a_request_that_is_cut_by_time_ends_the_game() -> None:
+async def test_request_cut_off_by_the_time_limit_ends_the_game() -> None:
     async def at_once(seats: Seats) -> None:
         await asyncio.gather(*(turn(seat, [1]) for seat in seats.values()))
 
@@ -248,7 +248,7 @@ async def test_a_request_that_is_cut_by_time_ends_the_game() -> None:
     assert rollouts[0].metrics["seconds"] == pytest.approx(3.0, abs=0.1)
 
 
-async def test_when_time_is_up_all_that_is_being_said_is_kept() -> None:
+async def test_partial_answers_are_kept_when_time_is_up() -> None:
     async def cut(prompt: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
         is_up = asyncio.Event()
         with stopwatch.ending_with(is_up.set):
@@ -266,7 +266,7 @@ async def test_when_time_is_up_all_that_is_being_said_is_kept() -> None:
     assert rollouts[1].turns[0].completion.finish_reason is FinishReason.LENGTH
 
 
-async def test_a_game_that_asks_nobody_is_late_and_that_is_a_fault() -> None:
+async def test_game_that_stops_asking_seats_times_out_as_a_fault() -> None:
     async def hangs(seats: Seats) -> None:
         await turn(seats["first"], [1])
         await asyncio.Event().wait()
@@ -279,7 +279,7 @@ async def test_a_game_that_asks_nobody_is_late_and_that_is_a_fault() -> None:
     assert table.hands[0].closed == 1
 
 
-async def test_what_a_game_leaves_to_itself_is_cancelled_with_it() -> None:
+async def test_tasks_left_behind_by_a_game_are_cancelled() -> None:
     left: list[asyncio.Task[Any]] = []
 
     async def leaves(seats: Seats) -> None:
@@ -311,7 +311,7 @@ async def test_cancelling_a_group_closes_its_games() -> None:
     assert sorted(generate.cancelled) == ["g/0/second/0", "g/1/second/0"]
 
 
-async def test_others_are_asked_too_and_are_no_rollouts() -> None:
+async def test_players_other_than_the_policy_are_not_rollouts() -> None:
     async def frozen(prompt: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
         await asyncio.sleep(20.0)  # which is not the game's own time
         return await Answers()(prompt, request_id=request_id, session_id=session_id, sampling=sampling)
@@ -351,7 +351,7 @@ async def hangs(messages: Any) -> str:
         (lambda messages: 7, "error_env", "it said 7; a reply is text or a message"),
     ],
 )
-async def test_what_another_player_does_wrong_is_a_fault(reply: Any, status: str, error: str) -> None:
+async def test_error_of_another_player_is_a_fault(reply: Any, status: str, error: str) -> None:
     async def play(seats: Seats) -> None:
         await turn(seats["first"], [1])
         await seats["second"].reply([])
@@ -373,14 +373,14 @@ async def test_what_another_player_does_wrong_is_a_fault(reply: Any, status: str
         ({"first": "me"}, 'it must be "policy", a TokenPlayer or a MessagePlayer'),
     ],
 )
-async def test_seats_that_cannot_be_are_an_error_of_the_environment(players: Any, error: str) -> None:
+async def test_invalid_seats_are_an_environment_error(players: Any, error: str) -> None:
     (rollout,) = (await Table(one_each, players).group(Answers())).rollouts
     assert (rollout.rollout_id, rollout.status) == ("g/0", RolloutStatus.ERROR_ENV)
     assert error in str(rollout.error)
 
 
 @pytest.mark.looptime(False)
-async def test_it_cannot_run_in_a_thread() -> None:
+async def test_game_cannot_run_in_a_thread() -> None:
     (rollout,) = (await Table(one_each, BOTH, limits=RolloutConfig(env_in_thread=True)).group(Answers())).rollouts
     assert rollout.status is RolloutStatus.ERROR_ENV
     assert "set rollout.env_in_thread = false" in str(rollout.error)

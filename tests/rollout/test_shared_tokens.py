@@ -36,7 +36,7 @@ def histories(draw: st.DrawFn) -> list[Turn]:
 
 
 @given(histories())
-def test_every_history_reads_as_it_was(turns: list[Turn]) -> None:
+def test_shared_turns_equal_the_original_turns(turns: list[Turn]) -> None:
     whole = Rollout("g/0", "g", 0, None, turns=turns, advantage=1.0)
     kept = replace(whole, turns=share_tokens(turns))
     record = decode(encode(group_record(Assigned(0, "task", 0), RolloutGroup("g", None, [kept]))))
@@ -63,7 +63,7 @@ def agent_in_two_conversations(num_turns: int, added: int) -> tuple[list[Turn], 
     return turns, 2 + 2 * added * num_turns
 
 
-def test_turns_take_what_they_add_wherever_they_are() -> None:
+def test_shared_turns_store_only_the_tokens_they_add() -> None:
     turns, num_tokens = agent_in_two_conversations(60, 50)
     kept = share_tokens(turns)
     assert kept == turns

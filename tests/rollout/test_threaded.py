@@ -74,7 +74,7 @@ async def play(make_env: Callable[[Any], Any], size: int = 1, **limits: Any) -> 
     return group.rollouts
 
 
-async def test_an_environment_lives_in_one_thread_from_its_making_to_its_close() -> None:
+async def test_environment_stays_in_one_thread_from_creation_to_close() -> None:
     made: list[Blocking] = []
 
     def make_env(sample: Any) -> Blocking:
@@ -88,14 +88,14 @@ async def test_an_environment_lives_in_one_thread_from_its_making_to_its_close()
     assert len(set.union(*threads, {threading.get_ident()})) == 3
 
 
-async def test_siblings_that_block_run_at_once() -> None:
+async def test_blocking_siblings_run_concurrently() -> None:
     everyone = threading.Barrier(4)
     rollouts = await play(lambda sample: Blocking(on_step=lambda: everyone.wait(10)), size=4)
     assert [rollout.status for rollout in rollouts] == [RolloutStatus.COMPLETED] * 4
 
 
 @pytest.mark.looptime
-async def test_a_time_limit_ends_the_wait_for_one_that_blocks() -> None:
+async def test_time_limit_ends_the_wait_for_a_blocking_environment() -> None:
     release, made = threading.Event(), list[Blocking]()
 
     def make_env(sample: Any) -> Blocking:
@@ -110,7 +110,7 @@ async def test_a_time_limit_ends_the_wait_for_one_that_blocks() -> None:
     release.set()
 
 
-async def test_one_that_returns_late_is_closed_then() -> None:
+async def test_environment_that_returns_late_is_then_closed() -> None:
     reached, release, made = threading.Event(), threading.Event(), list[Blocking]()
 
     def block() -> None:
@@ -134,7 +134,7 @@ async def test_one_that_returns_late_is_closed_then() -> None:
     assert len(set(made[0].threads)) == 1
 
 
-async def test_what_is_raised_in_the_thread_is_the_environments_error() -> None:
+async def test_exception_in_the_thread_is_an_environment_error() -> None:
     class Odd(Exception):
         pass
 
@@ -178,7 +178,7 @@ class Renderer:
         return ParsedText("hi")
 
 
-async def test_a_sync_environment_of_messages_runs_under_its_renderer() -> None:
+async def test_sync_message_environment_runs_with_a_renderer() -> None:
     make_envs: list[Callable[[Any], Any]] = [
         lambda sample: MessageTokenEnv(Talk(), Renderer()),  # pyright: ignore
         lambda sample: MessageTokenEnv(ThreadedEnv(Talk), Renderer()),  # pyright: ignore
@@ -189,7 +189,7 @@ async def test_a_sync_environment_of_messages_runs_under_its_renderer() -> None:
         assert rollout.turns[0].rewards == {"a": 1.0}
 
 
-async def test_a_coroutine_in_the_thread_is_cancelled_when_nobody_waits() -> None:
+async def test_coroutine_in_the_thread_is_cancelled_with_its_caller() -> None:
     reached, ended = threading.Event(), threading.Event()
 
     class Waiting(Blocking):
@@ -213,7 +213,7 @@ async def test_a_coroutine_in_the_thread_is_cancelled_when_nobody_waits() -> Non
     await env.close()
 
 
-def test_a_process_ends_while_an_environment_blocks() -> None:
+def test_process_exits_while_an_environment_blocks() -> None:
     program = """
 import asyncio, threading
 from titan_rl.rollout.environment.threaded import ThreadedEnv
@@ -232,7 +232,7 @@ asyncio.run(main())
     assert done.stdout == "left\n"
 
 
-async def test_plain_methods_run_in_a_thread_of_their_own_without_a_setting() -> None:
+async def test_sync_methods_run_in_a_thread_without_a_setting() -> None:
     env = Blocking()
     rollouter = Rollouter(lambda _: env, RUBRIC, max_context=64)  # pyright: ignore[reportArgumentType]
     group = await rollouter.run_group(generate, None, group_id="g", group_size=1, sampling=SamplingParams(max_tokens=4))
@@ -246,7 +246,7 @@ async def test_plain_methods_run_in_a_thread_of_their_own_without_a_setting() ->
 
 @pytest.mark.parametrize("method", ["on_reset", "on_step"])
 @pytest.mark.parametrize("in_thread", [False, True])
-async def test_a_plain_method_that_never_returns_is_named_and_closed_once_it_does(method: str, in_thread: bool) -> None:
+async def test_hanging_sync_method_is_named_and_closed_when_it_returns(method: str, in_thread: bool) -> None:
     release = threading.Event()
 
     def hang() -> None:
@@ -266,7 +266,7 @@ async def test_a_plain_method_that_never_returns_is_named_and_closed_once_it_doe
     assert await asyncio.to_thread(env.closed.wait, 10)
 
 
-async def test_a_coroutine_that_never_returns_is_named() -> None:
+async def test_hanging_coroutine_is_named() -> None:
     class Waits(Blocking):
         async def step(self, completion: Completion) -> Step:  # pyright: ignore[reportIncompatibleMethodOverride]
             await self.inner()
@@ -287,7 +287,7 @@ async def test_a_coroutine_that_never_returns_is_named() -> None:
     assert str(rollout.failure.where).endswith("in inner")
 
 
-async def test_a_plain_method_may_give_something_to_await() -> None:
+async def test_sync_method_may_return_an_awaitable() -> None:
     class Passes(Blocking):
         def step(self, completion: Completion) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             return self.inner()

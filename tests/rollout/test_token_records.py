@@ -20,14 +20,14 @@ TEXTS = TokenTexts(decode)
 
 
 @given(st.text())
-def test_pieces_joined_are_the_text(text: str) -> None:
+def test_joined_pieces_equal_the_text(text: str) -> None:
     tokens = list(text.encode("utf-8", "surrogatepass"))
     pieces = TEXTS.of(tokens)
     assert len(pieces) == len(tokens)
     assert "".join(pieces) == decode(tokens)
 
 
-def test_a_character_is_in_the_last_of_its_tokens() -> None:
+def test_character_belongs_to_its_last_token() -> None:
     assert TEXTS.of(list("aé🙂".encode())) == ["a", "", "é", "", "", "", "🙂"]
 
 
@@ -40,7 +40,7 @@ def turn(prompt: list[int], answer: list[int], *spans: VersionSpan, own: list[fl
     return Turn(prompt, completion, token_advantages=own, sampling=SamplingParams(max_tokens=8))
 
 
-def test_a_prompt_is_told_from_where_it_leaves_what_was_said_before() -> None:
+def test_prompt_is_recorded_from_its_first_new_token() -> None:
     first = turn([72, 105], [33], VersionSpan(0, 1))
     grown = turn([72, 105, 33, 63], [46], VersionSpan(0, 1))
     edited = turn([72, 111], [46], VersionSpan(0, 1))
@@ -53,7 +53,7 @@ def test_a_prompt_is_told_from_where_it_leaves_what_was_said_before() -> None:
 @pytest.mark.parametrize("status", RolloutStatus)
 @pytest.mark.parametrize("advantage", [None, -1.0])
 @pytest.mark.parametrize("max_age", [None, 0, 1])
-def test_what_is_trained_is_what_the_trainer_is_given(
+def test_trained_tokens_match_the_training_samples(
     status: RolloutStatus, advantage: float | None, max_age: int | None
 ) -> None:
     rollout = rollout_of(
@@ -76,7 +76,7 @@ def test_what_is_trained_is_what_the_trainer_is_given(
     assert told == given
 
 
-def test_nothing_is_trained_of_a_validation_and_unreadable_tokens_have_no_text() -> None:
+def test_validation_is_untrained_and_undecodable_tokens_have_no_text() -> None:
     rollout = rollout_of(turn([1, 300], [2], VersionSpan(0, 1)))
     (record,) = TokenRecords(TEXTS).of(rollout, trained_at=None)
     assert record["trained"] is False
@@ -84,7 +84,7 @@ def test_nothing_is_trained_of_a_validation_and_unreadable_tokens_have_no_text()
     assert record["completion"]["text"] == ["\x02"]
 
 
-def test_a_transcript_has_the_tokens_of_each_turn_where_it_is_given_them() -> None:
+def test_transcript_includes_token_records_when_given() -> None:
     rollout = rollout_of(turn([72], [33], VersionSpan(0, 1)))
     (with_tokens,) = transcript(rollout, TokenRecords(TEXTS).of(rollout, 0))["turns"]
     (without,) = transcript(rollout)["turns"]

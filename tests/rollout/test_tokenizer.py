@@ -16,7 +16,7 @@ BASE = Path(__file__).parents[2] / "examples" / "alphabet_sort" / "base"
 
 
 @pytest.mark.parametrize("text", ["", "\n", "<|im_start|>assistant\n", "Sort these names alphabetically. " * 4])
-def test_a_text_has_the_same_tokens_each_time_whatever_is_done_to_the_list(text: str):
+def test_cached_encoding_cannot_be_modified(text: str):
     tokenizer, plain = load_tokenizer(BASE), transformers.TokenizersBackend.from_pretrained(BASE, local_files_only=True)
     for special in (True, False):
         expected = plain.encode(text, add_special_tokens=special)

@@ -13,7 +13,7 @@ TOOL = {
 
 
 @pytest.mark.parametrize("each", FORMATS, ids=lambda each: each.name)
-def test_a_format_reads_its_example(each: CallFormat) -> None:
+def test_format_parses_its_example(each: CallFormat) -> None:
     example = each.example.replace("look_up {", "look_up\n{")  # a line break that a table has no room for
     read = each.read(example, [TOOL])
     assert read is not None
@@ -44,7 +44,7 @@ def test_a_format_reads_its_example(each: CallFormat) -> None:
         ('<tool_call>\n{"name": "look_up", "arguments": {"word": "it"}}\n</tool_call>', None),
     ],
 )
-def test_the_format_of_a_template_reads_back_exactly_the_rendered_call(rendered: str, name: str | None) -> None:
+def test_format_is_detected_from_a_rendered_call(rendered: str, name: str | None) -> None:
     found = format_of(rendered)
     assert (None if found is None else found.name) == name
 
@@ -53,14 +53,14 @@ def by_name(name: str) -> CallFormat:
     return next(each for each in FORMATS if each.name == name)
 
 
-def test_tagged_texts_are_strings_where_the_tool_takes_strings() -> None:
+def test_tagged_arguments_are_strings_when_the_tool_takes_strings() -> None:
     text = "<tool_call><function=look_up><parameter=word>3</parameter><parameter=n>3</parameter></function></tool_call>"
     read = by_name("function tags").read(text, [TOOL])
     assert read is not None
     assert read.calls[0].arguments == {"word": "3", "n": 3}
 
 
-def test_python_calls_have_literals_alone_as_arguments() -> None:
+def test_python_calls_accept_only_literal_arguments() -> None:
     read = by_name("OLMo's Python calls").read("<function_calls>a(x=[1, true])\nb(y=open('f'))</function_calls>", [])
     assert read is not None
     assert [call.status for call in read.calls] == ["malformed_structure"]
@@ -69,7 +69,7 @@ def test_python_calls_have_literals_alone_as_arguments() -> None:
     assert [(call.name, call.arguments) for call in read.calls] == [("a", {"x": [1], "z": None}), ("b", {"y": "f"})]
 
 
-def test_an_object_that_calls_nothing_is_text() -> None:
+def test_json_object_without_a_call_is_text() -> None:
     assert by_name("Llama's bare JSON").read('{"a": 1}', []) is None
     assert by_name("Llama's bare JSON").read("{a}", []) is None
     read = by_name("Llama's bare JSON").read('{"name": ', [])

@@ -40,7 +40,7 @@ class TextRenderer:
     def bridge_to_next_turn(self, prompt: Any, completion: Any, new: Any, *, tools: Any = None) -> Any: ...
 
 
-async def test_a_renderer_that_shows_tools_and_reads_calls_is_looked_at_once() -> None:
+async def test_renderer_with_tool_support_is_checked_once() -> None:
     renderer = TextRenderer()
     for _ in range(2):
         observation = await MessageTokenEnv(ToolEnv("1 + 1?", add), renderer).reset()
@@ -55,13 +55,13 @@ async def test_a_renderer_that_shows_tools_and_reads_calls_is_looked_at_once() -
         (TextRenderer(reads=False), "TextRenderer reads no calls of tools, and the environment gives 1"),
     ],
 )
-async def test_one_that_cannot_fails_the_reset_and_says_what_to_set(renderer: TextRenderer, problem: str) -> None:
+async def test_renderer_without_tool_support_fails_the_reset_with_the_fix(renderer: TextRenderer, problem: str) -> None:
     with pytest.raises(ModelError, match=rf'{problem}; set model.renderer = "auto"'):
         await MessageTokenEnv(ToolEnv("1 + 1?", add), renderer).reset()
     await MessageTokenEnv(ToolEnv("1 + 1?"), renderer).reset()
 
 
-async def test_one_that_says_so_is_believed() -> None:
+async def test_renderer_that_declares_no_tool_support_is_believed() -> None:
     renderer: Any = TextRenderer()
     renderer.reads_tool_calls = False
     with pytest.raises(ModelError, match="reads no calls"):

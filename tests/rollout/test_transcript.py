@@ -14,7 +14,7 @@ class Odd:
         return "odd"
 
 
-def test_a_transcript_survives_json() -> None:
+def test_transcript_round_trips_through_json() -> None:
     completion = Completion("g/3/0", [5, 9, 2], [-0.1] * 3, FinishReason.STOP, (VersionSpan(6, 1), VersionSpan(7, 2)))
     sampling = SamplingParams(max_tokens=8, temperature=0.5, seed=2**62, stop_token_ids=(2,))
     rollout = Rollout(
@@ -86,6 +86,6 @@ def test_a_transcript_survives_json() -> None:
         ("a" * 100 + "b" + "c" * 500, "a" * 100 + " ... " + "c" * 500),
     ],
 )
-def test_a_long_error_is_shown_with_its_beginning_and_its_end(text: str, told: str) -> None:
+def test_long_error_keeps_its_beginning_and_end(text: str, told: str) -> None:
     rollout = Rollout("g/3", "g", 3, sample=0, status=RolloutStatus.ERROR_ENV, error=text)
     assert error_text(rollout) == f"error_env: {told}"

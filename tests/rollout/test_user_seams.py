@@ -83,7 +83,7 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("answer", BAD_ANSWERS)
-async def test_a_bad_answer_of_generate_is_an_error_of_that_rollout(answer: str) -> None:
+async def test_bad_completion_fails_only_its_rollout(answer: str) -> None:
     make, message = BAD_ANSWERS[answer]
 
     async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ BAD_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("step", BAD_STEPS)
-async def test_a_bad_step_is_the_environments_error(step: str) -> None:
+async def test_bad_step_is_an_environment_error(step: str) -> None:
     make, message = BAD_STEPS[step]
 
     class Bad(Env):
@@ -132,7 +132,7 @@ async def test_a_bad_step_is_the_environments_error(step: str) -> None:
 
 
 @pytest.mark.parametrize("observation", [None, {"prompt_token_ids": [1]}])
-async def test_a_bad_observation_is_the_environments_error(observation: Any) -> None:
+async def test_bad_observation_is_an_environment_error(observation: Any) -> None:
     class Bad(Env):
         async def reset(self) -> TokenObservation:
             return observation
@@ -143,7 +143,7 @@ async def test_a_bad_observation_is_the_environments_error(observation: Any) -> 
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
-async def test_a_make_env_that_gives_no_environment_is_named(in_thread: bool) -> None:
+async def test_make_env_that_returns_none_is_named(in_thread: bool) -> None:
     def make(sample: Any) -> Any:
         return None
 
@@ -152,7 +152,7 @@ async def test_a_make_env_that_gives_no_environment_is_named(in_thread: bool) ->
     assert rollout.error == "TypeError: make_env gave NoneType; it must give an environment, with reset, step and close"
 
 
-async def test_an_environment_that_exits_in_close_ends_nothing() -> None:
+async def test_exit_in_close_does_not_end_the_run() -> None:
     async def leave(env: Env) -> None:
         raise SystemExit(3)
 
@@ -167,7 +167,7 @@ class Mute(Exception):
 
 @pytest.mark.parametrize("where", ["on_reset", "on_step", "on_close"])
 @pytest.mark.parametrize(("error", "text"), [(Mute(), "Mute: "), (KeyError("\ud83d"), "KeyError: '\\ud83d'")])
-async def test_an_error_whose_text_is_no_text_is_told_of(where: str, error: Exception, text: str) -> None:
+async def test_error_with_an_unencodable_text_is_recorded(where: str, error: Exception, text: str) -> None:
     async def fail(env: Env) -> None:
         raise error
 
@@ -191,13 +191,13 @@ WRONG: list[Callable[[], object]] = [
 
 
 @pytest.mark.parametrize("make", WRONG)
-def test_values_are_checked_when_they_are_made(make: Callable[[], object]) -> None:
+def test_values_are_validated_at_construction(make: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match="it must"):
         make()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("gone"), asyncio.CancelledError(), SystemExit(1)])
-async def test_callbacks_that_raise_are_told_of_once_and_lose_no_group(
+async def test_raising_callbacks_are_logged_once_and_lose_no_group(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(argument: object) -> None:
@@ -225,7 +225,7 @@ def cannot_be_changed(packed: Any) -> None:
         np.asarray(packed)[:] = 99
 
 
-async def test_the_record_of_a_turn_is_not_anybody_elses_to_change() -> None:
+async def test_recorded_turns_cannot_be_modified() -> None:
     kept: list[Completion] = []
 
     async def generate(prompt_token_ids: Any, **kwargs: Any) -> Completion:
@@ -265,7 +265,7 @@ async def test_the_record_of_a_turn_is_not_anybody_elses_to_change() -> None:
     assert rollout.messages[0] == {"role": "user", "content": [{"text": "go"}]}
 
 
-async def test_every_session_that_was_opened_is_finished_once() -> None:
+async def test_every_opened_session_is_finished_once() -> None:
     finished: list[str] = []
     two_finished = asyncio.Event()
 
@@ -295,7 +295,7 @@ async def test_every_session_that_was_opened_is_finished_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [Reward, GroupReward])
-async def test_what_a_reward_changes_in_a_turn_is_not_trained_on(kind: Any) -> None:
+async def test_changes_made_by_a_reward_are_not_trained_on(kind: Any) -> None:
     def meddle(rollout: Rollout) -> float:
         (turn,) = rollout.turns
         completion: Any = turn.completion

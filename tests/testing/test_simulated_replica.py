@@ -83,7 +83,7 @@ async def at_once(requests, max_running):
     requests=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=8),
     max_running=st.integers(1, 4),
 )
-def test_requests_finish_when_they_would_step_by_step(requests, max_running):
+def test_finish_times_match_a_stepwise_simulation(requests, max_running):
     requests = [(arrival + (index + 1) / 1024, length) for index, (arrival, length) in enumerate(requests)]
     leaping, stepping = in_virtual_time(at_once(requests, max_running)), step_by_step(requests, max_running)
     assert leaping.keys() == stepping.keys()
@@ -120,7 +120,7 @@ def test_pulls_aborts_and_pauses_happen_between_two_steps():
     in_virtual_time(scenario())
 
 
-def test_a_pull_that_is_given_up_on_leaves_the_others_be():
+def test_cancelled_pull_does_not_affect_other_pulls():
     async def scenario() -> None:
         replica = SimulatedReplica(
             "r", lambda request_id, context: 9, CostModel(load=3.0), max_running=4, kv_tokens=100
@@ -136,7 +136,7 @@ def test_a_pull_that_is_given_up_on_leaves_the_others_be():
     in_virtual_time(scenario())
 
 
-def test_a_full_kv_cache_has_the_last_request_wait():
+def test_full_kv_cache_makes_the_last_request_wait():
     async def scenario() -> dict[str, float]:
         replica = SimulatedReplica(
             "r", lambda request_id, context: 61 - context, CostModel(step=1.0), max_running=4, kv_tokens=100
@@ -190,7 +190,7 @@ async def burst(lengths, *, max_running, kv_tokens, adaptive_limit=None):
     return asyncio.get_running_loop().time(), replica.num_preemptions
 
 
-def test_places_that_adapt_are_as_fast_as_the_best_fixed_ones_and_preempt_less():
+def test_adaptive_limit_matches_the_best_fixed_one_with_fewer_preemptions():
     draws = random.Random(0)
     lengths = [max(1, round(300 * draws.lognormvariate(0, 0.5))) for _ in range(300)]
     room = {"kv_tokens": 64 * 450}
@@ -208,7 +208,7 @@ def test_places_that_adapt_are_as_fast_as_the_best_fixed_ones_and_preempt_less()
 
 
 @pytest.mark.parametrize("part", [1 / 8, 1 / 4])
-def test_a_cache_much_too_small_for_a_long_tail_has_nothing_thrash(part):
+def test_adaptive_limit_prevents_thrashing_of_a_small_cache(part):
     draw, draws = log_normal_with_tail(median=300, sigma=0.6, cap=2900), random.Random(0)
     lengths = [draw(draws) for _ in range(200)]
     room = {"kv_tokens": round(64 * part * (256 + fmean(lengths)))}
