@@ -1,5 +1,5 @@
-"""A router with shards in one process: the interface of one router, for tests of guarantees. Messages between router
-and shards take a random time, and arrive in any order."""
+"""Router with shards in one process, with the interface of a single router. Messages between the router and its shards
+take a random time, and arrive in any order."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from titan_rl.generation.router.shard import ReplicaConnection, RouterShard, Sha
 from titan_rl.generation.router.shard_control import Ended, FromShard, ToShard
 from titan_rl.types import Completion, TokenChunk
 
-LATENCY_S = 0.05  # of a message, at most
+LATENCY_S = 0.05  # maximum latency of a message
 
 
 class Connected(ShardReplica):
-    """A shard's connection to a replica of the test."""
+    """Connection of a shard to a replica of the test."""
 
     def __init__(self, name: str, replica: Any) -> None:
         super().__init__(name)
@@ -43,7 +43,7 @@ class ConnectedStream(Connected):
 
 
 class Addressed:
-    """A replica with an address: itself."""
+    """Replica that is its own address."""
 
     def __init__(self, replica: Any) -> None:
         self.address = replica
@@ -61,12 +61,12 @@ def _connect(name: str, replica: Any) -> Connected:
 
 
 class Network:
-    """Streams between the shards of a test and its replicas. A replica ends what a broken stream has asked for when the
-    shard opens the next one.
+    """Streams between the shards and replicas of a test. When a shard opens a new stream, the replica ends the requests
+    of the broken one.
 
     Attributes:
         refused: Pairs of a shard and a replica whose streams cannot be opened.
-        num_opened: Streams of each pair so far.
+        num_opened: Number of streams opened so far, by pair.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Network:
         return lambda name, replica: ReplicaConnection(name, _Opener(self, (shard, name), replica))
 
     def cut(self, replica: str, shard: str | None = None) -> None:
-        """Break the streams to a replica, of all shards or of one."""
+        """Break the streams of all shards, or of one, to a replica."""
         for (end, name), stream in self._streams.items():
             if name == replica and shard in (None, end):
                 stream.break_off("cut")
@@ -117,23 +117,23 @@ class InProcessStream:
             raise GenerationError(self.broken)
         streams = isinstance(self._replica, StreamingReplica)
 
-        def told(chunk: TokenChunk) -> None:
+        def forward(chunk: TokenChunk) -> None:
             if self.broken is None:
                 on_chunk(chunk)
 
         answering = asyncio.ensure_future(
-            self._replica.stream(request, told) if streams else request.sent_to(self._replica.generate)
+            self._replica.stream(request, forward) if streams else request.sent_to(self._replica.generate)
         )
         self._requests.add(answering)
         ending = asyncio.ensure_future(self._broken.wait())
         try:
             await asyncio.wait([answering, ending], return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the router has it aborted
+        except asyncio.CancelledError:  # the router aborts the request
             answering.cancel()
             raise
         finally:
             ending.cancel()
-        if self.broken is not None:  # the replica goes on with it
+        if self.broken is not None:  # the replica continues the request
             raise GenerationError(self.broken)
         self._requests.discard(answering)
         return await answering
@@ -160,7 +160,7 @@ class InProcessStream:
 
 
 class InProcessLink:
-    """A shard of its own, and the connection of the router to it."""
+    """A shard, and the router's connection to it."""
 
     def __init__(
         self, name: str, router: GeneratorRouter, options: dict[str, Any], network: Network | None = None
@@ -192,17 +192,17 @@ class InProcessLink:
             asyncio.get_running_loop().call_later(delay_s, self._router.receive, self, report)
 
     async def kill(self) -> None:
-        """End the shard and its requests, as the death of its process does."""
+        """End the shard and its requests, like the death of its process."""
         self.died.set()
         self._router.leave(self)
         await self.shard.close()
 
 
 class InProcessShards:
-    """A router and its shards. Sessions stay in their shard.
+    """Router and its shards. Sessions stay in their shard.
 
     Args:
-        network: Between shards and replicas; by default nothing is between them.
+        network: Network between shards and replicas. By default they are connected directly.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class InProcessShards:
         return getattr(self.router, name)
 
     async def joined(self) -> None:
-        """Wait until all shards have joined. Whatever is asked of the router before waits for it, too."""
+        """Wait until all shards have joined. Earlier calls of the router wait for this, too."""
         if self._joined is None:
             self._joined = asyncio.gather(*(self.router.join(link) for link in self.links))
         await asyncio.shield(self._joined)
@@ -262,7 +262,7 @@ class InProcessShards:
 def router_of(
     replicas: Iterable[Replica], *args: Any, num_shards: int = 0, network: Network | None = None, **options: Any
 ) -> Any:
-    """A router, or one with shards that answer the requests."""
+    """Make a router. With `num_shards`, its shards send the requests."""
     if not num_shards:
         return GeneratorRouter(replicas, *args, **options)
     return InProcessShards(replicas, *args, num_shards=num_shards, network=network, **options)

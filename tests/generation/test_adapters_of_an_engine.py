@@ -1,4 +1,4 @@
-"""An engine loop whose engine holds several adapters, each with versions of its own."""
+"""Engine loop whose engine holds several adapters, each with its own versions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from titan_rl.types import Completion, SamplingParams
 
 
 class Stage:
-    """A loop over a scripted engine that stands still before its tenth step."""
+    """Engine loop over a scripted engine that blocks before its tenth step."""
 
     def __init__(self) -> None:
         self.engine = ScriptedEngine(block_at_step=10)
         self.loop = EngineLoop(lambda: self.engine)
 
     async def ask(self, *adapters: str) -> list[asyncio.Task[Completion]]:
-        """A request of each adapter that runs when the engine stands still."""
+        """Start a request for each adapter, and wait until the engine blocks."""
         await self.loop.start()
         requests = [EngineRequest(name, [1, 2, 3], SamplingParams(max_tokens=20), adapter=name) for name in adapters]
         asked = [asyncio.create_task(self.loop.stream(request)) for request in requests]

@@ -1,4 +1,4 @@
-"""A replica that is dedicated to a version while the others go on, in random interleavings. Virtual time."""
+"""Replica dedicated to a version while the others pull newer ones, in random interleavings. Virtual time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, SamplingParams
 
 LIMITS = Limits(drain_s=20.0, quarantine_s=0.5)
-Move = tuple[str, int, float]  # what, argument, seconds until the next
+Move = tuple[str, int, float]  # action, argument, seconds until the next move
 MOVES = st.lists(
     st.tuples(
         st.sampled_from(["train", "train", "validate", "pull", "kill", "kill_held", "retire"]),
@@ -48,10 +48,10 @@ def request(name: str, tokens: int, version: int | None = None) -> EngineRequest
 
 
 class Replicas:
-    """A router over three replicas, each of which gets a successor when it dies.
+    """Router over three replicas, each of which is replaced when it dies.
 
     Args:
-        num_shards: Of the router, which send its requests; with 0 it sends them itself.
+        num_shards: Number of shards, which send the requests. With 0 the router sends them itself.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -78,26 +78,26 @@ async def play(moves: Sequence[Move], num_shards: int) -> None:
     asking: list[tuple[bool, asyncio.Task[Completion]]] = []
     alone = asyncio.ensure_future(router.wait_dedicated())
     version = 1
-    for number, (what, argument, seconds) in enumerate(moves):
-        if what == "train":
+    for number, (action, argument, seconds) in enumerate(moves):
+        if action == "train":
             asking.append((False, asyncio.ensure_future(router.stream(request(f"t{number}", argument + 1)))))
-        elif what == "validate":
+        elif action == "validate":
             asking.append((True, asyncio.ensure_future(router.stream(request(f"v{number}", argument + 1, 1)))))
-        elif what == "pull":
+        elif action == "pull":
             await alone
             version += 1
             await router.pull_state_dict(version)
-        elif what == "kill":
+        elif action == "kill":
             await replicas.kill(replicas.all[argument % 3])
-        elif what == "kill_held":
+        elif action == "kill_held":
             held = [replica for replica in replicas.all if replica.version == 1]
             await replicas.kill(held[0] if held else replicas.all[0])
-        elif what == "retire" and len(router.replicas) > 3:
+        elif action == "retire" and len(router.replicas) > 3:
             await router.retire_replica(replicas.all[0].name, 5.0)
         await asyncio.sleep(seconds)
     for is_held_out, task in asking:
         completion = await task
-        assert len(completion.token_ids) == task_length(completion)
+        assert len(completion.token_ids) == num_span_tokens(completion)
         if is_held_out:
             assert {span.version for span in completion.version_spans} == {1}
     await alone
@@ -111,7 +111,7 @@ async def play(moves: Sequence[Move], num_shards: int) -> None:
     await router.close()
 
 
-def task_length(completion: Completion) -> int:
+def num_span_tokens(completion: Completion) -> int:
     return sum(span.num_tokens for span in completion.version_spans)
 
 
@@ -122,7 +122,7 @@ def test_requests_for_a_held_version_are_served_from_it(moves, num_shards):
     in_virtual_time(play(moves, num_shards))
 
 
-async def hold_over_deaths_and_joins() -> None:
+async def hold_version_through_deaths_and_joins() -> None:
     held, other = FakeReplica("a"), FakeReplica("b")
     router = router_of([held, other], num_shards=2, limits=LIMITS)
     await router.pull_state_dict(1)
@@ -150,11 +150,11 @@ async def hold_over_deaths_and_joins() -> None:
 
 
 def test_held_version_survives_shard_failures_and_late_joins():
-    in_virtual_time(hold_over_deaths_and_joins())
+    in_virtual_time(hold_version_through_deaths_and_joins())
 
 
 class Connections:
-    """A shard, and what it has connected to."""
+    """A shard, and a record of its connections."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -169,7 +169,7 @@ class Connections:
         return Update((ReplicaState("a", 0, 1, Service.SERVING, 1, address),))
 
 
-async def messages_of_an_ended_dedication() -> None:
+async def send_messages_to_an_ended_dedication() -> None:
     connections = Connections()
     shard = connections.shard
     await shard.receive_message(0, connections.update("own"))
@@ -195,7 +195,7 @@ async def messages_of_an_ended_dedication() -> None:
 
 
 def test_message_to_an_ended_dedication_is_ignored():
-    in_virtual_time(messages_of_an_ended_dedication())
+    in_virtual_time(send_messages_to_an_ended_dedication())
 
 
 def test_dedication_is_refused_when_too_few_replicas_would_remain():
@@ -235,7 +235,7 @@ def test_retiring_dedicated_replica_finishes_its_requests_first():
 
 
 class PinningEngine(ScriptedEngine):
-    """Its logprobs are those of the version that a request names."""
+    """Engine that can pin versions, and records the calls."""
 
     pins_versions = True
 

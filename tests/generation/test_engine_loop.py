@@ -1,4 +1,4 @@
-"""The engine loop's promises, on the scripted engine."""
+"""Guarantees of the engine loop, tested with the scripted engine."""
 
 import asyncio
 import threading
@@ -131,7 +131,7 @@ async def test_late_pull_does_not_restore_older_weights() -> None:
 
 
 def unwanted() -> list[tuple[str, int]]:
-    raise AssertionError("weights that are not to be loaded were opened")
+    raise AssertionError("weights that must not be loaded were opened")
 
 
 async def test_pull_during_verification_of_a_newer_version_returns_the_newer() -> None:
@@ -183,23 +183,23 @@ async def test_bad_request_fails_alone() -> None:
         assert len((await good).token_ids) == 8
 
 
-class Capricious(ScriptedEngine):
-    """Does to the request "bad" what `mischief` says."""
+class Faulty(ScriptedEngine):
+    """Engine that applies `fault` to the tokens of request "bad", or raises it when the request is added."""
 
-    def __init__(self, mischief: Callable[[TokenDelta], TokenDelta] | BaseException) -> None:
+    def __init__(self, fault: Callable[[TokenDelta], TokenDelta] | BaseException) -> None:
         super().__init__()
-        self._mischief = mischief
+        self._fault = fault
 
     def add(self, request: EngineRequest) -> None:
-        if request.request_id == "bad" and isinstance(self._mischief, BaseException):
-            raise self._mischief
+        if request.request_id == "bad" and isinstance(self._fault, BaseException):
+            raise self._fault
         super().add(request)
 
     def step(self) -> list[TokenDelta]:
         deltas = super().step()
-        if isinstance(self._mischief, BaseException) or self.num_steps < 3:
+        if isinstance(self._fault, BaseException) or self.num_steps < 3:
             return deltas
-        return [self._mischief(delta) if delta.request_id == "bad" else delta for delta in deltas]
+        return [self._fault(delta) if delta.request_id == "bad" else delta for delta in deltas]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ class Capricious(ScriptedEngine):
     [KeyError("seed"), StopIteration(), MemoryError(), BaseException("panic"), SystemExit(2), asyncio.CancelledError()],
 )
 async def test_unexpected_error_when_adding_a_request_fails_only_that_request(error: BaseException) -> None:
-    async with serving(Capricious(error)) as loop:
+    async with serving(Faulty(error)) as loop:
         good = request(loop, "good")
         with pytest.raises(RequestError, match=f"'bad' was not accepted: {type(error).__name__}") as failure:
             await request(loop, "bad")
@@ -217,7 +217,7 @@ async def test_unexpected_error_when_adding_a_request_fails_only_that_request(er
 
 
 @pytest.mark.parametrize(
-    ("mischief", "complaint"),
+    ("fault", "message"),
     [
         (lambda delta: replace(delta, finish_reason="repetition"), "'bad' was ended by the engine with 'repetition'"),
         (lambda delta: replace(delta, failure="its KV was lost"), "'bad' was given up by the engine: its KV was lost"),
@@ -226,12 +226,12 @@ async def test_unexpected_error_when_adding_a_request_fails_only_that_request(er
     ids=["reason", "failure", "logprobs"],
 )
 async def test_request_that_the_engine_cannot_finish_fails_alone(
-    mischief: Callable[[TokenDelta], TokenDelta], complaint: str
+    fault: Callable[[TokenDelta], TokenDelta], message: str
 ) -> None:
-    engine = Capricious(mischief)
+    engine = Faulty(fault)
     async with serving(engine) as loop:
         good = request(loop, "good", 20)
-        with pytest.raises(GenerationError, match=complaint):
+        with pytest.raises(GenerationError, match=message):
             await request(loop, "bad", 20)
         assert len((await good).token_ids) == 20
         assert not engine.step()
@@ -554,11 +554,11 @@ async def test_weight_source_close_error_is_logged_and_ignored(
         assert (await late).version == 2
         await running
         assert (await request(loop, "b")).version_spans == (VersionSpan(2, 8),)
-    told = [record for record in caplog.records if "failed to close" in record.message]
-    assert sorted(record.message[:23] for record in told) == ["the source of version 1"] * 2 + [
+    logged = [record for record in caplog.records if "failed to close" in record.message]
+    assert sorted(record.message[:23] for record in logged) == ["the source of version 1"] * 2 + [
         "the source of version 2"
     ]
-    assert all(record.exc_info and record.exc_info[1] is error for record in told)
+    assert all(record.exc_info and record.exc_info[1] is error for record in logged)
 
 
 async def test_pull_resets_the_prefix_cache() -> None:
@@ -593,7 +593,7 @@ async def test_tokens_are_streamed_at_an_interval() -> None:
 
 
 async def test_steps_without_tokens_send_empty_chunks_to_every_request() -> None:
-    """A long prompt is computed in five steps without a token; the second request waits for the first one's place."""
+    """A long prompt takes five steps without a token, and the second request waits until the first has finished."""
     clock = ManualClock()
 
     class Prefills(ScriptedEngine):
@@ -605,26 +605,26 @@ async def test_steps_without_tokens_send_empty_chunks_to_every_request() -> None
     engine = Prefills(max_running=1)
     loop = EngineLoop(lambda: engine, stream_interval=1000, clock=clock)
     await loop.start()
-    told: dict[str, list[list[int]]] = {"a": [], "b": []}
+    chunks_of: dict[str, list[list[int]]] = {"a": [], "b": []}
 
     async def ask(name: str) -> Completion:
         def on_chunk(chunk: TokenChunk) -> None:
-            told[name].append(list(chunk.token_ids))
+            chunks_of[name].append(list(chunk.token_ids))
 
         return await loop.stream(EngineRequest(name, [1], SamplingParams(max_tokens=8)), on_chunk)
 
     whole, second = await asyncio.gather(ask("a"), ask("b"))
     await loop.close()
-    assert told["a"][:2] == [[], []]  # after two and four steps
-    streamed = [token for tokens in told["a"] for token in tokens]
+    assert chunks_of["a"][:2] == [[], []]  # after two and four steps
+    streamed = [token for tokens in chunks_of["a"] for token in tokens]
     assert streamed == list(whole.token_ids)[: len(streamed)]
     assert len(streamed) >= 6
-    assert told["b"][:6] == [[]] * 6
+    assert chunks_of["b"][:6] == [[]] * 6
     assert len(second.token_ids) == 8
 
 
 async def test_queue_time_excludes_prefill_and_covers_requests_that_never_ran() -> None:
-    """One place; a prompt is computed in five steps."""
+    """The engine runs one request at a time, and computes a prompt in five steps."""
 
     class Prefills(ScriptedEngine):
         def step(self) -> list[TokenDelta]:
@@ -653,10 +653,10 @@ async def test_queue_time_excludes_prefill_and_covers_requests_that_never_ran() 
 async def test_several_event_loops_share_the_engine() -> None:
     async with serving(ScriptedEngine()) as loop:
 
-        def elsewhere() -> Completion:
+        def in_another_loop() -> Completion:
             return asyncio.run(loop.generate([1, 2, 1], request_id="b", sampling=SamplingParams(max_tokens=8)))
 
-        there, here = await asyncio.gather(asyncio.to_thread(elsewhere), request(loop, "a"))
+        there, here = await asyncio.gather(asyncio.to_thread(in_another_loop), request(loop, "a"))
     assert there.token_ids == here.token_ids
 
 
@@ -668,13 +668,13 @@ async def test_generate_before_start_is_an_error() -> None:
 
 
 async def test_pull_and_close_do_not_use_the_default_executor() -> None:
-    users, goes_on = ThreadPoolExecutor(1), threading.Event()
+    users, release = ThreadPoolExecutor(1), threading.Event()
     asyncio.get_running_loop().set_default_executor(users)
-    hanging = asyncio.ensure_future(asyncio.to_thread(goes_on.wait))
+    hanging = asyncio.ensure_future(asyncio.to_thread(release.wait))
     try:
         async with serving(ScriptedEngine()) as loop:
             assert (await loop.pull(1, lambda: WEIGHTS)).version == 1
         assert not hanging.done()
     finally:
-        goes_on.set()
+        release.set()
         await hanging

@@ -1,4 +1,4 @@
-"""A replica is lost in the middle of a request, which goes on elsewhere from the tokens the router has seen.
+"""Failover: a replica is lost during a request, which continues on another one from the tokens the router has seen.
 
 The replicas are engine loops over `ScriptedEngine`, whose next token is a function of the tokens before it, so a lost,
 doubled or misplaced token changes everything that follows.
@@ -26,7 +26,7 @@ INTERVAL = 4
 
 
 class LoopReplica:
-    """An engine loop as a replica. `die_at` loses it once a request has streamed that many tokens."""
+    """Engine loop as a replica, which dies once a request has streamed `die_at` tokens."""
 
     def __init__(self, name: str, die_at: int | None = None) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class LoopReplica:
         self.asked.append((len(request.prompt_token_ids), request.sampling.max_tokens))
         streamed = 0
 
-        def tell(chunk: TokenChunk) -> None:
+        def forward(chunk: TokenChunk) -> None:
             nonlocal streamed
             if self._dead.is_set():
                 return
@@ -48,7 +48,7 @@ class LoopReplica:
             if self._die_at is not None and streamed >= self._die_at:
                 self._dead.set()
 
-        answer = asyncio.ensure_future(self.loop.stream(request, tell))
+        answer = asyncio.ensure_future(self.loop.stream(request, forward))
         death = asyncio.ensure_future(self._dead.wait())
         await asyncio.wait([answer, death], return_when=asyncio.FIRST_COMPLETED)
         if self._dead.is_set():
@@ -103,13 +103,13 @@ def test_failover_tokens_equal_those_of_an_undisturbed_run(die_at: list[int], bu
         sampling = SamplingParams(max_tokens=budget)
         whole = await undisturbed([3, 1, 4], sampling)
         replicas = [LoopReplica(f"mortal-{index}", tokens) for index, tokens in enumerate(die_at)]
-        told: list[int] = []
+        received: list[int] = []
         async with routed(*replicas, LoopReplica("survivor")) as router:
             request = EngineRequest("r", [3, 1, 4], sampling)
-            completion = await router.stream(request, lambda chunk: told.extend(chunk.token_ids))
+            completion = await router.stream(request, lambda chunk: received.extend(chunk.token_ids))
             assert all(replica.load == 0 for replica in router.replicas)
-        assert told == list(completion.token_ids[: len(told)])
-        assert len(told) >= budget - INTERVAL
+        assert received == list(completion.token_ids[: len(received)])
+        assert len(received) >= budget - INTERVAL
         assert list(completion.token_ids) == list(whole.token_ids)
         assert list(completion.logprobs) == list(whole.logprobs)
         assert completion.finish_reason is whole.finish_reason
@@ -123,7 +123,7 @@ async def test_failover_regenerates_only_unstreamed_tokens() -> None:
     async with routed(first, second) as router:
         completion = await router.generate([7] * 5, request_id="r", sampling=SamplingParams(max_tokens=30))
     assert first.asked == [(5, 30)]
-    assert second.asked == [(5 + 12, 30 - 12)]  # told of at 4, 8 and 12
+    assert second.asked == [(5 + 12, 30 - 12)]  # chunks arrived at 4, 8 and 12 tokens
     assert len(completion.token_ids) == 30
     assert completion.metrics["num_resumes"] == 1
 
@@ -171,14 +171,14 @@ async def test_replica_cannot_modify_the_prompt_of_caller_or_next_replica() -> N
     assert (mine, seen) == ([5], [[5], [5]])
 
 
-class SlowToHear:
-    """A replica that aborts reach late, and which refuses an id that it is at."""
+class LateAborts:
+    """Replica that receives aborts late, and rejects the id of a running request."""
 
-    name = "slow-to-hear"
+    name = "late-aborts"
 
-    def __init__(self, deaf: bool) -> None:
-        self.deaf = deaf
-        self.heard = asyncio.Event()
+    def __init__(self, rejects_aborts: bool) -> None:
+        self.rejects_aborts = rejects_aborts
+        self.abort_arrives = asyncio.Event()
         self.running: set[str] = set()
         self.answer = asyncio.Event()
         self.asked = asyncio.Event()
@@ -193,9 +193,9 @@ class SlowToHear:
         return Completion(request_id, [7], [0.0], FinishReason.STOP, [VersionSpan(0, 1)])
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        if self.deaf:
-            raise GenerationError("not taken")
-        await self.heard.wait()
+        if self.rejects_aborts:
+            raise GenerationError("not accepted")
+        await self.abort_arrives.wait()
         self.running.difference_update(request_ids)
 
     async def pull(self, version: int) -> None: ...
@@ -204,9 +204,9 @@ class SlowToHear:
     async def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("deaf", [False, True])
-async def test_request_repeated_before_its_abort_arrives_is_not_a_duplicate(deaf: bool) -> None:
-    replica = SlowToHear(deaf)
+@pytest.mark.parametrize("rejects_aborts", [False, True])
+async def test_request_repeated_before_its_abort_arrives_is_not_a_duplicate(rejects_aborts: bool) -> None:
+    replica = LateAborts(rejects_aborts)
     router = GeneratorRouter([replica])
 
     async def ask() -> Completion:
@@ -218,20 +218,20 @@ async def test_request_repeated_before_its_abort_arrives_is_not_a_duplicate(deaf
         await replica.asked.wait()
         first.cancel()
         await asyncio.wait([first])
-        for _ in range(20):  # a deaf replica has said so by then
+        for _ in range(20):  # the abort has been rejected by then
             await asyncio.sleep(0)
     replica.answer.set()
     whole = await ask()
     assert (whole.request_id, list(whole.token_ids)) == ("g/0/0", [7])
-    replica.heard.set()
+    replica.abort_arrives.set()
     await router.close()
 
 
-class SecondPullFails(SlowToHear):
+class SecondPullFails(LateAborts):
     def __init__(self, name: str) -> None:
-        super().__init__(deaf=True)
+        super().__init__(rejects_aborts=True)
         self.name = name
-        self.heard.set()
+        self.abort_arrives.set()
         self.engine_ids: list[str] = []
         self.pulls = 0
 
@@ -246,33 +246,33 @@ class SecondPullFails(SlowToHear):
 
 
 @pytest.mark.looptime
-@pytest.mark.parametrize("remedy", ["comes back", "hears the next abort", "is removed"])
+@pytest.mark.parametrize("remedy", ["recovers", "accepts the next abort", "is removed"])
 async def test_request_id_is_not_reused_until_its_abort_is_confirmed(remedy: str) -> None:
     replica = SecondPullFails("first")
     router = GeneratorRouter([replica])
     await router.pull_state_dict(1)
 
-    async def give_up_on(request_id: str) -> None:
+    async def cancel_request(request_id: str) -> None:
         asking = asyncio.create_task(router.generate([1], request_id=request_id, sampling=SamplingParams(max_tokens=4)))
         await asyncio.sleep(10.0)
         asking.cancel()
         await asyncio.wait([asking])
         await asyncio.sleep(1.0)
 
-    await give_up_on("r")
-    await give_up_on("r")
+    await cancel_request("r")
+    await cancel_request("r")
     assert replica.engine_ids == ["r", "r~1"]
-    replica.deaf = False
-    if remedy == "comes back":
+    replica.rejects_aborts = False
+    if remedy == "recovers":
         with pytest.raises(StateDictError):
             await router.pull_state_dict(2)
         await asyncio.sleep(10.0)
-    elif remedy == "hears the next abort":
-        await give_up_on("other")
+    elif remedy == "accepts the next abort":
+        await cancel_request("other")
     else:
         router.remove_replica("first")
         replica = SecondPullFails("second")
         await router.add_replica(replica)
-    await give_up_on("r")
+    await cancel_request("r")
     assert replica.engine_ids[-1] == "r"
     await router.close()

@@ -1,4 +1,4 @@
-"""From a `GenerateFn` to the router's send there are few frames."""
+"""Number of stack frames between a `GenerateFn` and the router's send."""
 
 from __future__ import annotations
 

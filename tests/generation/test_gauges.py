@@ -1,4 +1,4 @@
-"""What engines say of themselves, from their steps to whoever asks the router."""
+"""Gauges of engines, from their steps to the status of replicas in the router."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titan_rl.generation.types import GaugeSummary
 
 
 async def answer(loop: EngineLoop, prompts: list[list[int]]) -> None:
-    """All of them at once, with four tokens each."""
+    """Answer all prompts concurrently, with four tokens each."""
     await loop.pause("keep")
     sampling = SamplingParams(max_tokens=4)
     asked = [
@@ -38,11 +38,11 @@ async def test_gauges_are_summarized_between_pulls() -> None:
     await replica.loop.start()
     router = GeneratorRouter([replica])
     assert router.replicas[0].gauges is None
-    prompt = list(range(20))  # of which the prefix cache has the first 16 from the first time on
+    prompt = list(range(20))  # the prefix cache holds its first 16 tokens after the first request
     await answer(replica.loop, [prompt, prompt, [7]])
     await router.pull_state_dict(1)
     gauges = without_times(router.replicas[0].gauges)
-    # After each step: two run and one waits, twice over; then that one alone.
+    # First two requests run and one waits, then that one runs alone.
     assert gauges == GaugeSummary(
         8,
         {"running_requests": 2 * 3 + 1 * 3, "waiting_requests": 4},
@@ -101,7 +101,7 @@ async def test_engine_without_gauges_reports_nothing() -> None:
 
 async def test_totals_exclude_counts_from_before_the_engine_loop() -> None:
     class Server(ScriptedEngine):
-        """Has served others before."""
+        """Engine that has served requests before the loop starts."""
 
         def gauges(self) -> Mapping[str, float]:
             return {"answers_total": 1000 + self.num_steps}

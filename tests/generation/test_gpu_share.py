@@ -1,4 +1,4 @@
-"""What an engine takes of a GPU."""
+"""Share of a GPU's memory that an engine takes."""
 
 from __future__ import annotations
 

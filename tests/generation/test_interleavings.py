@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, every call resolves, and no token is lost, doubled or stamped wrongly."""
+"""Random interleavings of calls: each resolves, and no token is lost, doubled or attributed to a wrong version."""
 
 import asyncio
 
@@ -32,7 +32,7 @@ def sampling(max_tokens: int) -> SamplingParams:
 
 
 def undisturbed(prompt: list[int], max_tokens: int) -> tuple[list[int], FinishReason]:
-    """What the engine gives when it runs alone."""
+    """Tokens and finish reason of a request that runs alone."""
     from titan_rl.generation.request import EngineRequest
 
     engine, tokens = ScriptedEngine(mean_tokens=20), list[int]()

@@ -1,4 +1,4 @@
-"""Replicas come and go: with fewer than the least requests wait, and one that retires finishes what it has."""
+"""Minimum number of replicas: requests wait while fewer serve, and a retiring replica finishes its requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLING = SamplingParams(max_tokens=4)
 
 
 class Gated:
-    """Answers when `open` is set."""
+    """Replica that answers once `open` is set."""
 
     def __init__(self, name: str, *, is_open: bool = True) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""Tokens are heard of ahead of the completion, in order and each once, whatever is between."""
+"""Listening to the tokens of a call, which arrive before its completion, in order and once each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_listener_receives_only_its_call_even_across_an_abort() -> None:
     generate, heard = resume_on_abort(router.generate, wait_until_resumed=router.wait_resumed), list[TokenChunk]()
 
     async def ask(name: str) -> Completion:
-        # in a task of its own, as where rollouts are timed
+        # in its own task, like the requests of a timed rollout
         return await bounded(generate([1, 2], request_id=name, sampling=SAMPLING), 30.0, name)
 
     async def listened() -> Completion:
@@ -51,7 +51,7 @@ async def test_listener_receives_only_its_call_even_across_an_abort() -> None:
     assert await asyncio.to_thread(engine.started.wait, 10)
     assert tokens_of(heard)  # before any completion
     pausing = asyncio.ensure_future(router.pause("keep"))
-    while loop.paused is None:  # noqa: ASYNC110 what engines do in their threads sets no event
+    while loop.paused is None:  # noqa: ASYNC110 engine threads set no event
         await asyncio.sleep(0)
     engine.release.set()
     await pausing
@@ -86,9 +86,9 @@ async def test_completion_must_match_its_stream_and_late_chunks_are_dropped() ->
     late: list[Any] = []
     heard: list[TokenChunk] = []
 
-    async def ask(request: EngineRequest, tell: Any) -> Completion:
-        late.append(tell)
-        tell(TokenChunk("r", [5], [-0.5], (VersionSpan(0, 1),)))
+    async def ask(request: EngineRequest, on_chunk: Any) -> Completion:
+        late.append(on_chunk)
+        on_chunk(TokenChunk("r", [5], [-0.5], (VersionSpan(0, 1),)))
         return completion([5, 6] if len(late) == 1 else [9, 6])
 
     resume, request = Resume(), EngineRequest("r", [1], SAMPLING)

@@ -1,4 +1,4 @@
-"""Several ranks of one replica, as threads with an engine each: what one does, all do; what one suffers, all learn."""
+"""Ranks of one replica, as threads with an engine each: they take the same steps, and fail together."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ WEIGHTS = [("weight", 1.0)]
 
 
 class Watched(ScriptedEngine):
-    """Notes what it is told, and fails when a test says so."""
+    """Engine that records its calls, and fails on request."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
         self.fail_loading = False
         self.fail_stepping = False
 
     def add(self, request: EngineRequest) -> None:
-        self.told.append(("add", request.request_id))
+        self.calls.append(("add", request.request_id))
         super().add(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         ids = sorted(request_ids)
-        self.told.append(("abort", ids))
+        self.calls.append(("abort", ids))
         super().abort(ids)
 
     def step(self) -> list[TokenDelta]:
         if self.fail_stepping:
             raise OSError("no more memory")
         deltas = super().step()
-        self.told.append(("step", [(delta.request_id, tuple(delta.token_ids)) for delta in deltas]))
+        self.calls.append(("step", [(delta.request_id, tuple(delta.token_ids)) for delta in deltas]))
         return deltas
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
-        self.told.append(("load", version, list(items)))
+        self.calls.append(("load", version, list(items)))
         if self.fail_loading:
             raise OSError("a shard is missing")
         super().load_state_dict(items, version)
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
-        self.told.append(("reset", recompute_running))
+        self.calls.append(("reset", recompute_running))
         super().reset_prefix_cache(recompute_running=recompute_running)
 
 
@@ -140,7 +140,7 @@ async def test_every_rank_does_what_rank_0_does(num_ranks: int, commands: list[t
                     for _ in range(number):
                         await asyncio.sleep(0)
         await asyncio.gather(*calls, return_exceptions=True)
-    assert all(engine.told == replica.engines[0].told for engine in replica.engines)
+    assert all(engine.calls == replica.engines[0].calls for engine in replica.engines)
     assert all(engine.versions == sorted(engine.versions) for engine in replica.engines)
     assert replica.ended == [None] * num_ranks
 
@@ -174,7 +174,7 @@ async def test_open_failure_on_one_rank_keeps_the_old_weights_on_all() -> None:
         with pytest.raises(StateDictError, match="rank 1: checksum"):
             await replica.loop.pull(1, lambda: WEIGHTS, manifest=1)
         assert (await replica.generate("served")).version_spans[0].version == 0
-    assert not any(told[0] == "load" for engine in replica.engines for told in engine.told)
+    assert not any(call[0] == "load" for engine in replica.engines for call in engine.calls)
 
 
 async def test_verification_failure_on_one_rank_fails_the_pull() -> None:

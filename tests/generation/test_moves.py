@@ -1,4 +1,4 @@
-"""Requests that go on at an emptier replica, with their tokens."""
+"""Moves: requests continue with their tokens on a replica with fewer requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_idle_replica_takes_over_requests_with_their_tokens():
             assert answer.finish_reason is FinishReason.LENGTH
             assert list(answer.logprobs) == undisturbed(num_tokens)[1]
         moved = [request_id for request_id, answer in answers.items() if answer.metrics.get("num_resumes")]
-        assert moved == ["long/3/0", "long/4/0"]  # that came last
+        assert moved == ["long/3/0", "long/4/0"]  # the last to arrive
         assert router.num_moved == len(moved)
         assert empty.prefilled[5:] == [len(PROMPT) + 4] * 2
         assert all(replica.load == 0 for replica in router.replicas)
@@ -58,7 +58,7 @@ def test_requests_do_not_move_unless_requested():
 
 
 class SlowToAbort(SteppingReplica):
-    """Samples on for some seconds after it was asked to end requests."""
+    """Replica that keeps sampling for some seconds after an abort."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -186,7 +186,7 @@ def test_move_falls_back_to_any_replica_when_its_target_is_lost(lost: str):
         asked = Asked(router)
         ask_two_replicas(asked)
         await until_one_is_empty(router)
-        await asyncio.sleep(1.0)  # it has been told to end two of its requests
+        await asyncio.sleep(1.0)  # two of its requests are being aborted
         if lost == "kill":
             empty.dead = True
         else:
@@ -210,9 +210,9 @@ def test_invalid_move_below_is_rejected(below: float):
     in_virtual_time(scenario)
 
 
-WHAT = ["ask", "ask", "ask", "kill", "mend", "swap", "keep", "abort", "add", "remove"]
+ACTIONS = ["ask", "ask", "ask", "kill", "mend", "swap", "keep", "abort", "add", "remove"]
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(WHAT), st.integers(0, 40), st.sampled_from([0.0, 0.4, 1.0, 3.0, 9.0])), max_size=40
+    st.tuples(st.sampled_from(ACTIONS), st.integers(0, 40), st.sampled_from([0.0, 0.4, 1.0, 3.0, 9.0])), max_size=40
 )
 
 
@@ -223,25 +223,25 @@ def test_moves_neither_lose_nor_repeat_tokens(events: list[tuple[str, int, float
         replicas = [SteppingReplica(name) for name in "abc"]
         router = routed(*replicas, below=0.9)
         asked, budgets, version = Asked(router), dict[str, int](), 0
-        for what, number, seconds in events:
+        for action, number, seconds in events:
             replica = replicas[number % len(replicas)]
-            if what == "ask":
+            if action == "ask":
                 request_id = f"g/{len(budgets)}/0"
                 budgets[request_id] = 1 + number
                 asked.ask(request_id, budgets[request_id])
-            elif what in ("kill", "mend"):
-                replica.dead = what == "kill" and sum(not one.dead for one in replicas) > 1
-            elif what == "swap":
+            elif action in ("kill", "mend"):
+                replica.dead = action == "kill" and sum(not one.dead for one in replicas) > 1
+            elif action == "swap":
                 version += 1
                 await router.pull_state_dict(version)
-            elif what in ("keep", "abort"):
-                await router.pause(what)
+            elif action in ("keep", "abort"):
+                await router.pause(action)
                 await asyncio.sleep(number / 4)
                 await router.resume()
-            elif what == "add":
+            elif action == "add":
                 replicas.append(SteppingReplica(f"n{len(replicas)}"))
                 await router.add_replica(replicas[-1])
-            elif what == "remove" and len(router.replicas) > 2 and router.has_replica(replica.name):
+            elif action == "remove" and len(router.replicas) > 2 and router.has_replica(replica.name):
                 router.remove_replica(replica.name)
             await asyncio.sleep(seconds)
         for replica in replicas:
@@ -250,7 +250,7 @@ def test_moves_neither_lose_nor_repeat_tokens(events: list[tuple[str, int, float
             asked.check(answer, budgets[request_id])
             was_aborted = answer.finish_reason is FinishReason.ABORT
             assert was_aborted or len(answer.token_ids) == budgets[request_id]
-            assert not was_aborted or any(what == "abort" for what, _, _ in events)
+            assert not was_aborted or any(action == "abort" for action, _, _ in events)
             versions = [span.version for span in answer.version_spans]
             assert versions == sorted(versions)
         assert all((one.load, one.num_requests) == (0, 0) for one in router.replicas)

@@ -1,4 +1,4 @@
-"""Requests that move while replicas fail, pull and pause: none is worse off for it."""
+"""Moves of requests while replicas fail, pull and pause."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_drain_waits_for_moving_requests():
         router = routed(full, empty, in_turn=True)
         asked = Asked(router)
         ask_two_replicas(asked)
-        await asyncio.sleep(7)  # it has been told to end two of its requests, and has not heard of it
+        await asyncio.sleep(7)  # the abort of two of its requests has been sent, but has not arrived
         await router.pull_state_dict(1, "drain")
         for answer in (await asked.all()).values():
             assert len(answer.version_spans) == 1
@@ -87,10 +87,10 @@ def test_completions_have_one_version_when_pulls_drain(events: list[tuple[str, i
     async def scenario() -> None:
         router = routed(*(SteppingReplica(name, hears_after_s=hears_after_s) for name in "abc"), below=0.9)
         asked, pulls = Asked(router), list[asyncio.Task[object]]()
-        for place, (what, number, seconds) in enumerate(events):
-            if what == "ask":
+        for place, (action, number, seconds) in enumerate(events):
+            if action == "ask":
                 asked.ask(f"g/{place}/0", 1 + number)
-            elif what == "drain":
+            elif action == "drain":
                 pulls.append(asyncio.create_task(router.pull_state_dict(place, "drain")))
             else:
                 await router.add_replica(SteppingReplica(f"n{place}"))
@@ -131,7 +131,7 @@ def test_moving_requests_finish_during_a_wait_pause():
             asked.ask(f"g/{place}/0", 40)
         await asyncio.sleep(2.5)
         await router.add_replica(joins)
-        await asyncio.sleep(1.5)  # told, and not heard
+        await asyncio.sleep(1.5)  # aborts have been sent, but have not arrived
         report = await router.pause("wait")
         assert report.aborted == ()
         assert all(answer.done() for answer in asked.answers.values())
@@ -173,7 +173,7 @@ def test_moved_request_moves_again_after_its_tokens_doubled():
         await router.add_replica(replicas[1])
         await asyncio.sleep(3)
         for place in range(4):
-            asked.answers[f"g/{place}/0"].cancel()  # all that have never moved
+            asked.answers[f"g/{place}/0"].cancel()  # all requests that have never moved
         await asyncio.sleep(2)
         assert requests_of(router) == [0, 4]
         await asyncio.sleep(10)

@@ -1,4 +1,4 @@
-"""However a completion is cut into attempts and chunks, it is put together as it was, and its rest asked for once."""
+"""Assembly of a completion from attempts and chunks, and the request for its remaining tokens."""
 
 from itertools import pairwise
 
@@ -41,10 +41,10 @@ def cuts(last: int) -> st.SearchStrategy[list[int]]:
 def test_attempts_and_chunks_combine_into_the_whole_completion(
     attempts: list[int], streamed: list[int], streams: bool
 ) -> None:
-    heard: list[int] = []
+    received: list[int] = []
     partial = Partial(
         EngineRequest("r", [7, 8], SamplingParams(max_tokens=LENGTH, min_tokens=5), "s"),
-        lambda chunk: heard.extend(chunk.token_ids),
+        lambda chunk: received.extend(chunk.token_ids),
     )
     start = 0
     for end in attempts:
@@ -55,7 +55,7 @@ def test_attempts_and_chunks_combine_into_the_whole_completion(
             assert partial.so_far.token_ids == list(range(end))
             if not streams:
                 partial.add(completion(start, end, FinishReason.ABORT))
-        on_chunk(chunk(0, LENGTH))  # of an attempt that is over
+        on_chunk(chunk(0, LENGTH))  # late chunk of an attempt that has ended
         start = end
         assert partial.ended is None
         assert partial.rest == EngineRequest(
@@ -66,7 +66,7 @@ def test_attempts_and_chunks_combine_into_the_whole_completion(
         )
     whole = partial.add(completion(start, LENGTH, FinishReason.LENGTH))
     assert whole.request_id == "r"
-    assert list(whole.token_ids) == heard == list(range(LENGTH))
+    assert list(whole.token_ids) == received == list(range(LENGTH))
     assert list(whole.logprobs) == [-float(token) for token in range(LENGTH)]
     assert whole.version_spans == spans(0, LENGTH)
     assert whole.finish_reason is FinishReason.LENGTH

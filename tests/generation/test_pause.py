@@ -38,7 +38,7 @@ async def test_keep_freezes_requests_and_their_time_limits() -> None:
     await router.resume()
     for request in [*running, late]:
         assert (await request).finish_reason is FinishReason.LENGTH
-    assert now() - resumed < 12  # the frozen ones went on from the fourth token
+    assert now() - resumed < 12  # frozen requests continued from the fourth token
     assert a.served + b.served != ["1", "2"]
     assert [replica.serving for replica in router.replicas] == [True, True]
     await router.close()
@@ -163,7 +163,7 @@ async def test_pause_does_not_wait_for_a_hanging_replica() -> None:
     a.pause_hangs = False
     await asyncio.sleep(5)
     assert [replica.serving for replica in router.replicas] == [True, True]
-    assert a.calls == ["pause keep", "resume", "pause keep"]  # whatever the lost call did, it is paused now
+    assert a.calls == ["pause keep", "resume", "pause keep"]  # it is paused now, even if the lost call had no effect
     await router.close()
 
 

@@ -1,5 +1,5 @@
-"""A request that no engine can bear fails alone, and takes no more than one replica out of service for a moment.
-Virtual time."""
+"""Poison requests, which fail on every engine: they fail alone, and take at most one replica out of service, for a
+moment. Virtual time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_TOKENS, STEP_S = 400, 0.05  # 20 s alone
 
 
 class Touchy(SimulatedReplica):
-    """Some of its requests raise what nobody foresaw."""
+    """Replica on which some requests raise unexpected errors."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -35,7 +35,7 @@ class Touchy(SimulatedReplica):
         )
         self.served: list[str] = []
         self.is_broken = False
-        self.fails_of = Counter[str]()  # by request id, how often each is to fail
+        self.failures_left = Counter[str]()  # number of failures to come, by request id
 
     async def stream(self, request, on_chunk=None) -> Completion:
         self.served.append(request.request_id)
@@ -43,8 +43,8 @@ class Touchy(SimulatedReplica):
             await asyncio.sleep(float(request.request_id.split("/")[1].partition("~")[0]))
             raise RuntimeError("division by zero")
         name = request.request_id.partition("~")[0]
-        if self.fails_of[name]:
-            self.fails_of[name] -= 1
+        if self.failures_left[name]:
+            self.failures_left[name] -= 1
             raise RuntimeError("device hiccup")
         if self.is_broken:
             raise RuntimeError("device lost")
@@ -121,11 +121,11 @@ async def test_poison_request_fails_alone_on_a_single_replica() -> None:
 @pytest.mark.looptime
 @pytest.mark.parametrize("max_attempts", [3, 6])
 async def test_failures_on_a_single_replica_are_not_blamed_on_the_request(max_attempts: int) -> None:
-    """They tell nothing of the request, which has attempts left, however well others are served meanwhile."""
+    """Failures on a single replica say nothing about the request, even if others are served well."""
     stage = Stage(1, max_attempts=max_attempts)
     good = [stage.ask(f"good {index}") for index in range(8)]
     await asyncio.sleep(1)
-    stage.replicas[0].fails_of["flaky"] = max_attempts - 1
+    stage.replicas[0].failures_left["flaky"] = max_attempts - 1
     completion = await stage.ask("flaky")
     assert len(completion.token_ids) == NUM_TOKENS
     assert stage.failed == ["a"] * (max_attempts - 1)
@@ -135,7 +135,7 @@ async def test_failures_on_a_single_replica_are_not_blamed_on_the_request(max_at
 
 @pytest.mark.looptime
 async def test_replica_that_fails_every_new_request_is_blamed() -> None:
-    """Though it goes on with the old ones."""
+    """Although it continues to serve the old ones."""
     stage = Stage(2)
     old = [stage.ask(f"old {index}") for index in range(8)]
     await asyncio.sleep(1)
@@ -144,7 +144,7 @@ async def test_replica_that_fails_every_new_request_is_blamed() -> None:
     completions = await asyncio.gather(*old, *new)
     assert {len(completion.token_ids) for completion in completions} == {NUM_TOKENS}
     assert set(stage.failed) == {"a"}
-    assert len(stage.replicas[0].served) < 4 + 30  # not again and again
+    assert len(stage.replicas[0].served) < 4 + 30  # it is not tried again and again
     await stage.close()
 
 
@@ -158,19 +158,19 @@ POISONS = st.lists(
 def test_good_requests_are_served_once_despite_poison_requests(
     num_replicas: int, poisons: list[tuple[int, float, int]]
 ) -> None:
-    """Poisons: seconds after the one before, seconds until it fails, how many siblings of it at once."""
+    """Poisons: seconds after the previous one, seconds until it fails, number of concurrent siblings."""
 
     async def scenario() -> None:
         stage = Stage(num_replicas)
         await stage.router.pull_state_dict(1)
         good, poisonous = list[asyncio.Task[Completion]](), list[asyncio.Task[Completion]]()
 
-        async def go_on() -> None:
+        async def keep_asking() -> None:
             while True:
                 good.append(stage.ask(f"good {len(good)}"))
                 await asyncio.sleep(1)
 
-        going = asyncio.ensure_future(go_on())
+        asking = asyncio.ensure_future(keep_asking())
         await asyncio.sleep(5)
         for after_s, fails_after_s, siblings in poisons:
             await asyncio.sleep(after_s)
@@ -179,7 +179,7 @@ def test_good_requests_are_served_once_despite_poison_requests(
         for outcome in await asyncio.gather(*poisonous, return_exceptions=True):
             assert isinstance(outcome, RequestError | GenerationError), outcome
             assert "division by zero" in str(outcome)
-        going.cancel()
+        asking.cancel()
         answers = await asyncio.gather(*good)
         assert {len(completion.token_ids) for completion in answers} == {NUM_TOKENS}
         served = Counter(name.partition("~")[0] for replica in stage.replicas for name in replica.served)

@@ -1,4 +1,4 @@
-"""A prompt that is not all token ids fails alone, whatever engine is behind it."""
+"""Requests with an invalid prompt, id or sampling fail alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_router_rejects_an_invalid_prompt_without_blaming_a_replica(name: 
 
     async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any) -> Completion:
         asked.append(request_id)
-        total = sum(prompt_token_ids)  # of an engine that computes with what it is given
+        total = sum(prompt_token_ids)  # like an engine that computes with its input
         return Completion(request_id, [total], [0.0], FinishReason.LENGTH, (VersionSpan(0, 1),))
 
     loop = EngineLoop(ScriptedEngine)
@@ -49,10 +49,10 @@ async def test_router_rejects_an_invalid_prompt_without_blaming_a_replica(name: 
     await router.close()
 
 
-NO_TEXTS = [{"session_id": "half \ud83d"}, {"session_id": 7}, {"request_id": "half \ud83d"}, {"request_id": None}]
+INVALID_IDS = [{"session_id": "half \ud83d"}, {"session_id": 7}, {"request_id": "half \ud83d"}, {"request_id": None}]
 
 
-@pytest.mark.parametrize("ids", NO_TEXTS)
+@pytest.mark.parametrize("ids", INVALID_IDS)
 async def test_non_text_ids_are_rejected_under_every_strategy(ids: dict[str, Any]) -> None:
     loop = EngineLoop(ScriptedEngine)
     await loop.start()
@@ -90,22 +90,22 @@ async def test_invalid_sampling_is_rejected(sampling: Any) -> None:
     await router.close()
 
 
-async def gives_a_list(prompt_token_ids: Sequence[int], **_: Any) -> Any:
+async def returns_a_list(prompt_token_ids: Sequence[int], **_: Any) -> Any:
     return [1, 2]
 
 
-def is_plain(prompt_token_ids: Sequence[int], **_: Any) -> Any:
+def is_sync(prompt_token_ids: Sequence[int], **_: Any) -> Any:
     return Completion("r", [1], [0.0], FinishReason.LENGTH, (VersionSpan(0, 1),))
 
 
 @pytest.mark.parametrize(
-    ("generate", "says"),
+    ("generate", "message"),
     [
-        (gives_a_list, "gives_a_list gave a list; a Completion is expected"),
-        (is_plain, "is_plain gave a Completion that cannot be awaited; write async def"),
+        (returns_a_list, "returns_a_list gave a list; a Completion is expected"),
+        (is_sync, "is_sync gave a Completion that cannot be awaited; write async def"),
     ],
 )
-async def test_generate_fn_with_a_wrong_result_is_named_with_its_line(generate: Any, says: str) -> None:
+async def test_generate_fn_with_a_wrong_result_is_named_with_its_line(generate: Any, message: str) -> None:
     replica = FunctionReplica(generate)
-    with pytest.raises(TypeError, match=rf"generate of .*test_prompts.py:\d+ in {says}"):
+    with pytest.raises(TypeError, match=rf"generate of .*test_prompts.py:\d+ in {message}"):
         await replica.generate([1], request_id="r", sampling=SAMPLING)

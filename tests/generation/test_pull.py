@@ -259,16 +259,16 @@ async def test_paused_router_rejects_drain_and_allows_hot_swap() -> None:
 
 
 async def test_router_records_the_version_that_a_replica_reports() -> None:
-    """A pull that was given up on comes through after the next one, or another made it newer."""
+    """An abandoned pull arrived after the next one, or another caller has pulled a newer version."""
 
-    class Tells(FakeReplica):
-        has = 7
+    class Reporting(FakeReplica):
+        reported = 7
 
         async def pull(self, version: int) -> int:
             await super().pull(version)
-            return self.has
+            return self.reported
 
-    a, b = Tells("a"), FakeReplica("b")
+    a, b = Reporting("a"), FakeReplica("b")
     router = GeneratorRouter([a, b])
     report = await router.pull_state_dict(6)
     assert report.pulled == ("a", "b")
@@ -279,7 +279,7 @@ async def test_router_records_the_version_that_a_replica_reports() -> None:
     assert report.pulled == ("b",)
     assert str(report.failed["a"]) == "replica a was to pull version 8 and has version 7"
     assert serving(router) == ["b"]
-    a.has = 8
+    a.reported = 8
     await asyncio.sleep(60)
     assert [(replica.version, replica.serving) for replica in router.replicas] == [(8, True), (8, True)]
     await router.close()

@@ -1,4 +1,4 @@
-"""What an engine holds is compared with what was published, on one rank and on several."""
+"""Readback: the weights that an engine holds are compared with the published ones, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def weights(version: int) -> Weights:
     return {"embed": torch.randn(6, 8, generator=chance), "layers.0.q": torch.randn(8, 8, generator=chance)}
 
 
-def checksums(of: Weights) -> dict[str, TensorChecksum]:
+def checksums(tensors: Weights) -> dict[str, TensorChecksum]:
     return {
         name: TensorChecksum(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), box_checksum(tensor))
-        for name, tensor in of.items()
+        for name, tensor in tensors.items()
     }
 
 
 class Forgetful(ScriptedEngine):
-    """Keeps its old value of the tensors whose names have this in them."""
+    """Engine that keeps the old values of tensors whose names contain `forgets`."""
 
     forgets = "\0"
 
@@ -50,7 +50,7 @@ class Unreadable(ScriptedEngine):
 
 
 class Sharded(ScriptedEngine):
-    """A rank's engine that holds these boxes."""
+    """Engine of a rank that holds the given boxes of tensors."""
 
     def __init__(self, boxes: list[HeldTensor]) -> None:
         super().__init__()

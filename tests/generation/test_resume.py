@@ -19,12 +19,12 @@ ABORT, STOP, LENGTH, TOOL_CALLS = FinishReason.ABORT, FinishReason.STOP, FinishR
 
 
 class Parts:
-    """A `GenerateFn` that answers with parts prepared beforehand, and remembers what it was asked."""
+    """`GenerateFn` that returns prepared parts and records its requests."""
 
     def __init__(self, *parts: tuple[list[int], FinishReason], experts: bool = False) -> None:
         self.parts = list(parts)
         self.experts = experts
-        self.late: tuple[FinishReason, ...] = ()  # endings of which an abort came a moment too late
+        self.late: tuple[FinishReason, ...] = ()  # finish reasons that an abort came too late to prevent
         self.prompts: list[list[int]] = []
         self.samplings: list[SamplingParams] = []
 
@@ -114,7 +114,7 @@ async def test_aborted_request_that_had_ended_is_not_resent(
 
 @pytest.mark.parametrize("ending", [TOOL_CALLS, STOP, LENGTH])
 async def test_request_that_ended_during_its_abort_is_not_resent(ending: FinishReason) -> None:
-    """A tool call, or a stop token that only the engine knows, is not to be seen in the tokens."""
+    """A tool call, or a stop token that only the engine knows, cannot be recognized from the tokens."""
     parts = Parts(([1], ABORT), ([2, 3], ending))
     parts.late = (ending,)
     whole = await resumed(parts, SamplingParams(max_tokens=9))
@@ -157,7 +157,7 @@ async def test_exhausted_attempts_return_an_abort_with_the_tokens() -> None:
 @pytest.mark.parametrize("tokens", [[], [7]], ids=["in the queue", "after a token"])
 @pytest.mark.looptime
 async def test_number_of_interruptions_is_unlimited(tokens: list[int]) -> None:
-    """Each comes after some time: in the engine's queue, or between two tokens."""
+    """Each interruption comes after some time: in the engine's queue, or between two tokens."""
     parts = Parts(*[(tokens, ABORT)] * 1000, ([1], STOP))
 
     async def generate(*args: object, **request: object) -> Completion:
@@ -204,7 +204,7 @@ async def test_missing_routed_experts_are_an_error() -> None:
 
 
 async def test_tokens_are_unaffected_by_pauses_of_an_engine_loop() -> None:
-    """Six requests, two at a time, two pause and resume cycles: every token is there."""
+    """Six requests, two at a time, with two cycles of pause and resume."""
     sampling = SamplingParams(max_tokens=2048)
 
     async def play(disturb: bool) -> list[Completion]:

@@ -1,4 +1,4 @@
-"""The experts that each token of a mixture of experts took: who gets them, and when they are missed."""
+"""Routed experts of each token: the requests that receive them, and errors when they are missing."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
 
-EXPERTS = (3, 2, 8)  # layers, taken per layer, there are
+EXPERTS = (3, 2, 8)  # layers, experts per token, experts
 ASKING = SamplingParams(max_tokens=12, return_routed_experts=True)
 
 
 class Forgetful(ScriptedEngine):
-    """Loses the experts of its third token."""
+    """Engine that omits the routed experts of its third token."""
 
     def step(self) -> list[TokenDelta]:
         deltas = super().step()

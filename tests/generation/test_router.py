@@ -1,4 +1,4 @@
-"""Requests through the router: where they go, what fails them, what is given back. Virtual time."""
+"""Requests through the router: routing, failures, and release of load. Virtual time."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ async def test_late_failure_does_not_count_against_a_recovered_replica() -> None
         strategy=RoundRobin(),
         on_replica_failed=lambda replica, error: failed.append(str(error)),
     )
-    slow = ask(router, "slow")  # to a, as every second
+    slow = ask(router, "slow")  # to a, like every second request
     await asyncio.sleep(1)
     await ask(router, "b")
     await ask(router, "hiccup")

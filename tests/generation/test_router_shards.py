@@ -1,4 +1,4 @@
-"""Guarantees of a router over several shards: as over one router, and through the death of a shard. Virtual time."""
+"""Guarantees of a router with several shards, including the death of a shard. Virtual time."""
 
 from __future__ import annotations
 
@@ -149,17 +149,17 @@ async def test_infrequent_failures_do_not_lengthen_the_quarantine() -> None:
 
 
 async def test_shard_reports_a_silent_replica() -> None:
-    a, told = FakeReplica("a", step_s=10_000), list[tuple[str, str]]()
+    a, failures = FakeReplica("a", step_s=10_000), list[tuple[str, str]]()
     router = await sharded(
         [a],
         stall_timeout_s=30,
         max_attempts=1,
-        on_replica_failed=lambda replica, error: told.append((replica.name, type(error).__name__)),
+        on_replica_failed=lambda replica, error: failures.append((replica.name, type(error).__name__)),
     )
     with pytest.raises(GenerationError, match="no sign of life from a for 30 s"):
         await ask(router, 0)
     await asyncio.sleep(1)
-    assert told == [("a", "EngineStalledError")]
+    assert failures == [("a", "EngineStalledError")]
     await router.close()
 
 
@@ -213,7 +213,7 @@ async def test_shard_death_fails_only_its_own_requests() -> None:
         else:
             assert len((await request).token_ids) == 30
     assert len((await ask(router, 0)).token_ids) == 10  # its session continues in another shard
-    await asyncio.sleep(11)  # shards tell their load
+    await asyncio.sleep(11)  # shards report their load
     assert all((replica.load, replica.num_requests) == (0, 0) for replica in router.replicas)
     await router.close()
 
@@ -238,7 +238,7 @@ async def test_counts_of_a_dead_shard_are_kept() -> None:
 
 
 class Blocked:
-    """A shard whose event loop user code blocks from its second message on."""
+    """Shard whose event loop is blocked by user code from its second message on."""
 
     name, reason = "blocked", ""
 
@@ -275,7 +275,7 @@ async def test_pause_continues_when_a_blocked_shard_dies() -> None:
     router, blocked = await sharded([FakeReplica("a")], num_shards=2), Blocked()
     await router.router.join(blocked)
     pausing = asyncio.create_task(router.pause("wait"))
-    await asyncio.sleep(4)  # as long as it takes to see that a process was stopped
+    await asyncio.sleep(4)  # about the time it takes to detect a stopped process
     assert not pausing.done()
     blocked.died.set()
     report = await pausing
@@ -369,19 +369,19 @@ async def survive(events: list[Event]) -> None:
     router = await sharded(replicas, num_shards=3, limits=LIMITS, max_attempts=20)
     asked: dict[asyncio.Task[Completion], Any] = {}
     controls, version = list[asyncio.Task[Any]](), 0
-    for place, (what, number) in enumerate(events):
+    for place, (action, number) in enumerate(events):
         living = [link for link in router.links if not link.died.is_set()]
-        match what:
+        match action:
             case "ask":
                 asked[ask(router, 1000 * number + place, 5 + number)] = router.link_of(f"g{1000 * number + place}/0")
             case "kill" if len(living) > 1:
                 await living[number % len(living)].kill()
             case "keep" | "resume":
                 calls = {"keep": lambda: router.pause("keep"), "resume": router.resume}
-                controls.append(asyncio.create_task(calls[what]()))
+                controls.append(asyncio.create_task(calls[action]()))
             case "pull" | "drain":
                 version += 1
-                pull = router.pull_state_dict(version, "drain" if what == "drain" else "hot_swap")
+                pull = router.pull_state_dict(version, "drain" if action == "drain" else "hot_swap")
                 controls.append(asyncio.create_task(pull))
             case "fail":
                 replicas[number % 2].generate_error = GenerationError("broken") if number < 4 else None

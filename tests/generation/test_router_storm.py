@@ -1,4 +1,4 @@
-"""Random interleavings of everything a router can be asked and everything its replicas can do. Virtual time."""
+"""Random interleavings of router calls and replica faults. Virtual time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_rl.generation.router import Limits
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, SamplingParams
 
-Move = tuple[str, int, float]  # what, argument, seconds until the next
+Move = tuple[str, int, float]  # action, argument, seconds until the next move
 
 CALLS = ["cancel", "hot_swap", "drain", "keep", "wait", "abort_pause", "resume", "abort", "remove", "add"]
 FAULTS = ["break", "mend", "pull_breaks", "hang", "stand_still", "cancel_calls", "poison", "cut", "refuse"]
@@ -34,10 +34,10 @@ MOVES = st.lists(
 
 
 class Watched(FakeReplica):
-    """Knows whether it holds the weights that it was last told to pull."""
+    """Replica that knows whether its last pull has succeeded."""
 
     stale = False
-    is_shared = False  # by several shards
+    is_shared = False  # whether several shards use it
     cancels_calls = False
 
     def __init__(self, name: str) -> None:
@@ -46,14 +46,14 @@ class Watched(FakeReplica):
         self.moves.set()
 
     async def generate(self, *args: Any, request_id: str, **kwargs: Any) -> Completion:
-        if self.is_shared and self.stale:  # a shard may not know yet; an engine with such weights refuses
+        if self.is_shared and self.stale:  # a shard may not know yet; a real engine then rejects requests
             raise GenerationError("the weights are unknown")
         assert not self.stale, "served after a failed pull"
         self._perhaps_cancel()
         if request_id.startswith("poison"):
-            raise ArithmeticError("nobody foresaw this")
+            raise ArithmeticError("an unexpected error")
         completion = await super().generate(*args, request_id=request_id, **kwargs)
-        first = len(args[0]) - 1  # the prompt is one token, and those that an earlier attempt brought
+        first = len(args[0]) - 1  # the prompt is one token plus those of earlier attempts
         return replace(completion, token_ids=[first + token for token in completion.token_ids])
 
     async def pull(self, version: int) -> None:
@@ -84,7 +84,7 @@ class Watched(FakeReplica):
 
 
 class Storm:
-    """Plays moves against a router, perhaps with shards, then calms down and checks the books."""
+    """Plays moves against a router, then ends all faults and checks that everything is resolved and released."""
 
     def __init__(self, move_below: float | None, num_shards: int) -> None:
         Watched.is_shared = num_shards > 0
@@ -100,8 +100,8 @@ class Storm:
         self.version = 0
 
     async def play(self, moves: list[Move]) -> None:
-        for what, number, seconds in moves:
-            self._move(what, number, self.replicas[number % len(self.replicas)])
+        for action, number, seconds in moves:
+            self._move(action, number, self.replicas[number % len(self.replicas)])
             await asyncio.sleep(seconds)
         for replica in self.replicas:
             self._move("mend", 0, replica)
@@ -121,7 +121,7 @@ class Storm:
         assert [answer.request_id for answer in answers if isinstance(answer, Completion)] == [
             request_id for request_id, answer in zip(self.asked, answers, strict=True) if isinstance(answer, Completion)
         ]
-        await asyncio.sleep(45)  # shards tell their load
+        await asyncio.sleep(45)  # shards report their load
         assert all((replica.load, replica.num_requests) == (0, 0) for replica in self.router.replicas)
         if self.router.paused is not None:
             await self.router.resume()
@@ -133,50 +133,50 @@ class Storm:
             await self.router.generate([1], request_id="last", sampling=SamplingParams(max_tokens=3))
         await self.router.close()
 
-    def _move(self, what: str, number: int, replica: Watched) -> None:
+    def _move(self, action: str, number: int, replica: Watched) -> None:
         router = self.router
-        if what in ("ask", "poison"):
-            request_id = f"{'r' if what == 'ask' else what}{len(self.asked)}"
+        if action in ("ask", "poison"):
+            request_id = f"{'r' if action == 'ask' else action}{len(self.asked)}"
             sampling = SamplingParams(max_tokens=1 + number)
             session_id = f"g{number % 3}/0"
             answer = router.generate([1], request_id=request_id, session_id=session_id, sampling=sampling)
             self.asked[request_id] = asyncio.create_task(answer)
-        elif what == "cancel" and self.asked:
+        elif action == "cancel" and self.asked:
             request_id = list(self.asked)[number % len(self.asked)]
             if self.asked[request_id].cancel():
                 self.cancelled.add(request_id)
-        elif what in ("hot_swap", "drain"):
+        elif action in ("hot_swap", "drain"):
             self.version += 1
-            self._control(router.pull_state_dict(self.version, what))
-        elif what in ("keep", "wait", "abort_pause"):
-            self._control(router.pause(what.removesuffix("_pause")))  # pyright: ignore[reportArgumentType]
-        elif what == "resume":
+            self._control(router.pull_state_dict(self.version, action))
+        elif action in ("keep", "wait", "abort_pause"):
+            self._control(router.pause(action.removesuffix("_pause")))  # pyright: ignore[reportArgumentType]
+        elif action == "resume":
             self._control(router.resume())
-        elif what == "abort":
+        elif action == "abort":
             self._control(router.abort([f"r{number}", f"r{number + 1}"] if number % 2 else None))
-        elif what == "break":
+        elif action == "break":
             replica.generate_error = GenerationError("broken")
-        elif what == "pull_breaks":
+        elif action == "pull_breaks":
             replica.pull_error = StateDictError("torn")
-        elif what == "hang":
+        elif action == "hang":
             replica.pause_hangs = replica.ignores_aborts = True
-        elif what == "stand_still":
+        elif action == "stand_still":
             replica.moves.clear()
-        elif what == "cancel_calls":
+        elif action == "cancel_calls":
             replica.cancels_calls = True
-        elif what == "cut":
+        elif action == "cut":
             self.network.cut(replica.name, None if number % 5 == 4 else f"shard{number % 5}")
-        elif what == "refuse":
+        elif action == "refuse":
             self.network.refused.add((f"shard{number % 4}", replica.name))
-        elif what == "mend":
+        elif action == "mend":
             self.network.refused = {pair for pair in self.network.refused if pair[1] != replica.name}
             replica.moves.set()
             replica.cancels_calls = False
             replica.generate_error = replica.pull_error = None
             replica.pause_hangs = replica.ignores_aborts = False
-        elif what == "remove" and any(other.name == replica.name for other in router.replicas):
+        elif action == "remove" and any(other.name == replica.name for other in router.replicas):
             router.remove_replica(replica.name)
-        elif what == "add":
+        elif action == "add":
             self.replicas.append(Watched(f"n{len(self.replicas)}"))
             self._control(router.add_replica(self.replicas[-1]))
 

@@ -1,4 +1,4 @@
-"""The scripted engine is deterministic, and does what its settings say."""
+"""The scripted engine is deterministic, and follows its settings."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Connections of a router's shards to replicas: opened again, reported when that fails, and no request is lost. Virtual
-time."""
+"""Connections of a router's shards to replicas: they are reopened, failures are reported, and no request is lost.
+Virtual time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLING = SamplingParams(max_tokens=5)
 
 
 class Opener:
-    """Opens streams to a replica, with the outcomes of the test in turn: an error, a stream, or nothing at all."""
+    """Opens streams to a replica, with prepared outcomes: "open", "fail" or "hang"."""
 
     def __init__(self, *outcomes: str) -> None:
         self.outcomes = list(outcomes)
@@ -57,13 +57,13 @@ class Opener:
 
 class Listener:
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
 
     def connection_changed(self, replica: ShardReplica) -> None:
-        self.told.append("opened" if replica.is_open else "lost")
+        self.events.append("opened" if replica.is_open else "lost")
 
     def connection_unreachable(self, replica: ShardReplica, error: GenerationError) -> None:
-        self.told.append(f"unreachable: {error}")
+        self.events.append(f"unreachable: {error}")
 
 
 def connected(*outcomes: str, retries: Retries | None = None) -> tuple[ReplicaConnection, Opener, Listener]:
@@ -85,7 +85,7 @@ async def test_failed_connection_is_retried_with_backoff() -> None:
         await ask(connection)
     await asyncio.sleep(60)
     assert [after - before for before, after in pairwise(opener.times)] == pytest.approx([0.25, 0.5, 1.0])
-    assert listener.told == ["opened"]
+    assert listener.events == ["opened"]
     assert len((await ask(connection)).token_ids) == 5
     await connection.close()
 
@@ -104,7 +104,7 @@ async def test_unanswered_connection_attempt_times_out() -> None:
 async def test_unreachable_replica_is_reported_once_and_retried() -> None:
     connection, opener, listener = connected(*["fail"] * 40, "open", *["fail"] * 40)
     await asyncio.sleep(5)
-    assert listener.told == [
+    assert listener.events == [
         "unreachable: a cannot be reached: 5 attempts in a row failed; the last: ConnectionError: refused"
     ]
     assert not connection.is_open
@@ -114,7 +114,7 @@ async def test_unreachable_replica_is_reported_once_and_retried() -> None:
     assert await ask(connection)
     opener.streams[0].break_off("cut")
     await asyncio.sleep(300)
-    assert [each.partition(":")[0] for each in listener.told] == [
+    assert [each.partition(":")[0] for each in listener.events] == [
         "unreachable",
         "opened",
         "lost",
@@ -129,7 +129,7 @@ async def test_broken_stream_is_reported_before_its_requests_fail() -> None:
     await asyncio.sleep(0)
     requests = [ask(connection, f"r{number}") for number in range(3)]
     for request in requests:
-        request.add_done_callback(lambda _: listener.told.append("request"))
+        request.add_done_callback(lambda _: listener.events.append("request"))
     await asyncio.sleep(2)
     opener.streams[0].break_off("a message cannot be read")
     for request in requests:
@@ -137,7 +137,7 @@ async def test_broken_stream_is_reported_before_its_requests_fail() -> None:
             await request
     assert not connection.is_open
     await asyncio.sleep(1)
-    assert listener.told == ["opened", "lost", "request", "request", "request", "opened"]
+    assert listener.events == ["opened", "lost", "request", "request", "request", "opened"]
     await connection.close()
 
 
@@ -149,7 +149,7 @@ async def test_streams_that_break_before_an_answer_count_as_unreachable() -> Non
         await asyncio.sleep(1)
         opener.streams[-1].break_off("a message cannot be read")
         await asyncio.wait([request])
-    assert [each.partition(":")[0] for each in listener.told] == [*["opened", "lost"] * 5, "unreachable"]
+    assert [each.partition(":")[0] for each in listener.events] == [*["opened", "lost"] * 5, "unreachable"]
     await connection.close()
 
 
@@ -157,11 +157,11 @@ async def test_streams_that_break_before_an_answer_count_as_unreachable() -> Non
 async def test_closed_connection_makes_no_further_attempts(outcome: str) -> None:
     connection, opener, listener = connected(outcome)
     await asyncio.sleep(0.1)
-    tried, told = len(opener.times), list(listener.told)
+    tried, events = len(opener.times), list(listener.events)
     await connection.close()
     assert not connection.is_open
     await asyncio.sleep(100)
-    assert (len(opener.times), listener.told) == (tried, told)
+    assert (len(opener.times), listener.events) == (tried, events)
     assert all(stream.broken == "closed" for stream in opener.streams)
     with pytest.raises(GenerationError, match="it is closed"):
         await ask(connection)
@@ -283,9 +283,9 @@ async def survive(events: list[Event]) -> None:
         replicas, network, num_shards=3, limits=Limits(no_replica_s=2000, max_quarantine_s=10), max_attempts=100
     )
     asked, answered, controls, version = list[asyncio.Task[Completion]](), list[str](), list[asyncio.Task[Any]](), 0
-    for place, (what, number, seconds) in enumerate(events):
+    for place, (action, number, seconds) in enumerate(events):
         shard, name = f"shard{number % 3}", "abc"[number // 3 % 3]
-        match what:
+        match action:
             case "ask":
                 request = send(router, place, 1 + number)
                 request.add_done_callback(lambda done: answered.append(done.result().request_id))
@@ -303,7 +303,7 @@ async def survive(events: list[Event]) -> None:
                 controls.append(asyncio.create_task(router.resume()))
             case _:
                 version += 1
-                pull = router.pull_state_dict(version, "drain" if what == "drain" else "hot_swap")
+                pull = router.pull_state_dict(version, "drain" if action == "drain" else "hot_swap")
                 controls.append(asyncio.create_task(pull))
         await asyncio.sleep(seconds)
     network.refused.clear()
@@ -315,7 +315,7 @@ async def survive(events: list[Event]) -> None:
     assert all(one.finish_reason is FinishReason.LENGTH for one in completions)
     assert sorted(answered) == sorted(one.request_id for one in completions)
     assert len(set(answered)) == len(asked)
-    await asyncio.sleep(60)  # every quarantine ends, and shards tell their load
+    await asyncio.sleep(60)  # every quarantine ends, and shards report their load
     assert all((replica.serving, replica.load, replica.num_requests) == (True, 0, 0) for replica in router.replicas)
     assert not any(replica.running for replica in replicas)
     assert len({(await send(router, 1000 + number)).request_id for number in range(12)}) == 12

@@ -1,4 +1,4 @@
-"""Engines that give their memory back while a trainer has the GPU."""
+"""Sleep: engines release their memory while a trainer uses the GPU."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ WEIGHTS = [("weight", 1.0)]
 
 
 class Sleeper(ScriptedEngine):
-    """Is asleep or not, and does nothing else then."""
+    """Engine that records its sleep, wake and load calls, and does nothing else while asleep."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     @property
     def asleep(self) -> bool:
-        return bool(self.told) and self.told[-1] == "sleep"
+        return bool(self.calls) and self.calls[-1] == "sleep"
 
     def sleep(self) -> None:
         assert not self.asleep
         assert not self._running
-        self.told.append("sleep")
+        self.calls.append("sleep")
 
     def wake(self) -> None:
         assert self.asleep
-        self.told.append("wake")
+        self.calls.append("wake")
 
     def add(self, request: EngineRequest) -> None:
         assert not self.asleep
         super().add(request)
 
     def step(self) -> list[TokenDelta]:
-        assert self.told[-1:] in ([], ["load"]), "its weights are gone"
+        assert self.calls[-1:] in ([], ["load"]), "its weights are gone"
         return super().step()
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
         assert not self.asleep
-        if self.told:
-            self.told.append("load")
+        if self.calls:
+            self.calls.append("load")
         super().load_state_dict(items, version)
 
 
@@ -70,13 +70,13 @@ async def test_sleep_pause_aborts_requests_and_a_pull_wakes_the_engine() -> None
     await asyncio.sleep(0)
     engine.release.set()
     await pause
-    assert engine.told == ["sleep"]
+    assert engine.calls == ["sleep"]
     assert ((await call).finish_reason, (await call).version_spans) == (FinishReason.ABORT, (VersionSpan(0, 3),))
     late = await loop.generate([1], request_id="late", sampling=SamplingParams(max_tokens=8))
     assert late.finish_reason is FinishReason.ABORT
     await loop.pull(1, lambda: WEIGHTS)
     await loop.abort()
-    assert engine.told == ["sleep", "wake", "load"], "a pull wakes it, and it stays awake"
+    assert engine.calls == ["sleep", "wake", "load"], "a pull wakes it, and it stays awake"
     await loop.resume()
     assert len((await loop.generate([1], request_id="b", sampling=SamplingParams(max_tokens=8))).token_ids) == 8
     await loop.close()
@@ -126,7 +126,7 @@ async def test_all_ranks_of_a_replica_sleep_and_wake_together() -> None:
             await loop.resume()
             await loop.generate([1], request_id=f"r{version}", sampling=SamplingParams(max_tokens=2))
         await loop.close()
-    assert engines[0].told == engines[1].told == ["sleep", "wake", "load"] * 2
+    assert engines[0].calls == engines[1].calls == ["sleep", "wake", "load"] * 2
 
 
 async def test_requests_resume_after_each_colocated_training_step() -> None:

@@ -1,4 +1,4 @@
-"""Queueing is no illness, and a replica from which nothing comes is found. Virtual time."""
+"""Stall detection: a silent replica is detected, and queueing does not count as a stall. Virtual time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def now() -> float:
 
 
 class Stage:
-    """Two engines behind a router that has its default limits."""
+    """Two engines behind a router with default limits."""
 
     def __init__(self, num_tokens: int, step_s: float) -> None:
         self.num_tokens = num_tokens
@@ -64,7 +64,7 @@ class Stage:
         return asyncio.create_task(answer)
 
     def hang(self, name: str) -> None:
-        """Its engine takes no further step and hears nothing."""
+        """Stop the engine of a replica, which then takes no steps and ignores calls."""
         self.engines[name].cancel()
 
     @property
@@ -89,7 +89,7 @@ async def staged(num_tokens: int, step_s: float) -> AsyncIterator[Stage]:
 async def test_queued_requests_are_not_stalled_while_the_engine_steps(
     num_tokens: int, step_s: float, paused_s: float
 ) -> None:
-    """Twice as many requests as the engines have places for, each of which alone takes minutes."""
+    """Twice as many requests as the engines run at a time. Each takes minutes on its own."""
     async with staged(num_tokens, step_s) as stage:
         began = now()
         requests = [stage.ask(str(index)) for index in range(GROUP_SIZE * NUM_SLOTS)]
@@ -130,7 +130,7 @@ async def test_hanging_engine_is_detected_and_its_requests_move(paused_s: float)
         completions = await asyncio.gather(*requests)
         assert {(len(c.token_ids), c.finish_reason) for c in completions} == {(6000, FinishReason.STOP)}
         again = stage.num_computed - len(requests) * 6000
-        assert 0 <= again <= MAX_RUNNING * STREAM_INTERVAL  # a message that was not sent any more
+        assert 0 <= again <= MAX_RUNNING * STREAM_INTERVAL  # the tokens of a chunk that was not sent
         assert Counter(replica.serving for replica in stage.router.replicas) == {True: 1, False: 1}
         assert len(stage.failed) == 1
 
@@ -160,7 +160,7 @@ async def test_completions_of_a_non_streaming_replica_are_signs_of_life() -> Non
 
 
 async def test_steps_without_tokens_are_signs_of_life() -> None:
-    """Long prompts that are computed in parts: the engine steps, and no token comes."""
+    """Long prompts are computed in parts, so the engine steps without generating tokens."""
 
     class Prefills(FakeReplica):
         stepping = True
@@ -170,7 +170,7 @@ async def test_steps_without_tokens_are_signs_of_life() -> None:
                 await asyncio.sleep(5)
                 on_chunk(TokenChunk(request.request_id, [], [], ()))
             await asyncio.sleep(1000)
-            raise AssertionError("it is given up by then")
+            raise AssertionError("the request has moved by then")
 
     a, b = Prefills("a"), FakeReplica("b")
     router = GeneratorRouter([a, b], stall_timeout_s=20)
@@ -194,7 +194,7 @@ def watched(limit_s: float, on_failed: OnReplicaFailed) -> tuple[RequestsInFligh
 
 @contextmanager
 def on(replica: PooledReplica, requests: RequestsInFlight, request_id: str) -> Iterator[None]:
-    """Within the block `replica` runs a request."""
+    """Run a request on `replica` within the block."""
     with requests.track(EngineRequest(request_id, [1], SamplingParams(max_tokens=1)), None) as request:
         request.assign(replica)
         yield
@@ -204,15 +204,15 @@ def on(replica: PooledReplica, requests: RequestsInFlight, request_id: str) -> I
 MOVES = st.lists(
     st.tuples(st.sampled_from(["hear", "freeze", "thaw", "ask", "answer"]), st.integers(0, 12)), max_size=30
 )
-LIMIT_S = 10.03  # so that it never ends at the moment of a move
+LIMIT_S = 10.03  # never ends at the time of a move
 
 
 @given(MOVES)
 @settings(max_examples=examples(200), deadline=None)
 def test_stall_is_reported_exactly_after_the_limit(moves: list[tuple[str, int]]) -> None:
     async def scenario() -> None:
-        told, expected = list[float](), list[float]()
-        requests, replica = watched(LIMIT_S, lambda replica, error: told.append(now()))
+        reported, expected = list[float](), list[float]()
+        requests, replica = watched(LIMIT_S, lambda replica, error: reported.append(now()))
         waiting: list[AbstractContextManager[None]] = []
         frozen, silent_s = False, 0.0  # seconds in which requests waited and nothing was frozen
         for move, seconds in moves:
@@ -239,26 +239,26 @@ def test_stall_is_reported_exactly_after_the_limit(moves: list[tuple[str, int]])
                 if before_s + seconds > 2 * LIMIT_S:
                     expected.append(began + 2 * LIMIT_S - before_s)
             await asyncio.sleep(seconds)
-        assert told == pytest.approx(expected, abs=0.01)
+        assert reported == pytest.approx(expected, abs=0.01)
 
     in_virtual_time(scenario())
 
 
 @pytest.mark.looptime(False)
 async def test_blocked_event_loop_is_not_mistaken_for_a_stall() -> None:
-    """The signs that came meanwhile are read some turns after the timers that are due."""
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
-    requests, replica = watched(0.2, lambda replica, error: told.set())
+    """Messages that arrived during the block are read some iterations of the loop after timers that are due."""
+    loop, stalled = asyncio.get_running_loop(), asyncio.Event()
+    requests, replica = watched(0.2, lambda replica, error: stalled.set())
     with on(replica, requests, "1"):
         await asyncio.sleep(0)
         arrives: Callable[[], object] = replica.note_alive
         for _ in range(5):
             arrives = partial(loop.call_soon, arrives)
         loop.call_soon_threadsafe(arrives)
-        time.sleep(0.3)  # noqa: ASYNC251 - as an environment does that should not
+        time.sleep(0.3)  # noqa: ASYNC251 - like a faulty environment
         await asyncio.sleep(0.1)
-        assert not told.is_set()
-        await asyncio.wait_for(told.wait(), 5)
+        assert not stalled.is_set()
+        await asyncio.wait_for(stalled.wait(), 5)
 
 
 def test_zero_stall_timeout_is_rejected() -> None:

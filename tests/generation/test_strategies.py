@@ -1,4 +1,4 @@
-"""Strategies on their own, against replicas that are three attributes."""
+"""Routing strategies, tested with stand-ins for replicas that have three attributes."""
 
 from __future__ import annotations
 

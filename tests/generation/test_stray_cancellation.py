@@ -1,4 +1,4 @@
-"""A replica's call ends in a cancellation that nobody asked for, as when its client has closed. Virtual time."""
+"""Stray cancellations: calls of a replica are cancelled, although nobody requested it. Virtual time."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ pytestmark = pytest.mark.looptime
 
 
 class Troubled(FakeReplica):
-    """Each of its calls begins with `_perhaps`."""
+    """Replica whose calls begin with `_interfere`, which subclasses define."""
 
     async def generate(self, *args, **kwargs) -> Completion:
-        await self._perhaps("generate")
+        await self._interfere("generate")
         return await super().generate(*args, **kwargs)
 
     async def pull(self, version: int) -> None:
-        await self._perhaps("pull")
+        await self._interfere("pull")
         await super().pull(version)
 
     async def pause(self, mode: str) -> None:
-        await self._perhaps("pause")
+        await self._interfere("pause")
         await super().pause(mode)
 
     async def resume(self) -> None:
-        await self._perhaps("resume")
+        await self._interfere("resume")
         await super().resume()
 
     async def abort(self, request_ids) -> None:
-        await self._perhaps("abort")
+        await self._interfere("abort")
         await super().abort(request_ids)
 
     async def close(self) -> None:
-        await self._perhaps("close")
+        await self._interfere("close")
         await super().close()
 
-    async def _perhaps(self, call: str) -> None:
+    async def _interfere(self, call: str) -> None:
         raise NotImplementedError
 
 
 class Stray(Troubled):
-    """Its calls named in `cancels` await a future that has been cancelled."""
+    """Replica whose calls named in `cancels` await a cancelled future."""
 
     def __init__(self, name: str, *cancels: str) -> None:
         super().__init__(name)
@@ -59,7 +59,7 @@ class Stray(Troubled):
             self.served.append(request_id)
         return await super().generate(*args, request_id=request_id, **kwargs)
 
-    async def _perhaps(self, call: str) -> None:
+    async def _interfere(self, call: str) -> None:
         if call in self.cancels:
             gone = asyncio.get_running_loop().create_future()
             gone.cancel()
@@ -97,7 +97,7 @@ async def test_stray_cancellation_of_a_pull_fails_that_replica(mode: str) -> Non
     assert report.pulled == ("b",)
     assert isinstance(report.failed["a"], StrayCancellationError)
     await asyncio.sleep(100)
-    assert serving(router) == ["b"]  # recovering, it met the same
+    assert serving(router) == ["b"]  # its recovery failed in the same way
     a.cancels.clear()
     await asyncio.sleep(100)
     assert serving(router) == ["a", "b"]
@@ -143,7 +143,7 @@ async def test_stray_cancellation_of_an_abort_is_ignored() -> None:
     running = ask(router, "1", tokens=5)
     await asyncio.sleep(1.5)
     assert await router.abort() == ()
-    assert (await running).finish_reason is FinishReason.ABORT  # it ended by itself, after the flag
+    assert (await running).finish_reason is FinishReason.ABORT  # it finished by itself during the abort
     assert serving(router) == ["a"]
     await router.close()
 
@@ -177,7 +177,7 @@ async def test_failed_aborts_are_logged_once_per_replica(caplog: pytest.LogCaptu
     a = Stray("a", "abort")
     router = GeneratorRouter([a])
 
-    async def leave_behind(count: int) -> None:
+    async def cancel_requests(count: int) -> None:
         requests = [ask(router, f"{len(a.served)}/{index}", tokens=50) for index in range(count)]
         await asyncio.sleep(1)
         for request in requests:
@@ -186,31 +186,31 @@ async def test_failed_aborts_are_logged_once_per_replica(caplog: pytest.LogCaptu
         await asyncio.sleep(1)
 
     with caplog.at_level(logging.WARNING):
-        await leave_behind(8)
-        await leave_behind(8)
+        await cancel_requests(8)
+        await cancel_requests(8)
     assert [record.getMessage() for record in caplog.records if "abort" in record.getMessage()] == [
         "replica a did not take an abort of 8 requests: StrayCancellationError("
         "'an abort on replica a was cancelled, although nobody requested it')"
     ]
     a.cancels.clear()
-    await leave_behind(8)
+    await cancel_requests(8)
     assert len(a.aborts) == 1
-    assert len(a.aborts[0]) == 24  # with those that it did not take before
+    assert len(a.aborts[0]) == 24  # including those that it did not accept before
     await router.close()
 
 
 class Panic(BaseException):
-    """As native code raises."""
+    """Like a panic of native code."""
 
 
-class Fussy(Troubled):
-    """Its call named `slow` hangs, and takes ten minutes to end once it is cancelled."""
+class SlowCleanup(Troubled):
+    """Replica whose call named `slow` hangs, and takes ten minutes to clean up after its cancellation."""
 
     def __init__(self, name: str, slow: str) -> None:
         super().__init__(name)
         self._slow = slow
 
-    async def _perhaps(self, call: str) -> None:
+    async def _interfere(self, call: str) -> None:
         if call == self._slow:
             try:
                 await asyncio.Event().wait()
@@ -221,7 +221,9 @@ class Fussy(Troubled):
 @pytest.mark.parametrize("slow", ["generate", "pull", "pause", "resume", "abort", "close"])
 async def test_limits_apply_to_a_replica_with_slow_cleanup(slow: str) -> None:
     limits = Limits(pull_s=20, call_s=5, cancel_s=2, abort_s=5)
-    router = GeneratorRouter([Fussy("a", slow), FakeReplica("b")], RoundRobin(), limits=limits, stall_timeout_s=30)
+    router = GeneratorRouter(
+        [SlowCleanup("a", slow), FakeReplica("b")], RoundRobin(), limits=limits, stall_timeout_s=30
+    )
     async with asyncio.timeout(40):
         await asyncio.gather(ask(router, "1"), ask(router, "2"))
     async with asyncio.timeout(25):

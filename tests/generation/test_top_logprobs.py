@@ -1,4 +1,4 @@
-"""The likeliest tokens beside each sampled one: who gets them, and that they are of the weights that sampled it."""
+"""Top logprobs: requests that ask receive them, and they are those of the weights that sampled each token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASKING = SamplingParams(max_tokens=12, top_logprobs=3)
 
 
 def expected(completion: Completion) -> list[list[tuple[int, float]]]:
-    """What the weights of each token's version say of every token in its place."""
+    """Top logprobs at each position, by the weights of the token's version."""
     context, rows = list(PROMPT), []
     for token, version in zip(completion.token_ids, completion.versions, strict=True):
         scored = [(scripted_logprobs([*context, other], version)[-1], other) for other in range(VOCAB)]
@@ -43,14 +43,14 @@ async def test_top_logprobs_are_returned_only_to_requests_that_ask() -> None:
 
 
 class Blocked(ScriptedEngine):
-    """Stops in its fourth step, and may then fail."""
+    """Engine that blocks in its fourth step, and optionally fails in the next."""
 
     def __init__(self, *, fails: bool = False) -> None:
         super().__init__(vocab_size=VOCAB, block_at_step=4, fail_at_step=5 if fails else None)
 
 
 async def test_top_logprobs_survive_failover_pause_abort_and_pull() -> None:
-    """All of it in one stream, whose chunks are the completion."""
+    """All of this happens to one stream, whose chunks join to the completion."""
     engines: list[ScriptedEngine] = []
 
     def make() -> ScriptedEngine:
@@ -61,13 +61,13 @@ async def test_top_logprobs_survive_failover_pause_abort_and_pull() -> None:
     for loop in loops:
         await loop.start()
     router = GeneratorRouter([LocalReplica(f"e{at}", loop, lambda _: []) for at, loop in enumerate(loops)])
-    stream, told = uninterrupted(router.stream, wait_until_resumed=router.wait_resumed), list[TokenChunk]()
-    asked = asyncio.ensure_future(stream(EngineRequest("a", PROMPT, ASKING), told.append))
+    stream, received = uninterrupted(router.stream, wait_until_resumed=router.wait_resumed), list[TokenChunk]()
+    asked = asyncio.ensure_future(stream(EngineRequest("a", PROMPT, ASKING), received.append))
     for engine in [engines[0], engines[1]]:
         assert await asyncio.to_thread(engine.started.wait, 10)
         if engine is engines[1]:
             pausing = asyncio.ensure_future(router.pause("keep"))
-            while loops[1].paused is None:  # noqa: ASYNC110 what engines do in their threads sets no event
+            while loops[1].paused is None:  # noqa: ASYNC110 engine threads set no event
                 await asyncio.sleep(0)
             engine.release.set()
             await pausing
@@ -79,11 +79,11 @@ async def test_top_logprobs_survive_failover_pause_abort_and_pull() -> None:
     await router.close()
     assert set(completion.versions) == {0, 1}
     assert completion.top_logprobs == expected(completion)
-    assert [row for chunk in told for row in chunk.top_logprobs or ()] == completion.top_logprobs
+    assert [row for chunk in received for row in chunk.top_logprobs or ()] == completion.top_logprobs
 
 
 class Forgetful(ScriptedEngine):
-    """Knows nothing of top logprobs."""
+    """Engine that returns no top logprobs."""
 
     def step(self) -> list[TokenDelta]:
         return [TokenDelta(d.request_id, d.token_ids, d.logprobs, d.finish_reason) for d in super().step()]

@@ -1,4 +1,4 @@
-"""How many requests join a batch, by how long requests like them got."""
+"""Number of requests that join a batch, estimated from the lengths of earlier requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_survival_estimate_is_accurate_despite_interruptions(share_interrupted: 
         while draws.random() < share_interrupted and start < end:
             until = draws.randint(start, end)
             seen.ended(Growth(start, until, 20_000), was_aborted=True)
-            start = until  # it goes on behind what it has
+            start = until  # it continues after its tokens so far
         seen.ended(Growth(start, end, 20_000), was_aborted=False)
     (alive,) = seen.survival([], new(1, 20_000))
     expected = np.exp(-seen.horizon / 1000)
