@@ -8,7 +8,7 @@ from titan_rl.core.errors import StrayCancellationError
 
 
 async def cancels_itself() -> None:
-    """As a client does whose background task is gone."""
+    """Await a cancelled task, like a client whose background task has ended."""
     task = asyncio.ensure_future(asyncio.sleep(10))
     task.cancel()
     await task
@@ -72,14 +72,14 @@ async def test_task_group_can_cancel_guarded_children() -> None:
 
 async def test_cancel_requested_is_known_for_finished_tasks() -> None:
     stray = asyncio.ensure_future(cancels_itself())
-    told = asyncio.ensure_future(asyncio.sleep(10))
+    requested = asyncio.ensure_future(asyncio.sleep(10))
     await asyncio.sleep(0)
-    told.cancel()
-    await asyncio.wait({stray, told})
+    requested.cancel()
+    await asyncio.wait({stray, requested})
     assert stray.cancelled()
-    assert told.cancelled()
+    assert requested.cancelled()
     assert not cancel_requested(stray)
-    assert cancel_requested(told)
+    assert cancel_requested(requested)
 
 
 @pytest.mark.looptime

@@ -1,4 +1,4 @@
-"""What ended a program is told, whatever its cleanup raises after that."""
+"""The error that ended a program is raised even if its cleanup fails, too."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_cleanup_error_is_raised_when_nothing_failed_before() -> None:
 
 def test_error_caused_by_the_first_error_is_kept() -> None:
     first = FirstError()
-    with pytest.raises(RuntimeError, match="told better"), first.wins():  # noqa: PT012
+    with pytest.raises(RuntimeError, match="a better message"), first.wins():  # noqa: PT012
         try:
             with first.source():
                 raise TrainingError("the loss is nan")
         except TrainingError as error:
-            raise RuntimeError("told better") from error
+            raise RuntimeError("a better message") from error
 
 
 async def test_exception_group_with_the_first_error_is_kept() -> None:

@@ -1,4 +1,4 @@
-"""Whatever a policy or an environment writes is stored, and read back."""
+"""Anything that a policy or an environment writes can be stored and read back."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def nested(depth: int) -> list[Any]:
     return value
 
 
-ODD: dict[str, Any] = {  # by name, as some of them have no text
+ODD: dict[str, Any] = {  # by name, because some have no text
     "path": Path("a"),
     "sets": ({1, 2}, frozenset("ab")),
     "array": np.arange(3),
@@ -106,7 +106,7 @@ def test_values_without_a_serialized_form_are_stored_as_text(message: dict[str, 
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality by which a NaN is itself."""
+    """Equality in which a NaN equals itself."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
@@ -135,7 +135,7 @@ def test_transcripts_and_report_accept_any_value(run_dir: RunDirectory, message:
 
 
 def utf16(value: Any) -> bytes:
-    """The same for two halves of a surrogate pair and the character they make: JSON knows no difference."""
+    """Encoding that is equal for a surrogate pair and its character, which JSON does not distinguish."""
     return json.dumps(value).encode()
 
 

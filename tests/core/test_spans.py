@@ -1,4 +1,4 @@
-"""What is recorded of when things happen: lanes, tracks, files."""
+"""Recording of traces: spans, lanes, tracks and files."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from titan_rl.viewer.trace import Traces
 
 
 @pytest.fixture
-def told() -> ConsoleLines:
+def console() -> ConsoleLines:
     return ConsoleLines()
 
 
 @pytest.fixture
-def recorded(tmp_path: Path, told: ConsoleLines) -> Iterator[Path]:
-    with spans.recording(tmp_path, "controller", 1 << 20, told):
+def recorded(tmp_path: Path, console: ConsoleLines) -> Iterator[Path]:
+    with spans.recording(tmp_path, "controller", 1 << 20, console):
         yield tmp_path / "controller.jsonl"
 
 
@@ -45,7 +45,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def lanes(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The spans by the names of their lanes."""
+    """Return the spans by the names of their lanes."""
     events = read(path)
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -56,7 +56,7 @@ def lanes(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def assert_nested(found: list[dict[str, Any]]) -> None:
-    """Of two spans of a lane one lies in the other, or they are apart."""
+    """Check that any two spans of a lane are nested or disjoint."""
     open_until: list[float] = []
     for event in sorted(found, key=lambda event: (event["ts"], -event["dur"])):
         while open_until and open_until[-1] <= event["ts"]:  # they are rounded
@@ -95,7 +95,7 @@ async def test_lanes_are_reused_without_overlap(recorded: Path):
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=6))
 async def test_spans_of_a_lane_are_nested_across_concurrent_tasks(tmp_path_factory: pytest.TempPathFactory, plan: Any):
-    """Tasks that outlive the span they were made in, and begin others in it."""
+    """Tasks outlive the span in which they were created, and begin other spans in it."""
 
     async def work(waits: list[int]) -> None:
         with span("outer", "x", lane="pool" if len(waits) % 2 else None):
@@ -167,14 +167,14 @@ def test_long_span_is_written_in_parts_and_read_as_one(recorded: Path):
     read = whole(recorded)
     assert [name for _, _, name, _ in read["train"]] == ["wait for rollouts", "step"]
     assert read["train"][0][1] == read["train"][1][0], "without a gap"
-    assert read["train"][0][0] == seen["train"][0][0], "it began when it did"
+    assert read["train"][0][0] == seen["train"][0][0], "its start is unchanged"
     assert [(name, args) for _, _, name, args in read["save"]] == [("save", {"step": 3})]
     assert len(lanes(recorded)["save"]) == 4
 
 
-def test_open_spans_are_written_when_recording_ends(tmp_path: Path, told: ConsoleLines):
+def test_open_spans_are_written_when_recording_ends(tmp_path: Path, console: ConsoleLines):
     track = Track("steps", "trainer")
-    with spans.recording(tmp_path, "controller", 1 << 20, told):
+    with spans.recording(tmp_path, "controller", 1 << 20, console):
         track.enter("train step", step=3)
         save = span("save", "checkpoint", lane="save").__enter__()
         ended_us = time.time_ns() // 1000
@@ -187,7 +187,7 @@ def test_open_spans_are_written_when_recording_ends(tmp_path: Path, told: Consol
 
 
 def whole(path: Path) -> dict[str, list[tuple[float, float, str, dict[str, Any]]]]:
-    """What the page reads, by lane: the spans' beginnings, ends, names and args."""
+    """Return the spans as the viewer reads them, by lane: (start, end, name, args)."""
     (trace,) = Traces(path.parent).read().values()
     return {name: [(one.start, one.end, one.name, one.args) for one in lane] for name, lane in trace.lanes.items()}
 
@@ -220,7 +220,7 @@ def test_processes_of_a_machine_share_one_clock(tmp_path: Path):
 
 
 def test_different_monotonic_clock_falls_back_to_the_time_of_day(tmp_path: Path):
-    """As in a container of the same machine, whose boot has the same name."""
+    """As in a container of the same machine, which has the same boot id."""
     tracing = spans.Tracing.begin(tmp_path, 1 << 20)
     spans.begin_recording(dataclasses.replace(tracing, offset_ns=tracing.offset_ns - 500_000 * 10**9), "a")
     with span("far off", "x", lane="x"):
@@ -268,18 +268,20 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert sum(line.endswith("}") for line in lines) == len(lines) - 1
 
 
-def test_full_disk_ends_the_trace_but_not_the_run(tmp_path: Path, told: ConsoleLines, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_ends_the_trace_but_not_the_run(
+    tmp_path: Path, console: ConsoleLines, monkeypatch: pytest.MonkeyPatch
+):
     def full(self: TraceFile, lines: object) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(TraceFile, "append", full)
-    with spans.recording(tmp_path, "controller", 1 << 20, told):
+    with spans.recording(tmp_path, "controller", 1 << 20, console):
         for _ in range(2):
             with span("step", "trainer", lane="train") as took:
                 pass
             spans.flush()
     assert took.seconds > 0
-    (text,) = told
+    (text,) = console
     assert text.startswith("the trace of controller ends here, and the run continues without it: ")
 
 
@@ -301,7 +303,7 @@ def test_full_trace_file_drops_the_oldest_fine_spans_first(tmp_path: Path):
 
 
 def test_dropping_the_oldest_spans_uses_little_memory(tmp_path: Path):
-    """What it took would stay fragmented for as long as the process lives."""
+    """The memory would stay fragmented for the lifetime of the process."""
     most_bytes = 2_000_000
     file = TraceFile(tmp_path / "controller.jsonl", most_bytes)
     line = b'{"cat":"fine,environment","step":1}\n'

@@ -1,4 +1,4 @@
-"""Threads of their own for blocking functions: how many, what a lost one costs, and that the exit waits for none."""
+"""Daemon threads for blocking functions: their number, the effects of hanging calls, and the exit of the process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titan_rl.rollout.types import Rollout
 
 
 class Held:
-    """A function that waits to be released, and how many of it run at once."""
+    """Function that waits until it is released, and counts its concurrent calls."""
 
     def __init__(self) -> None:
         self.began = threading.Semaphore(0)
@@ -71,7 +71,7 @@ async def test_hanging_call_times_out_without_blocking_others() -> None:
     await until(after.began)
     after.release.set()
     await asyncio.gather(*calls)
-    assert after.most == 1  # the lost one came back, and took no place again
+    assert after.most == 1  # the hanging call has returned, but its thread takes no further calls
 
 
 async def test_timeout_starts_when_a_thread_starts_the_call() -> None:
@@ -118,13 +118,13 @@ async def test_function_runs_in_the_context_of_its_caller() -> None:
 async def test_pool_serves_one_event_loop_after_another() -> None:
     threads = DaemonThreads(1, "judge")
 
-    def elsewhere() -> list[int]:
+    def in_another_loop() -> list[int]:
         async def both() -> list[int]:
             return list(await asyncio.gather(threads.run(lambda: 1), threads.run(lambda: 2)))
 
         return asyncio.run(both())
 
-    assert await asyncio.to_thread(elsewhere) == [1, 2]
+    assert await asyncio.to_thread(in_another_loop) == [1, 2]
     assert await threads.run(lambda: 3) == 3
 
 
@@ -142,7 +142,7 @@ async def test_slow_judges_do_not_occupy_the_default_executor() -> None:
         release.wait(HANG_S)
         return 1.0
 
-    rollouts = [Rollout(f"g/{i}", "g", i, None) for i in range(64)]  # more than asyncio has on any machine
+    rollouts = [Rollout(f"g/{i}", "g", i, None) for i in range(64)]  # more than the default executor has on any machine
     scoring = asyncio.ensure_future(Rubric([Reward(slow, in_thread=True, max_threads=64)]).score(rollouts))
     await asyncio.sleep(0)
     assert await asyncio.wait_for(asyncio.to_thread(lambda: "plan"), HANG_S) == "plan"
@@ -185,8 +185,8 @@ def test_users_threads_return_results_in_order_until_shutdown() -> None:
     threads, order, held = UsersThreads(1), list[int](), Held()
     first = threads.submit(held)
     others = [threads.submit(order.append, number) for number in range(5)]
-    given_up = threads.submit(order.append, 99)
-    assert given_up.cancel()
+    cancelled = threads.submit(order.append, 99)
+    assert cancelled.cancel()
     failing = threads.submit(lambda: 1 / 0)
     held.release.set()
     assert first.result(HANG_S) == 1

@@ -1,4 +1,4 @@
-"""What is told of an exception in a user's code."""
+"""Descriptions and locations of exceptions in user code."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_location_of_a_wrapped_error_is_that_of_its_cause():
         try:
             look_up()
         except KeyError as error:
-            raise compile_elsewhere(error) from error
+            raise wrap(error) from error
 
-    def compile_elsewhere(error: KeyError) -> ValueError:
+    def wrap(error: KeyError) -> ValueError:
         return ValueError(f"a reward failed: {error}")
 
     error = caught(wrapped)
-    error.__traceback__ = None  # raised where no line is the user's
+    error.__traceback__ = None  # raised outside user code
     assert (where(error) or "").endswith("in look_up")
 
 
@@ -136,7 +136,7 @@ def test_builtin_function_has_no_source_location():
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "text"),
     [
         (TimeoutError(), "TimeoutError"),
         (ValueError(" "), "ValueError"),
@@ -145,6 +145,6 @@ def test_builtin_function_has_no_source_location():
         (KeyError("answer"), "KeyError: 'answer'"),
     ],
 )
-def test_reason_is_never_empty(error: Exception, told: str):
-    assert reason(error) == told
+def test_reason_is_never_empty(error: Exception, text: str):
+    assert reason(error) == text
     assert not summary(error).rstrip().endswith(":")

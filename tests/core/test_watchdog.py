@@ -1,4 +1,4 @@
-"""The watchdog names the call that blocks the event loop, and keeps silent else."""
+"""The watchdog names the call that blocks the event loop, and is silent otherwise."""
 
 import asyncio
 import logging
@@ -13,32 +13,32 @@ from titan_rl.core.console import Console
 
 
 class Listener(Console):
-    """Takes messages from the watching thread; one that comes frees what blocks."""
+    """Console that records the watchdog's messages. The first one releases the blocking call."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.messages: list[str] = []
         self.heard = threading.Event()
-        self.went_on = threading.Event()
+        self.continued = threading.Event()
 
     def warning(self, text: str) -> None:
-        self.told.append(text)
+        self.messages.append(text)
         self.heard.set()
         if "continues" in text:
-            self.went_on.set()
+            self.continued.set()
 
 
 async def blocks(listener: Listener) -> None:
-    assert listener.heard.wait(30)  # as a time.sleep does
+    assert listener.heard.wait(30)  # like time.sleep
 
 
 async def test_blocking_call_is_named_while_it_blocks(caplog: pytest.LogCaptureFixture) -> None:
     listener = Listener()
     with caplog.at_level(logging.WARNING), LoopWatchdog(listener, blocked_after_s=0.05):
         await blocks(listener)
-        assert await asyncio.to_thread(listener.went_on.wait, 30)
-    assert re.search(r"\btest_watchdog.py:\d+ in blocks blocks it", listener.told[0])
-    assert "asyncio.to_thread" in listener.told[0]
-    assert "continues after" in listener.told[-1]
+        assert await asyncio.to_thread(listener.continued.wait, 30)
+    assert re.search(r"\btest_watchdog.py:\d+ in blocks blocks it", listener.messages[0])
+    assert "asyncio.to_thread" in listener.messages[0]
+    assert "continues after" in listener.messages[-1]
     assert "listener.heard.wait(30)" in caplog.text  # the stack
 
 
@@ -47,7 +47,7 @@ async def test_responsive_event_loop_gives_no_warning() -> None:
     with LoopWatchdog(listener, blocked_after_s=5.0):
         for _ in range(100):
             await asyncio.sleep(0)
-    assert listener.told == []
+    assert listener.messages == []
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), None])

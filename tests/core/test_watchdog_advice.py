@@ -1,4 +1,4 @@
-"""What the watchdog says to do of a call that blocks the event loop is what can be done about that kind of code."""
+"""Advice of the watchdog, which depends on the kind of code that blocks the event loop."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from titan_rl.rollout.task import drop_reason
 from titan_rl.run.stages.rollout_stage import RolloutStage
 from titan_rl.scheduling.filters import find_filter, first_reason
 
-IN_THREADS = {
+ADVICE = {
     "environment": "rollout.env_in_thread = true",
     "reward": "in_thread=True",
     "task": "when the task is made",
 }
-IN_THREADS |= {"advantage": "only to compute", "generate": "asyncio.to_thread", "on_finished": "asyncio.to_thread"}
+ADVICE |= {"advantage": "only to compute", "generate": "asyncio.to_thread", "on_finished": "asyncio.to_thread"}
 
 
 class Blocker(Console):
-    """Blocks in one place until the watchdog has spoken."""
+    """Blocks in one place until the watchdog has sent a message."""
 
     def __init__(self, where: str) -> None:
-        self.told: list[str] = []
+        self.messages: list[str] = []
         self._where = where
         self._heard = threading.Event()
 
     def warning(self, text: str) -> None:
-        self.told.append(text)
+        self.messages.append(text)
         self._heard.set()
 
     def __call__(self, where: str) -> None:
@@ -119,9 +119,9 @@ async def test_advice_for_code_called_by_a_rollout(where: str, kind: str) -> Non
     block = Blocker(where)
     with LoopWatchdog(block, blocked_after_s=0.05):
         await play(block)
-    assert block.told[0].count("test_watchdog_advice.py:") == 1
-    assert [name for name, advice in IN_THREADS.items() if advice in block.told[0]] == [
-        name for name, advice in IN_THREADS.items() if advice == IN_THREADS[kind]
+    assert block.messages[0].count("test_watchdog_advice.py:") == 1
+    assert [name for name, advice in ADVICE.items() if advice in block.messages[0]] == [
+        name for name, advice in ADVICE.items() if advice == ADVICE[kind]
     ]
 
 
@@ -165,9 +165,9 @@ async def test_advice_for_functions_of_a_task(where: str) -> None:
         groups.train_sample("data", 3)
         groups.validation_samples(config.suites[0])
         drop_reason(task, RolloutGroup("g", None, []))
-    assert f"in {where} blocks it" in block.told[0] or "in __call__ blocks it" in block.told[0]
-    assert IN_THREADS["task"] in block.told[0]
-    assert "in_thread" not in block.told[0]
+    assert f"in {where} blocks it" in block.messages[0] or "in __call__ blocks it" in block.messages[0]
+    assert ADVICE["task"] in block.messages[0]
+    assert "in_thread" not in block.messages[0]
 
 
 async def test_advice_for_a_filter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,4 +179,4 @@ async def test_advice_for_a_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "own_filters", cast("Any", SimpleNamespace(slow=slow)))
     with LoopWatchdog(block, blocked_after_s=0.05):
         first_reason([find_filter("own_filters:slow")], RolloutGroup("g", None, []))
-    assert "only to look at its group" in block.told[0]
+    assert "only to look at its group" in block.messages[0]

@@ -28,7 +28,7 @@ async def nothing(env: "Env") -> None: ...
 
 @dataclass
 class Env:
-    """Counts turns in its prompts. Hooks run first in each method."""
+    """Environment of `turns` turns. In each method, its hook runs first."""
 
     turns: int = 2
     prompt: list[int] = field(default_factory=lambda: [1, 2, 3])
@@ -58,11 +58,11 @@ class Env:
 
 @dataclass
 class Generator:
-    """A `GenerateFn` that answers two tokens and notes each call."""
+    """`GenerateFn` that returns two tokens and records each call."""
 
     finish_reason: FinishReason = FinishReason.STOP
     fail: Exception | None = None
-    fail_at: str = ""  # end of the request ids that fail or have the finish reason
+    fail_at: str = ""  # suffix of the request ids that fail or get `finish_reason`
     calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     async def __call__(
@@ -77,10 +77,10 @@ class Generator:
             {"prompt": list(prompt_token_ids), "request": request_id, "session": session_id, "sampling": sampling}
         )
         await asyncio.sleep(0)
-        struck = request_id.endswith(self.fail_at)
-        if self.fail is not None and struck:
+        is_hit = request_id.endswith(self.fail_at)
+        if self.fail is not None and is_hit:
             raise self.fail
-        reason = self.finish_reason if struck else FinishReason.STOP
+        reason = self.finish_reason if is_hit else FinishReason.STOP
         return Completion(request_id, [5, 6], [-0.5, -0.1], reason, (VersionSpan(3, 1), VersionSpan(4, 1)))
 
 
@@ -89,7 +89,7 @@ def by_sibling(rollout: Rollout) -> float:
 
 
 class Stage:
-    """A rollouter over `Env`, with what it made and finished."""
+    """Rollouter over `Env` that records its environments and finished sessions."""
 
     def __init__(
         self, make: Callable[[Any], Env] = lambda sample: Env(), rubric: Rubric | None = None, **kwargs: Any
@@ -114,7 +114,7 @@ class Stage:
             generate, "sample", group_id="g", group_size=size, sampling=params, on_finished=on_finished
         )
 
-    def given_back(self, size: int = 1) -> bool:
+    def all_released(self, size: int = 1) -> bool:
         return [env.closed for env in self.envs] == [1] * size and sorted(self.finished) == [
             f"g/{i}" for i in range(size)
         ]

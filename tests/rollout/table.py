@@ -1,4 +1,4 @@
-"""Games in tokens whose course a test scripts, and a generator that answers by request id."""
+"""Scripted games in tokens, and a generator whose outcomes depend on the request id."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ BOTH: dict[str, Player] = {"first": "policy", "second": "policy"}
 
 
 class Hand:
-    """Notes what becomes of it."""
+    """Scripted game that records its end."""
 
     def __init__(self, course: Course, players: Mapping[str, Player]) -> None:
         self._course = course
@@ -47,10 +47,10 @@ class Hand:
 
 
 class Answers:
-    """A `GenerateFn` whose answers are a function of prompt and seed. Notes its requests.
+    """`GenerateFn` whose answers are a function of prompt and seed. Records its requests.
 
     Args:
-        by_request: what the requests do whose id ends so; an exception is raised.
+        by_request: Outcomes of requests by the suffix of their id: an exception to raise, or a finish reason.
     """
 
     def __init__(self, by_request: Mapping[str, Exception | FinishReason] | None = None, delay_s: float = 0.0) -> None:
@@ -75,21 +75,23 @@ class Answers:
         except asyncio.CancelledError:
             self.cancelled.append(request_id)
             raise
-        what = next((what for end, what in self._by_request.items() if request_id.endswith(end)), FinishReason.STOP)
-        if isinstance(what, Exception):
-            raise what
+        outcome = next(
+            (outcome for end, outcome in self._by_request.items() if request_id.endswith(end)), FinishReason.STOP
+        )
+        if isinstance(outcome, Exception):
+            raise outcome
         token = (sum(prompt_token_ids) + (sampling.seed or 0)) % 1000
-        return Completion(request_id, [token, 1], [-0.5, -0.1], what, (VersionSpan(3, 2),))
+        return Completion(request_id, [token, 1], [-0.5, -0.1], outcome, (VersionSpan(3, 2),))
 
 
 async def turn(seat: TokenSeat, prompt: Sequence[int]) -> list[int]:
-    """Ask; the prompt of the next turn."""
+    """Take a turn, and return the prompt of the next one."""
     completion = await seat.generate(prompt)
     return [*prompt, *completion.token_ids, 7]
 
 
 class Table:
-    """A rollouter over hands of one course, with what it made and finished."""
+    """Rollouter over scripted games that records its games and finished sessions."""
 
     def __init__(self, course: Course, players: Mapping[str, Player] = BOTH, **kwargs: Any) -> None:
         self.hands: list[Hand] = []

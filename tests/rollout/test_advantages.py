@@ -1,4 +1,4 @@
-"""Advantages: the formulas, and groups that teach nothing."""
+"""Advantages: formulas, baselines, and groups without a learning signal."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Environments that ask the policy themselves: what they are given, their time, and what becomes of their rollout."""
+"""Agent environments, which send requests to the policy themselves: request ids, time limits and errors."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -54,7 +54,7 @@ async def test_agent_turns_are_scored_and_trained_on() -> None:
     stage = stage_of(two_at_once)
     generate = Generator()
     group = await stage.group(generate, size=2, seed=7)
-    assert stage.given_back(2)
+    assert stage.all_released(2)
     assert [call["sampling"].seed for call in generate.calls] == [7] * 4
     assert {call["session"] for call in generate.calls} == {"g/0", "g/1"}
     for rollout in group.rollouts:
@@ -64,7 +64,7 @@ async def test_agent_turns_are_scored_and_trained_on() -> None:
 
 
 async def test_agent_requests_get_unique_reproducible_ids() -> None:
-    """They say what is asked for, not when: a rollout that is run again finds its answers by them."""
+    """They depend on the request, not on its time, so that a rollout that is run again finds its recorded answers."""
 
     async def play(policy: RolloutPolicy, rollout: Rollout) -> None:
         prompts = [[1], [1], [2]] if policy.rollout_id == "g/0" else [[2], [1], [1]]
@@ -119,14 +119,14 @@ async def test_non_numeric_metric_is_an_environment_error() -> None:
 
 
 async def test_agent_is_notified_when_time_is_up_and_keeps_its_turns() -> None:
-    async def until_told(policy: RolloutPolicy, rollout: Rollout) -> None:
+    async def until_time_is_up(policy: RolloutPolicy, rollout: Rollout) -> None:
         with policy.waiting():
             await asyncio.sleep(100.0)
         rollout.turns.append(await ask(policy, [1], "a"))
         await policy.time_is_up.wait()
         rollout.status = RolloutStatus.TRUNCATED_TIME
 
-    (rollout,) = (await stage_of(until_told).group(Generator())).rollouts
+    (rollout,) = (await stage_of(until_time_is_up).group(Generator())).rollouts
     assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TRUNCATED_TIME, 1)
     assert rollout.metrics["own_seconds"] == pytest.approx(30.0, abs=0.1)
     assert rollout.metrics["seconds"] == pytest.approx(130.0, abs=0.1)
@@ -144,7 +144,7 @@ async def test_agent_that_ignores_the_time_limit_is_cancelled(turns: int, status
     assert rollout.status is status
     assert rollout.error == "its own time is up: rollout_timeout_s is 30"
     assert rollout.metrics["seconds"] == pytest.approx(35.0, abs=0.1)
-    assert stage.given_back()
+    assert stage.all_released()
 
 
 async def test_agent_error_fails_only_its_rollout() -> None:
@@ -194,7 +194,7 @@ async def test_cancelled_group_closes_the_agent() -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert stage.given_back()
+    assert stage.all_released()
 
 
 @pytest.mark.looptime(False)

@@ -1,4 +1,4 @@
-"""Any course of a game, with answers that come in any order and a seat that fails anywhere."""
+"""Random games, with answers in any order and a fault at any seat."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from titan_rl.run.journal.run_journal import RunJournal
 SEATS = ("first", "second", "third")
 PLAYERS: dict[str, Player] = {**BOTH, "third": "policy"}
 Round = frozenset[str]
-"""The seats that are asked at once."""
+"""Seats that are asked concurrently."""
 
 rounds = st.lists(st.frozensets(st.sampled_from(SEATS), min_size=1), min_size=1, max_size=4)
 two_orders = st.tuples(st.integers(), st.integers())
@@ -29,7 +29,8 @@ ends = st.sampled_from(["answers", "raises", "aborts", "is cut off"])
 
 
 class Answers:
-    """Answers by prompt and seed, in an order that depends on `order`. One request, if any, ends otherwise."""
+    """`GenerateFn` whose answers depend on prompt and seed, and arrive in an order that depends on `order`. The request
+    whose id ends with `struck` has the outcome `end`."""
 
     def __init__(self, order: int, struck: str, end: str) -> None:
         self.requests: Counter[str] = Counter()
@@ -53,7 +54,7 @@ class Answers:
 
 
 def course_of(plan: Sequence[Round]) -> Any:
-    """Each seat hears in its next prompt what all others said in the round before."""
+    """Make a game in which the next prompt of each seat contains all answers of the previous round."""
 
     async def play(seats: Seats) -> None:
         prompts: dict[str, list[int]] = {name: [number + 2] for number, name in enumerate(SEATS)}
@@ -70,12 +71,12 @@ def course_of(plan: Sequence[Round]) -> Any:
 
 
 def same(one: RolloutGroup, other: RolloutGroup) -> bool:
-    def told(group: RolloutGroup) -> list[Any]:
+    def fields(group: RolloutGroup) -> list[Any]:
         return [
             (r.rollout_id, r.status, r.turns, r.messages, r.reward, r.advantage) for r in group.rollouts
         ]  # fmt: skip
 
-    return told(one) == told(other)
+    return fields(one) == fields(other)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -118,7 +119,7 @@ async def test_random_games_with_a_fault_keep_consistent_records(
             assert [r.advantage is not None for r in played] == [asked > 0] * 2
 
     again = await table.group(Answers(orders[1], hit, end), 3)
-    assert same(group, again) or is_hit  # then it depends on who was faster
+    assert same(group, again) or is_hit  # then the result depends on the order of the answers
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -126,7 +127,7 @@ async def test_random_games_with_a_fault_keep_consistent_records(
 async def test_game_replayed_from_recorded_answers_is_the_same(
     plan: list[Round], kept: set[int], orders: tuple[int, int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whichever of its answers were written down before the run was killed."""
+    """For any subset of its answers that was recorded before the run was killed."""
     journal = RunJournal(tmp_path_factory.mktemp("journal"))
     generate = Generation(request_fn(Answers(orders[0], "none", "answers")), around_attempt=[journal.recorder(0).step])
     group = await Table(course_of(plan), PLAYERS).group(generate, 2)

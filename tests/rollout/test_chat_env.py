@@ -1,4 +1,4 @@
-"""Environments of messages, played by a policy whose tokens nobody knows."""
+"""Message environments, played by a policy whose tokens are unknown."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ TOOLS = [{"type": "function", "function": {"name": "look"}}]
 
 
 class Echo:
-    """Asks twice, and says each time what it was told."""
+    """Environment that asks twice, and records the replies."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.replies: list[Any] = []
         self.closed = 0
 
     async def reset(self) -> MessageObservation:
         return MessageObservation([{"role": "user", "content": "Say."}], TOOLS)
 
     async def step(self, message: Any) -> MessageStep:
-        self.told.append(message)
-        if len(self.told) == 2:
+        self.replies.append(message)
+        if len(self.replies) == 2:
             return MessageStep(status=RolloutStatus.COMPLETED, rewards={"said": len(message["content"])})
         return MessageStep([{"role": "user", "content": "More."}])
 
@@ -49,7 +49,7 @@ class Echo:
 
 
 class Chat:
-    """Answers in order; an exception is raised, and an event waited for."""
+    """Policy that returns prepared replies in order. An exception is raised, and an event is awaited."""
 
     def __init__(self, *replies: Any) -> None:
         self.asked: list[tuple[list[Any], Any, str, SamplingParams]] = []
@@ -136,14 +136,14 @@ async def test_chat_turns_have_no_tokens_or_logprobs() -> None:
 async def test_reply_determines_the_rollout_status(reply: Any, status: RolloutStatus) -> None:
     rollout, env, _ = await played(reply)
     assert rollout.status is status
-    assert env.told == []
+    assert env.replies == []
     assert (rollout.reward is not None) == bool(rollout.turns and status.is_truncated)
 
 
 async def test_tool_call_arguments_reach_the_environment_as_objects() -> None:
     rollout, env, _ = await played(calls({"at": 1}), says("b"))
     assert rollout.status is RolloutStatus.COMPLETED
-    assert env.told[0]["tool_calls"][0]["function"]["arguments"] == {"at": 1}
+    assert env.replies[0]["tool_calls"][0]["function"]["arguments"] == {"at": 1}
 
 
 async def test_environment_error_is_not_blamed_on_the_endpoint() -> None:

@@ -1,4 +1,4 @@
-"""What is raised to end a program, a generator or a loop ends no run when it is user code that raises it."""
+"""Exceptions that normally end a program, a generator or a loop do not end a run if user code raises them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class PanicException(BaseException):
-    """As extensions written in Rust raise."""
+    """Like the exception of extensions written in Rust."""
 
 
 KINDS = (
@@ -40,7 +40,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """In a loop of its own, which what is raised would end."""
+    """Run in a new event loop, which an escaping exception would end."""
     try:
         return asyncio.run(asyncio.wait_for(work, HANG_S))
     except BaseException as error:
@@ -144,13 +144,13 @@ def test_exit_in_a_callback_or_metric_sink_is_only_logged(kind: type[BaseExcepti
     def on_finished(rollout: Rollout) -> None:
         raise kind("over")
 
-    async def told() -> RolloutGroup:
+    async def log_and_play() -> RolloutGroup:
         Sinks({"odd": Sink()}, messages).log(1, {})
         return await Stage().group(Generator(), on_finished=on_finished)
 
     messages = ConsoleLines()
     with caplog.at_level(logging.ERROR):
-        group = run(told())
+        group = run(log_and_play())
     assert group.rollouts[0].status is RolloutStatus.COMPLETED
     assert "on_finished failed" in caplog.text
     assert len(messages) == 1
@@ -175,7 +175,7 @@ def test_ctrl_c_in_user_code_ends_the_program() -> None:
             signal.raise_signal(signal.SIGINT)  # and ends it
             return await super().step(completion)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore the signal
     try:
         with pytest.raises(KeyboardInterrupt):
             asyncio.run(Stage(lambda _: Pressed()).group(Generator()))
@@ -183,12 +183,12 @@ def test_ctrl_c_in_user_code_ends_the_program() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited")  # Python tells whoever wrote the environment
+@pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited")  # Python warns the environment's author
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_awaitable_from_a_sync_environment_is_awaited_within_its_limit(in_thread: bool) -> None:
     class Never(Env):
         def step(self, completion: Completion) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return asyncio.Future[Any](loop=loops.setdefault("of nobody", asyncio.new_event_loop()))
+            return asyncio.Future[Any](loop=loops.setdefault("foreign", asyncio.new_event_loop()))
 
     class Nested(Env):
         def step(self, completion: Completion) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

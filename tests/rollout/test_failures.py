@@ -1,4 +1,4 @@
-"""Errors of rollouts, from the environment's line to the message that names the most frequent."""
+"""Errors of rollouts: their locations, and the message about the most frequent one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan_rl.rollout.rewards.reward import Reward
 
 
 class Raising:
-    """Fails differently in each sibling: half of them in `reset`, with a text that names the sibling."""
+    """Environment whose `reset` fails, in every fourth sibling with a LookupError, else with a text that names it."""
 
     def __init__(self, sibling: int) -> None:
         self._sibling = sibling

@@ -31,7 +31,7 @@ async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any
 
 
 class Judge:
-    """A reward that takes its time, and notes when it begins and how it ends."""
+    """Slow reward that records its starts and cancellations."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -121,7 +121,7 @@ async def test_group_can_be_cancelled_while_a_judge_cleans_up() -> None:
     playing.cancel()
     await asyncio.wait({playing}, timeout=100.0)
     assert playing.cancelled()
-    assert len(judge.began) == 2  # none anew
+    assert len(judge.began) == 2  # none has restarted
 
 
 @pytest.mark.looptime

@@ -1,5 +1,4 @@
-"""Any mix of judges, pauses and a cancellation: the group resolves, everything is given back, and rewards are all or
-none."""
+"""Random judges, pauses and cancellations: the group resolves, environments are closed, and rewards are all or none."""
 
 from __future__ import annotations
 

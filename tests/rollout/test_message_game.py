@@ -1,4 +1,4 @@
-"""Games of chat messages: each seat has a conversation of its own, whose prompts only grow."""
+"""Games in chat messages: each seat has its own conversation, whose prompts only grow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Course = Callable[[Seats], Awaitable[None]]
 
 
 class Renderer(ChatTemplateRenderer):
-    """Reads all but `MUMBLED`."""
+    """Renderer that parses everything except `MUMBLED`."""
 
     def parse_response(self, token_ids: list[int], **kwargs: Any) -> Any:
         parsed = super().parse_response(token_ids, **kwargs)
@@ -68,7 +68,7 @@ class Talk:
 
 
 class Speaker:
-    """A `GenerateFn` that says its requests' ids, or what is given for those that end so."""
+    """`GenerateFn` that answers with the request id, or with the value of `says` for its suffix."""
 
     def __init__(self, renderer: ChatTemplateRenderer, says: Mapping[str, Any] | None = None) -> None:
         self.prompts: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""MessageTokenEnv: prompts that only grow, and the ways a message can be bad."""
+"""`MessageTokenEnv`: prompts that only grow, and invalid messages."""
 
 import threading
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ STOP = 0
 
 
 class LetterRenderer:
-    """One token a character, one stop token, `|` between messages, `#` before them where there are tools. Notes what it
-    is asked to render."""
+    """Renderer with a token for each character, a stop token, `|` after each message, and `#` first if there are tools.
+    Records the rendered messages."""
 
     def __init__(self) -> None:
         self.rendered: list[Message] = []
@@ -72,7 +72,7 @@ class LetterRenderer:
 
 @dataclass
 class Talk:
-    """Says "more" until it has answered `turns` times."""
+    """Environment that says "more" until the policy has answered `turns` times."""
 
     turns: int = 1
     heard: list[Message] = field(default_factory=list[Message])
@@ -224,7 +224,7 @@ TOO_LONG = "Verbose gave messages of 10,000,000 characters, which cannot fit int
 
 @dataclass
 class Verbose(Talk):
-    """Says as much at its reset and after each answer as it is told to."""
+    """Environment that says `opening` at its reset, and `more` after each answer."""
 
     opening: Any = "go"
     more: Any = "more"
@@ -280,7 +280,7 @@ async def test_oversized_token_prompt_is_refused_without_being_read() -> None:
             return HUGE
 
         def __getitem__(self, place: Any) -> Any:
-            raise AssertionError("nobody reads it")
+            raise AssertionError("the tokens must not be read")
 
     class Tokens:
         async def reset(self) -> TokenObservation:
@@ -292,7 +292,7 @@ async def test_oversized_token_prompt_is_refused_without_being_read() -> None:
 
     rollouter = Rollouter(lambda _: Tokens(), Rubric([env_reward("x")]), max_context=256)
     group = await rollouter.run_group(
-        None,  # pyright: ignore[reportArgumentType]  nothing is asked
+        None,  # pyright: ignore[reportArgumentType]  nothing is requested
         None,
         group_id="g",
         group_size=1,

@@ -1,4 +1,4 @@
-"""The chat-template renderer: what it adds to a conversation, and the templates it refuses."""
+"""Chat-template renderer: tokens that it adds to a conversation, and templates that it rejects."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ import transformers
 from byte_tokenizer import CHATML, MARKUP, byte_tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-# Thinking is shown in the last answer only, so the rendering of a conversation does not begin with its beginning.
+# Thinking is shown only in the last answer, so rendering a longer conversation changes its earlier part.
 THINKING = (
     "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' -}}"
     "{%- if m.role == 'assistant' and loop.last -%}{{- '<think>\n\n</think>\n\n' -}}{%- endif -%}"
@@ -169,7 +169,7 @@ def test_cached_rendering_is_shared_and_cannot_be_modified(monkeypatch: pytest.M
     assert all(renderer.render_ids(other) == renderer.render_ids(other) for other in others)
     assert len(rendered) == 302
     assert renderer.render_ids(messages, add_generation_prompt=True) == expected
-    assert len(rendered) == 303, "what nobody has asked for lately is forgotten"
+    assert len(rendered) == 303, "the least recently used rendering is evicted"
 
 
 @pytest.mark.parametrize("kind", ["TokenizersBackend", "Qwen2Tokenizer", None])

@@ -1,4 +1,4 @@
-"""Import of the package `renderers`: its modules without its client, and its own names whenever they are asked for."""
+"""Import of the package `renderers`: its modules load without its HTTP client, and its own names on first access."""
 
 from __future__ import annotations
 

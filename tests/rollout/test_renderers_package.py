@@ -1,4 +1,4 @@
-"""The `renderers` package serves as it is, and agrees with the chat-template renderer."""
+"""The `renderers` package works unchanged, and agrees with the chat-template renderer."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def tokenizer() -> Any:
 
 
 class Two:
-    """Two turns about the letter b."""
+    """Environment of two turns."""
 
     def __init__(self) -> None:
         self.heard: list[Message] = []

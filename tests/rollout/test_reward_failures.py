@@ -1,4 +1,4 @@
-"""Rewards that fail, hang or are cancelled: what becomes of the call, the group, and the run. In virtual time."""
+"""Rewards that fail, hang or are cancelled: effects on the call, the group and the run. Virtual time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.looptime
 
 
 class Env:
-    """One turn, which ends with the status that `statuses` has for the sibling."""
+    """Environment of one turn, which ends with the sibling's status in `statuses`."""
 
     def __init__(self, statuses: Sequence[RolloutStatus] = ()) -> None:
         self._statuses = statuses
@@ -251,7 +251,7 @@ async def cancels_its_own_group(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 class Own:
-    """A `WeightedReward` of one's own."""
+    """Custom `WeightedReward`."""
 
     name, weight = "own", 1.0
     on_failure = FailurePolicy(retries=0)
@@ -280,7 +280,7 @@ def ends_the_process_at_once(rollout: Rollout) -> float:
 
 
 class NoNumber:
-    """A value whose own code fails, as that of a tensor without data does."""
+    """Value whose methods raise, like those of a tensor without data."""
 
     def __float__(self) -> float:
         raise RuntimeError("it has no data")
@@ -293,7 +293,7 @@ class NoNumber:
 
 
 class PanicException(BaseException):
-    """As extensions written in Rust raise."""
+    """Like the exception of extensions written in Rust."""
 
 
 async def panics(rollout: Rollout) -> float:
@@ -355,7 +355,7 @@ async def test_cancelled_group_ends_its_retries() -> None:
 
 
 class Run:
-    """A scheduler of one group a step over a real rollouter."""
+    """Scheduler of one group per step over a real rollouter."""
 
     def __init__(self, rubric: Rubric, env: Callable[[], Env] = Env, **settings: Any) -> None:
         rollouter = Rollouter(lambda _: env(), rubric, max_context=64)
@@ -378,7 +378,7 @@ class Run:
         self.scheduler = GroupScheduler(run_group, SchedulingConfig(**knobs), group_size=2, budget=8)
 
     async def trained(self, steps: int) -> list[str]:
-        """The groups of so many steps."""
+        """Return the ids of the groups of the next `steps` steps."""
         running = asyncio.ensure_future(self.scheduler.run())
         groups: list[str] = []
         try:

@@ -1,4 +1,4 @@
-"""`rollout_timeout_s`: it interrupts, counts what the rollout itself used, and keeps what is finished."""
+"""`rollout_timeout_s`: interrupts a rollout, counts only its own time, and keeps its finished turns."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -31,7 +31,7 @@ LIMITS = RolloutConfig(rollout_timeout_s=30.0, max_turns=99)
 
 
 class Slow:
-    """A `GenerateFn` that takes `seconds` for a turn, those of `fast_turns` none, and may say how long it waited."""
+    """`GenerateFn` that takes `seconds` for each turn after the first `fast_turns`, and reports given metrics."""
 
     def __init__(self, seconds: float, metrics: dict[str, float] | None = None, fast_turns: int = 0) -> None:
         self._seconds, self._metrics, self._fast_turns = seconds, metrics or {}, fast_turns
@@ -58,7 +58,7 @@ async def test_generation_is_interrupted_at_the_limit_and_earlier_turns_are_kept
         assert rollout.metrics["own_seconds"] == pytest.approx(30.0)
     assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0]
     assert build_samples(group, temperature=1.0)
-    assert stage.given_back(2)
+    assert stage.all_released(2)
 
 
 async def test_rollout_without_turns_at_the_limit_is_an_error() -> None:
@@ -122,7 +122,7 @@ async def test_slow_steps_end_at_the_limit_and_keep_their_turns() -> None:
 
 
 async def test_waiting_for_siblings_does_not_count() -> None:
-    """All answers of a group take the same work; the one that is served last is not thrown away for it."""
+    """All answers of a group take the same time, so the one that is served last must not be cut off."""
     one_at_a_time = asyncio.Lock()
 
     async def generate(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
@@ -141,7 +141,7 @@ async def test_waiting_for_siblings_does_not_count() -> None:
 
 @asynccontextmanager
 async def routed(max_running: int = 8, length: int = 1 << 30) -> AsyncGenerator[tuple[GeneratorRouter, Any]]:
-    """A router over one engine that makes a token a second for each of `max_running` requests."""
+    """Router over one engine that generates a token per second for each of up to `max_running` requests."""
     replica = SimulatedReplica(
         "engine",
         lambda request_id, num_prompt_tokens: length,
@@ -205,7 +205,7 @@ async def test_engine_queueing_and_pauses_do_not_count() -> None:
 def test_pause_is_subtracted_once_from_the_rollout_time(
     max_running: int, pauses: list[tuple[int, int]], size: int
 ) -> None:
-    """In the queue, under way, or both: it uses a second for each of its tokens."""
+    """Whether the request queues or runs during pauses, it uses one second for each of its tokens."""
     length = 15
 
     async def play() -> RolloutGroup:
@@ -222,14 +222,14 @@ def test_pause_is_subtracted_once_from_the_rollout_time(
     assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.COMPLETED] * size
     for rollout in group.rollouts:
         own_s, metrics = rollout.metrics["own_seconds"], rollout.turns[0].completion.metrics
-        # A pause finds a step under way, and a step brings the first sign after it.
+        # A pause begins during a step, and the first message after it comes with a step.
         assert length - 2 * len(pauses) - 0.1 <= own_s <= length + 0.1
         waited_s = metrics["queue_s"] + metrics.get("interrupted_s", 0.0)
         assert waited_s + length == pytest.approx(rollout.metrics["seconds"], abs=len(pauses) + 0.1)
 
 
 async def test_time_before_a_request_is_served_does_not_count() -> None:
-    """It waits for a place in the engine for longer than its limit, behind one that takes all the time it has."""
+    """It waits in the engine for longer than its limit, behind a request that uses all of its time."""
     async with routed(max_running=1) as (_, generate):
         group = await stage_of(turns=1).group(generate, size=3, max_tokens=5_000)
     assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.TRUNCATED_TIME] * 3
@@ -250,7 +250,7 @@ async def test_request_that_ignores_the_time_limit_is_cancelled() -> None:
 async def test_stopwatch_advances_with_the_tokens_of_a_request() -> None:
     watch = Stopwatch(100.0)
     with watch.running(), stopwatch.working_for(watch), moving_with_tokens() as sign:
-        await asyncio.sleep(50.0)  # it queues
+        await asyncio.sleep(50.0)  # the request queues
         sign(False)
         await asyncio.sleep(1.0)
         sign(True)
@@ -258,7 +258,7 @@ async def test_stopwatch_advances_with_the_tokens_of_a_request() -> None:
         sign(True)
         assert watch.used_s == pytest.approx(2.0)
         await asyncio.sleep(1.0)
-        sign(False)  # put aside
+        sign(False)  # the request is preempted
         await asyncio.sleep(20.0)
         sign(True)
         assert watch.used_s == pytest.approx(3.0)
@@ -280,7 +280,7 @@ async def test_time_of_a_blocked_event_loop_does_not_count(seen_by: str, monkeyp
     watch = Stopwatch(1000.0)
     with watch.running(), stopwatch.working_for(watch), moving_with_tokens() as sign:
         sign(True)
-        late_s = 81.0  # nothing of this loop has run
+        late_s = 81.0  # this loop was blocked
         if seen_by == "sign":
             sign(True)
         elif seen_by == "timer":

@@ -1,4 +1,4 @@
-"""The rollouter: every way to end, what is kept, and that everything is given back."""
+"""The rollouter: endings of a rollout, the turns that it keeps, and the release of its environment."""
 
 import asyncio
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ async def test_group_is_played_scored_and_compared() -> None:
     assert [r.reward for r in group.rollouts] == [0.0, 1.0, 2.0]
     assert [r.advantage for r in group.rollouts] == pytest.approx([-1.2247, 0.0, 1.2247], abs=1e-3)
     assert group.versions == {3, 4}
-    assert stage.given_back(3)
+    assert stage.all_released(3)
     first = group.rollouts[0]
     assert [list(turn.prompt_token_ids) for turn in first.turns] == [[1, 2, 3], [1, 2, 3, 5, 6, 7]]
     assert [turn.rewards for turn in first.turns] == [{"so_far": 0.5}, {"last": 1.0}]
@@ -155,7 +155,7 @@ ENDS = {
         0,
         "RequestError: too long",
     ),
-    "a client of one's own raises": (
+    "a custom client raises": (
         Stage,
         Generator(fail=ConnectionResetError("peer"), fail_at="/0"),
         "error_generate",
@@ -172,7 +172,7 @@ async def test_each_ending_has_its_status_and_keeps_its_turns(end: str) -> None:
     (rollout,) = (await stage.group(generate)).rollouts
     assert (rollout.status, len(rollout.turns), rollout.error) == (RolloutStatus(status), num_turns, error)
     assert rollout.num_completion_tokens == 2 * num_turns
-    assert stage.given_back()
+    assert stage.all_released()
     judged = num_turns and not rollout.status.is_error and rollout.status is not RolloutStatus.ABORTED
     assert (rollout.reward is not None) == bool(judged)
 
@@ -211,7 +211,7 @@ async def test_hanging_environment_is_a_timeout(where: str) -> None:
     assert rollout.status is RolloutStatus.ERROR_TIMEOUT
     assert limit in (rollout.error or "")
     assert rollout.metrics["seconds"] == pytest.approx(seconds)
-    assert stage.given_back()
+    assert stage.all_released()
 
 
 SLOW_TO_CLEAN_UP = [(20.0, False), (295.0, False), (295.0, True), (600.0, False), (600.0, True)]
@@ -236,7 +236,7 @@ async def test_environment_with_slow_cleanup_is_closed_after_it(where: str, clea
     assert rollout.metrics["seconds"] == pytest.approx(10.0 + CLEANUP_S)
     assert [env.closed for env in stage.envs] == [0]
     await asyncio.sleep(cleanup_s)
-    assert stage.given_back()
+    assert stage.all_released()
 
 
 @pytest.mark.looptime
@@ -264,7 +264,7 @@ async def test_cancelled_group_does_not_wait_for_slow_cleanup(where: str) -> Non
         await running
     assert loop.time() - began == pytest.approx(CLEANUP_S)
     await asyncio.sleep(600.0)
-    assert stage.given_back(2)
+    assert stage.all_released(2)
 
 
 @pytest.mark.looptime
@@ -306,13 +306,13 @@ async def test_generation_with_slow_cleanup_is_a_timeout() -> None:
     (rollout,) = (await stage.group(generate)).rollouts
     assert rollout.status is RolloutStatus.ERROR_TIMEOUT
     assert rollout.metrics["seconds"] == pytest.approx(50.0 + CLEANUP_S)
-    assert stage.given_back()
+    assert stage.all_released()
 
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_all_calls_of_an_environment_are_made_in_one_task(hangs: bool) -> None:
-    """A scope that is entered in `reset` is left in `close`, which asyncio and anyio allow in its own task only."""
+    """A scope that is entered in `reset` is left in `close`, which asyncio and anyio allow only in the same task."""
     left: list[bool] = []
 
     class Scoped(Env):
@@ -335,7 +335,7 @@ async def test_all_calls_of_an_environment_are_made_in_one_task(hangs: bool) -> 
     assert rollout.status is (RolloutStatus.ERROR_TIMEOUT if hangs else RolloutStatus.COMPLETED)
     assert "close_failed" not in rollout.metrics
     assert left == [True]
-    assert stage.given_back()
+    assert stage.all_released()
 
 
 @pytest.mark.looptime
@@ -349,7 +349,7 @@ async def test_hanging_generation_is_a_timeout_and_keeps_earlier_turns() -> None
     (rollout,) = (await stage.group(generate)).rollouts
     assert (rollout.status, len(rollout.turns)) == (RolloutStatus.ERROR_TIMEOUT, 1)
     assert rollout.metrics["seconds"] == pytest.approx(30.0)
-    assert stage.given_back()
+    assert stage.all_released()
 
 
 async def test_failed_close_is_recorded_and_changes_nothing_else() -> None:
@@ -358,7 +358,7 @@ async def test_failed_close_is_recorded_and_changes_nothing_else() -> None:
     assert (rollout.status, rollout.error) == (RolloutStatus.COMPLETED, "close: KeyError: 'lost'")
     assert rollout.metrics["close_failed"] == 1.0
     assert rollout.reward == 0.0
-    assert stage.given_back()
+    assert stage.all_released()
 
 
 @pytest.mark.looptime
@@ -376,12 +376,12 @@ async def test_hanging_close_is_abandoned() -> None:
     assert rollout.status is RolloutStatus.COMPLETED
     assert rollout.error == "close: TimeoutError: it took longer than 10 s"
     assert rollout.metrics["seconds"] == pytest.approx(11.0)
-    assert stage.given_back()
+    assert stage.all_released()
     await asyncio.sleep(100)
 
 
 class Gate:
-    """Where a rollout waits until it is released."""
+    """Gate at which a rollout waits until it is released."""
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()
@@ -412,12 +412,12 @@ async def test_cancelling_closes_the_environments_once(where: str) -> None:
     await gate.reached.wait()
     running.cancel()
     await asyncio.sleep(0)
-    running.cancel()  # an impatient second time must not interrupt a close
+    running.cancel()  # a second cancellation must not interrupt a close
     await asyncio.sleep(0)
     gate.release.set()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert stage.given_back(2)
+    assert stage.all_released(2)
 
 
 async def test_stray_cancellation_in_generation_fails_only_its_rollout() -> None:
@@ -455,7 +455,7 @@ async def test_group_with_an_aborted_sibling_is_not_judged() -> None:
 
     async def judge(rollout: Rollout) -> float:
         try:
-            await asyncio.Event().wait()  # one that began before the abort does not end
+            await asyncio.Event().wait()  # a judge that began before the abort does not end
         finally:
             ended.append(rollout.rollout_id)
         return 1.0
@@ -478,7 +478,7 @@ async def test_environments_are_closed_when_a_reward_fails() -> None:
     group = await stage.group(Generator(), size=2)
     assert group.failure is not None
     assert "'broken' failed on rollout 'g/0': TypeError" in group.failure.error
-    assert stage.given_back(2)
+    assert stage.all_released(2)
 
 
 @pytest.mark.parametrize("values", [[1.0], [1.0, float("nan")]])
@@ -498,7 +498,7 @@ async def test_advantage_function_that_raises_ends_the_run_with_its_line(error: 
     stage = Stage(advantage=odd)
     with pytest.raises(RewardError, match=rf"advantage 'odd' failed .*{error.__name__}: no luck .*test_rollouter.py:"):
         await stage.group(Generator(), size=2)
-    assert stage.given_back(2)
+    assert stage.all_released(2)
 
 
 @pytest.mark.parametrize("given", [None, 1.0, ["high", "low"]])

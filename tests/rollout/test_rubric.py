@@ -1,4 +1,4 @@
-"""Rubrics: the weighted mean, what is refused, and whose fault a failure is."""
+"""Rubrics: combination of rewards, validation, and attribution of failures."""
 
 import asyncio
 import pickle

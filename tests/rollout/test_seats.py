@@ -1,4 +1,4 @@
-"""Environments with several seats: a rollout for each that the policy plays, and how a game ends for all of them."""
+"""Environments with several seats: rollouts of the policy's seats, and the end of a game."""
 
 import asyncio
 import contextlib
@@ -74,7 +74,7 @@ async def test_filters_compare_the_rollouts_of_one_seat() -> None:
     assert zero_variance(group) == "zero_variance"  # 1 and -1, but each seat has one reward
     assert too_few_siblings(group) is None
     single = await Table(one_each).group(Answers(), 1)
-    assert too_few_siblings(single) == "too_few_siblings"  # of each seat, though there are two rollouts
+    assert too_few_siblings(single) == "too_few_siblings"  # each seat has one rollout, although the group has two
 
 
 async def test_rewards_of_one_name_add_up() -> None:
@@ -116,7 +116,7 @@ async def test_seats_answer_concurrently_with_one_request_each() -> None:
 async def test_fault_of_one_seat_ends_the_game_for_all(failure: Any, status: str) -> None:
     async def stubborn(seats: Seats) -> None:
         for seat in seats.values():
-            with contextlib.suppress(Exception):  # what is not the game's to handle does not reach it
+            with contextlib.suppress(Exception):  # errors of generation do not reach the game
                 await turn(seat, [1])
         seats["first"].reward("won", 1.0)
 
@@ -180,12 +180,12 @@ async def test_game_error_ends_all_its_rollouts_and_is_retried() -> None:
 async def test_seat_that_cannot_continue_leaves_the_others_undecided() -> None:
     generate = Answers({"first/0": FinishReason.LENGTH})
 
-    async def goes_on(seats: Seats) -> None:
-        prompt = await turn(seats["first"], [1])  # it sees what there is
+    async def continues(seats: Seats) -> None:
+        prompt = await turn(seats["first"], [1])  # the game sees the partial answer
         await turn(seats["second"], [1])
         await turn(seats["first"], prompt)
 
-    table = Table(goes_on)
+    table = Table(continues)
     first, second = (await table.group(generate)).rollouts
     assert (first.status, second.status) == (RolloutStatus.TRUNCATED_LENGTH, RolloutStatus.UNDECIDED)
     assert (first.reward, second.reward) == (0.0, None)
@@ -235,7 +235,7 @@ async def test_finished_turns_are_judged_when_time_is_up() -> None:
     first, second = (await table.group(Answers(delay_s=1.0))).rollouts
     assert (first.status, first.reward, len(first.turns)) == (RolloutStatus.TRUNCATED_TIME, 0.5, 2)
     assert second.status is RolloutStatus.UNDECIDED
-    assert first.metrics["seconds"] == pytest.approx(11.0, abs=0.2)  # and a second to see the last answer
+    assert first.metrics["seconds"] == pytest.approx(11.0, abs=0.2)  # plus a second to process the last answer
     assert first.error == "its own time is up: rollout_timeout_s is 10"
 
 
@@ -244,7 +244,7 @@ async def test_request_cut_off_by_the_time_limit_ends_the_game() -> None:
         await asyncio.gather(*(turn(seat, [1]) for seat in seats.values()))
 
     rollouts = (await Table(at_once, limits=RolloutConfig(rollout_timeout_s=3.0)).group(Answers(delay_s=50.0))).rollouts
-    assert statuses(rollouts) == {"first": "error_timeout", "second": "error_timeout"}  # nobody has said anything
+    assert statuses(rollouts) == {"first": "error_timeout", "second": "error_timeout"}  # no seat has answered
     assert rollouts[0].metrics["seconds"] == pytest.approx(3.0, abs=0.1)
 
 
@@ -313,7 +313,7 @@ async def test_cancelling_a_group_closes_its_games() -> None:
 
 async def test_players_other_than_the_policy_are_not_rollouts() -> None:
     async def frozen(prompt: Any, *, request_id: str, session_id: Any = None, sampling: Any) -> Completion:
-        await asyncio.sleep(20.0)  # which is not the game's own time
+        await asyncio.sleep(20.0)  # does not count as the game's own time
         return await Answers()(prompt, request_id=request_id, session_id=session_id, sampling=sampling)
 
     async def play(seats: Seats) -> None:

@@ -1,4 +1,4 @@
-"""Turns that hold what they add read as those that hold their whole contexts, in memory, on their way, and on disk."""
+"""Turns with shared storage equal turns that store their whole contexts, in memory, when pickled, and on disk."""
 
 import pickle
 from dataclasses import replace
@@ -23,7 +23,7 @@ def turn(number: int, prompt: list[int], said: list[int]) -> Turn:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Turn]:
-    """Turns that go on from any earlier one, from a part of it, or from nothing."""
+    """Turns that continue any earlier turn, a part of it, or nothing."""
     contexts: list[list[int]] = [[]]
     turns: list[Turn] = []
     for number in range(draw(st.integers(1, 8))):
@@ -52,7 +52,7 @@ def test_shared_turns_equal_the_original_turns(turns: list[Turn]) -> None:
 
 
 def agent_in_two_conversations(num_turns: int, added: int) -> tuple[list[Turn], int]:
-    """Turn about, and how many tokens they add."""
+    """Turns of two conversations in alternation, and the number of tokens that they add."""
     contexts: list[list[int]] = [[1], [2]]
     turns: list[Turn] = []
     for number in range(num_turns):

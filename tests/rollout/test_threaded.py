@@ -1,4 +1,4 @@
-"""Environments in threads: blocking ones hold up nobody, and those that never return are left behind."""
+"""Environments in threads: blocking ones delay no others, and hanging ones are abandoned."""
 
 import asyncio
 import subprocess
@@ -35,7 +35,7 @@ def nothing() -> None: ...
 
 
 class Blocking:
-    """A sync environment of one turn. `act` is called first in each method, in the thread."""
+    """Sync environment of one turn. `on_reset` and `on_step` are called first in their methods, in the thread."""
 
     def __init__(self, on_reset: Callable[[], object] = nothing, on_step: Callable[[], object] = nothing) -> None:
         self.threads = [threading.get_ident()]
@@ -157,7 +157,7 @@ async def test_exception_in_the_thread_is_an_environment_error() -> None:
 
 
 class Talk:
-    """Sync, of messages."""
+    """Sync message environment."""
 
     def reset(self) -> MessageObservation:
         return MessageObservation([{"role": "user", "content": "go"}])

@@ -1,4 +1,4 @@
-"""What transcripts say of tokens: their texts, whose pieces are the whole, and what is learned from them."""
+"""Token records of transcripts: the text of each token, and the tokens that are trained on."""
 
 from typing import Any
 
@@ -63,17 +63,17 @@ def test_trained_tokens_match_the_training_samples(
         status=status,
     )
     records = TokenRecords(None, max_age).of(rollout, trained_at=4)
-    told: list[float] = []
+    recorded: list[float] = []
     for record, length in zip(records, (3, 1), strict=True):
         trained, advantages = record["trained"], record["advantages"]
         each = trained if isinstance(trained, list) else [trained] * length
         values = advantages if isinstance(advantages, list) else [advantages] * length
-        told += [value for value, is_trained in zip(values, each, strict=True) if is_trained]
+        recorded += [value for value, is_trained in zip(values, each, strict=True) if is_trained]
     samples = build_samples(RolloutGroup("g", None, [rollout]), oldest_version=0 if max_age is None else 4 - max_age)
     given = [
         value for sample in samples for value, mask in zip(sample.advantages, sample.loss_mask, strict=True) if mask
     ]
-    assert told == given
+    assert recorded == given
 
 
 def test_validation_is_untrained_and_undecodable_tokens_have_no_text() -> None:

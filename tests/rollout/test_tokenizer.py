@@ -1,4 +1,4 @@
-"""Tokenizer of a model's folder, which remembers short texts."""
+"""Tokenizer of a model's folder, which caches short texts."""
 
 from __future__ import annotations
 

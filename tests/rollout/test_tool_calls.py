@@ -1,4 +1,4 @@
-"""Formats of tool calls: each reads its own example, and a template's format is found by a call that it renders."""
+"""Formats of tool calls: each parses its own example, and a template's format is detected from a rendered call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOOL = {
 
 @pytest.mark.parametrize("each", FORMATS, ids=lambda each: each.name)
 def test_format_parses_its_example(each: CallFormat) -> None:
-    example = each.example.replace("look_up {", "look_up\n{")  # a line break that a table has no room for
+    example = each.example.replace("look_up {", "look_up\n{")  # the table of formats omits this line break
     read = each.read(example, [TOOL])
     assert read is not None
     assert [(call.name, call.arguments, call.status) for call in read.calls] == [("look_up", {"word": "it"}, OK)]

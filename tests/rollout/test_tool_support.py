@@ -1,4 +1,4 @@
-"""Tools that a renderer does not show, or whose calls it does not read, fail the first reset."""
+"""Renderers that do not show tools, or do not parse their calls, fail the first reset."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ def add(a: int, b: int) -> int:
 
 
 class TextRenderer:
-    """A token a character. What a message calls is written `!name`, and read where `reads` says so."""
+    """Renderer with a token for each character. Calls are written as `!name`, and parsed if `reads` is set."""
 
     def __init__(self, *, shows: bool = True, reads: bool = True) -> None:
         self.shows, self.reads, self.asked = shows, reads, 0

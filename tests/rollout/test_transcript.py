@@ -1,4 +1,4 @@
-"""Transcripts: everything of a rollout that a person reads, and nothing that JSON would change."""
+"""Transcripts: the human-readable parts of a rollout, as values that JSON preserves."""
 
 import json
 from typing import Any
@@ -80,12 +80,12 @@ def test_transcript_round_trips_through_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "shown"),
     [
         ("a" * 600, "a" * 600),
         ("a" * 100 + "b" + "c" * 500, "a" * 100 + " ... " + "c" * 500),
     ],
 )
-def test_long_error_keeps_its_beginning_and_end(text: str, told: str) -> None:
+def test_long_error_keeps_its_beginning_and_end(text: str, shown: str) -> None:
     rollout = Rollout("g/3", "g", 3, sample=0, status=RolloutStatus.ERROR_ENV, error=text)
-    assert error_text(rollout) == f"error_env: {told}"
+    assert error_text(rollout) == f"error_env: {shown}"

@@ -1,4 +1,4 @@
-"""What user code does wrong is that user code's failure: of one rollout, or of nothing."""
+"""Invalid values and errors of user code fail one rollout, or nothing at all."""
 
 import asyncio
 import logging
@@ -71,7 +71,7 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
         )
         for version in (None, "a", 1.5, float("nan"), 10**30, -1)
     },
-    "more than it was asked for": (
+    "more tokens than requested": (
         lambda: replace(GOOD, token_ids=[5] * 99, logprobs=[0.0] * 99, version_spans=(VersionSpan(3, 99),)),
         "generate gave 99 tokens; it was asked for sampling.max_tokens = ",
     ),
@@ -93,7 +93,7 @@ async def test_bad_completion_fails_only_its_rollout(answer: str) -> None:
     bad, good = (await stage.group(generate, size=2)).rollouts
     assert (bad.status, bad.turns, good.status) == (RolloutStatus.ERROR_GENERATE, [], RolloutStatus.COMPLETED)
     assert message in (bad.error or "")
-    assert stage.given_back(2)
+    assert stage.all_released(2)
 
 
 BAD_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -128,7 +128,7 @@ async def test_bad_step_is_an_environment_error(step: str) -> None:
     (rollout,) = (await stage.group(Generator())).rollouts
     assert (rollout.status, len(rollout.turns)) == (RolloutStatus.ERROR_ENV, 1)
     assert message in (rollout.error or "")
-    assert stage.given_back()
+    assert stage.all_released()
 
 
 @pytest.mark.parametrize("observation", [None, {"prompt_token_ids": [1]}])
@@ -175,7 +175,7 @@ async def test_error_with_an_unencodable_text_is_recorded(where: str, error: Exc
     (rollout,) = (await stage.group(Generator())).rollouts
     assert text in (rollout.error or "")
     assert (rollout.error or "").encode()
-    assert stage.given_back()
+    assert stage.all_released()
 
 
 WRONG: list[Callable[[], object]] = [
@@ -209,15 +209,15 @@ async def test_raising_callbacks_are_logged_once_and_lose_no_group(
         group = await stage.group(Generator(), size=3, on_finished=broken)
     assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0, 2.0]
     assert [env.closed for env in stage.envs] == [1, 1, 1]
-    told = [record.getMessage() for record in caplog.records]
-    assert [next(word for word in ("finish_session", "on_finished") if word in line) for line in told] == [
+    logged = [record.getMessage() for record in caplog.records]
+    assert [next(word for word in ("finish_session", "on_finished") if word in line) for line in logged] == [
         "finish_session",
         "on_finished",
     ]
-    assert type(error).__name__ in told[0]
+    assert type(error).__name__ in logged[0]
 
 
-def cannot_be_changed(packed: Any) -> None:
+def check_immutable(packed: Any) -> None:
     with pytest.raises(TypeError):
         packed[0] = 99
     np.array(packed)[:] = 99
@@ -244,8 +244,8 @@ async def test_recorded_turns_cannot_be_modified() -> None:
 
         async def step(self, completion: Any) -> TokenStep:
             step = await super().step(completion)
-            cannot_be_changed(completion.token_ids)
-            cannot_be_changed(completion.logprobs)
+            check_immutable(completion.token_ids)
+            check_immutable(completion.logprobs)
             completion.metrics["queue_s"] = 99.0
             self.said[0]["content"][0]["text"] = "gone"
             self.prompt.append(99)
@@ -303,7 +303,7 @@ async def test_changes_made_by_a_reward_are_not_trained_on(kind: Any) -> None:
         completion.version_spans.clear()
         turn.token_advantages[0] = 44  # pyright: ignore
         for packed in (turn.prompt_token_ids, completion.token_ids, completion.logprobs):
-            cannot_be_changed(packed)
+            check_immutable(packed)
         turn.rewards["last"] = 99.0  # pyright: ignore
         return float(rollout.sibling)
 
@@ -318,7 +318,7 @@ async def test_changes_made_by_a_reward_are_not_trained_on(kind: Any) -> None:
     rubric = Rubric([reward, env_reward("last")])
     group = await Stage(lambda _: Marked(turns=1), rubric).group(Generator(), size=2)
     assert [rollout.reward_breakdown["last"] for rollout in group.rollouts] == [1.0, 1.0]
-    await rubric.score(group)  # again: what was recorded is as it was
+    await rubric.score(group)  # again: the record is unchanged
     for rollout, sample in zip(group.rollouts, build_samples(group, 1.0), strict=True):
         assert rollout.reward_breakdown["last"] == 1.0
         assert (sample.token_ids, sample.behaviour_logprobs) == ([1, 2, 3, 5, 6], [0, 0, 0, -0.5, -0.1])

@@ -1,4 +1,4 @@
-"""Many steps at once are the same as step by step."""
+"""The simulated replica takes many steps at once, with the same results as single steps."""
 
 import asyncio
 import random
@@ -126,9 +126,9 @@ def test_cancelled_pull_does_not_affect_other_pulls():
             "r", lambda request_id, context: 9, CostModel(load=3.0), max_running=4, kv_tokens=100
         )
         serving = asyncio.ensure_future(replica.run())
-        given_up, other = (asyncio.ensure_future(replica.pull(version)) for version in (1, 2))
+        cancelled, other = (asyncio.ensure_future(replica.pull(version)) for version in (1, 2))
         await asyncio.sleep(1.0)
-        given_up.cancel()
+        cancelled.cancel()
         assert await asyncio.wait_for(other, 10) == 2
         assert not serving.done()
         serving.cancel()
@@ -155,11 +155,11 @@ def test_full_kv_cache_makes_the_last_request_wait():
 
     ends = in_virtual_time(scenario())
     assert ends["a"] == 60
-    assert 70 <= ends["b"] <= 75  # it waited with some 49 tokens
+    assert 70 <= ends["b"] <= 75  # it was preempted after about 49 tokens
 
 
 class Watched(AdaptiveLimit):
-    """Keeps what it said."""
+    """Adaptive limit that records its values."""
 
     def __init__(self, most, kv_tokens):
         super().__init__(most, kv_tokens)
@@ -172,7 +172,7 @@ class Watched(AdaptiveLimit):
 
 
 async def burst(lengths, *, max_running, kv_tokens, adaptive_limit=None):
-    """Seconds and preemptions of answers that are asked for at the same time."""
+    """Return the seconds and preemptions of answers that are requested at the same time."""
     cost = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5)
     replica = SimulatedReplica(
         "r",

@@ -1,4 +1,4 @@
-"""Schedules in virtual time: what they win, and what they keep."""
+"""Schedules in virtual time: their speed and their guarantees."""
 
 import time
 from dataclasses import replace
@@ -95,7 +95,7 @@ def test_sleeping_engines_wake_once_per_step():
 
 
 def test_generator_idle_share_covers_only_measured_steps():
-    """Also where an engine is in the middle of its steps when these begin."""
+    """Even if an engine is in the middle of its steps when the measurement begins."""
     busy = Workload(log_normal_with_tail(median=300, sigma=0.5, cap=4096), group_size=8)
     cluster = Cluster(4, CostModel(step=0.02, request=0.0002), max_running=64, train_s=20.0)
     settings = SchedulingConfig(groups_per_step=32, oversample=0.5)
@@ -106,7 +106,7 @@ def test_generator_idle_share_covers_only_measured_steps():
 
 @pytest.mark.parametrize("num_lent", [0, 1, 4])
 def test_lent_engines_do_not_idle_while_they_generate(num_lent):
-    """Of equal lengths each engine has as much, and only what it takes to wake and to be given back is left."""
+    """With equal lengths all engines have the same work, so only the time to lend and return them remains."""
     cluster = Cluster(4, CostModel(step=0.02), max_running=64, train_s=30.0, num_lent=num_lent, move_below=0.5)
     result = run(Workload(equal(400), group_size=4), cluster, max_staleness=0, num_steps=3)
     used_s = result.mean_step_s - 30.0
@@ -116,7 +116,7 @@ def test_lent_engines_do_not_idle_while_they_generate(num_lent):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ({"num_replicas": 0}, "Cluster.num_replicas is 0; it must be at least 1"),
         ({"max_running": 0}, "Cluster.max_running is 0; it must be at least 1"),
@@ -127,8 +127,8 @@ def test_lent_engines_do_not_idle_while_they_generate(num_lent):
         ({"colocated": True, "num_lent": 2}, "Cluster.num_lent is 2, and on a colocated .*; set num_lent = 0, or"),
     ],
 )
-def test_invalid_cluster_is_rejected(given, says):
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_cluster_is_rejected(given, message):
+    with pytest.raises(ConfigError, match=message):
         replace(ENGINES, **given)
 
 
