@@ -162,13 +162,19 @@ def test_transport_that_needs_gpus_is_rejected_without_them() -> None:
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: make_engine("own_parts:nothing", EngineSpec("p")), "generation.engine = .* gave None.* not an Engine"),
-        (lambda: make_engine("vlm", EngineSpec("p")), "generation.engine = 'vlm' is none of vllm, nor \"module:funct"),
+        (
+            lambda: make_engine("own_parts:nothing", EngineSpec("p")),
+            "generation.engine = .* returned None, .* not an Engine",
+        ),
+        (
+            lambda: make_engine("vlm", EngineSpec("p")),
+            "generation.engine = 'vlm' is unknown; it must be one of vllm, or \"module:funct",
+        ),
         (
             lambda: make_transport("own_parts:number", TransportSpec("r")),
             "statedict.transport = .* gave 3, which is no",
         ),
-        (lambda: make_strategy("own_parts:nothing"), "routing.strategy = 'own_parts:nothing' gave None; it must"),
+        (lambda: make_strategy("own_parts:nothing"), "routing.strategy = 'own_parts:nothing' returned None; it must"),
         (lambda: make_strategy("own_parts:broken"), "routing.strategy = .* failed: KeyError: 'answer' .*own_parts"),
         (lambda: find_filter("own_parts:gone"), "scheduling.filters = .*: own_parts has no function gone; it has: "),
     ],

@@ -175,7 +175,7 @@ async def test_reward_functions_can_run_in_threads(tmp_path: Path) -> None:
 async def test_too_few_rewards_error_names_the_function(tmp_path: Path) -> None:
     task = sums(tmp_path, "too_few")
     group = await play(task, {"prompt": ""}, lambda _: "a", lambda _: "b")
-    assert "'too_few' gave 1 values for the 2 of group" in str(group.failure)
+    assert "'too_few' returned 1 values for the 2 rollouts of group" in str(group.failure)
 
 
 async def test_trl_reward_functions_work_unmodified(tmp_path: Path) -> None:

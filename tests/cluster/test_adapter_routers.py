@@ -101,7 +101,7 @@ async def test_replacement_generator_serves_each_adapter_at_its_version() -> Non
     routers, _ = await open_routers(sort=3, sum=5)
     routers.remove_replica("generator-0")
     waiting = [asyncio.ensure_future(ask(routers, name)) for name in ("sort", "sum")]
-    assert routers.trouble() == "there is no generator"
+    assert routers.trouble() == "there are no generators"
     replacement = Generator()
     assert await routers.add_replica(cast(Any, replacement))
     assert await asyncio.gather(*waiting) == [3, 5]

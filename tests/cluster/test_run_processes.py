@@ -413,7 +413,7 @@ async def test_unserved_requests_fail_after_hosts_wait_s(tmp_path: Path):
     processes = cluster_of(tmp_path, Supervisor(), ConsoleLines(), hosts=HostsConfig(wait_s=400))
     router = processes.make_router([])
     began = asyncio.get_running_loop().time()
-    with pytest.raises(NoReplicaError, match="no replica served within 400 s; there is no generator"):
+    with pytest.raises(NoReplicaError, match="no replica served within 400 s; there are no generators"):
         await router.generate([1], request_id="r", sampling=SamplingParams(max_tokens=1))
     assert asyncio.get_running_loop().time() - began == pytest.approx(400)
     await router.close()

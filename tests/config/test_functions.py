@@ -97,7 +97,7 @@ def test_function_with_the_wrong_signature_is_rejected(project: Path, key: str, 
 def test_routing_strategy_is_created_on_load(project: Path):
     Path("own_routing.py").write_text("def none(max_sessions): ...\ndef broken(max_sessions): return {}['answer']\n")
     assert failure(("routing.strategy", "own_routing:none")).startswith(
-        "command line: routing.strategy = 'own_routing:none' gave None; it must give a Strategy"
+        "command line: routing.strategy = 'own_routing:none' returned None; it must return a Strategy"
     )
     assert failure(("routing.strategy", "own_routing:broken")).startswith(
         "command line: routing.strategy = 'own_routing:broken' failed: KeyError: 'answer' (own_routing.py:2 in broken)"

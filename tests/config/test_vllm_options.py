@@ -42,9 +42,9 @@ def test_options_reach_the_engine() -> None:
 @pytest.mark.parametrize(
     ("table", "error"),
     [
-        ('dtype = "float16"', r"generation\.vllm\.dtype = 'float16': dtype is what model\.dtype says"),
+        ('dtype = "float16"', r"generation\.vllm\.dtype = 'float16': dtype is determined by model\.dtype"),
         ("async_scheduling = true", "async_scheduling is set by titan_rl, which works with no other value"),
-        ("gpu_memory_utilization = 0.5", r"is what generation\.gpu_share says"),
+        ("gpu_memory_utilization = 0.5", r"is determined by generation\.gpu_share"),
     ],
 )
 def test_rejects_arguments_that_titan_rl_sets_itself(config_file, table: str, error: str) -> None:
@@ -54,14 +54,14 @@ def test_rejects_arguments_that_titan_rl_sets_itself(config_file, table: str, er
 
 def test_unknown_vllm_argument_error_suggests_the_nearest_name(config_file) -> None:
     pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
-    with pytest.raises(ConfigError, match=r"no field of vLLM's EngineArgs; did you mean max_num_batched_tokens\?"):
+    with pytest.raises(ConfigError, match=r"not a field of vLLM's EngineArgs; did you mean max_num_batched_tokens\?"):
         load_config(config_file("max_num_batched_token = 1024"), [])
 
 
 def test_without_vllm_unknown_arguments_are_accepted(monkeypatch) -> None:
     monkeypatch.setattr(vllm_arguments, "_argument_names", frozenset)
     assert problem_of({"whatever": 1}) is None
-    assert problem_of({"model": "x"}) == ("model", "is what model.path says; set that instead")
+    assert problem_of({"model": "x"}) == ("model", "is determined by model.path; set that instead")
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ async def test_failing_console_does_not_end_the_watchdog(error: BaseException) -
 
     with LoopWatchdog(Broken(), blocked_after_s=0.05):
         assert second.wait(30)
-    assert heard[0].startswith("the event loop has stood still for 0 s")
+    assert heard[0].startswith("the event loop has been blocked for 0 s")
 
 
 def test_watchdog_that_outlives_its_loop_ends(caplog: Any) -> None:

@@ -37,7 +37,7 @@ ADVICE = {
     "reward": "in_thread=True",
     "task": "when the task is made",
 }
-ADVICE |= {"advantage": "only to compute", "generate": "asyncio.to_thread", "on_finished": "asyncio.to_thread"}
+ADVICE |= {"advantage": "must only compute", "generate": "asyncio.to_thread", "on_finished": "asyncio.to_thread"}
 
 
 class Blocker(Console):
@@ -179,4 +179,4 @@ async def test_advice_for_a_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "own_filters", cast("Any", SimpleNamespace(slow=slow)))
     with LoopWatchdog(block, blocked_after_s=0.05):
         first_reason([find_filter("own_filters:slow")], RolloutGroup("g", None, []))
-    assert "only to look at its group" in block.messages[0]
+    assert "must only inspect its group" in block.messages[0]

@@ -396,7 +396,7 @@ async def test_verification_detects_stale_tied_lm_head(tmp_path: Path) -> None:
     await loop.start()
     with pytest.raises(VerificationError, match=r"logprobs differ by [1-9]"):
         await loop.pull(1, lambda: published, verify)
-    with pytest.raises(GenerationError, match="weights loaded are unknown"):
+    with pytest.raises(GenerationError, match="loaded weights are unknown"):
         await loop.generate([1], request_id="a", sampling=SamplingParams(max_tokens=1))
 
     def load_head_too(items: Iterable[tuple[str, object]], version: int) -> None:

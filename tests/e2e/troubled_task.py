@@ -71,7 +71,7 @@ def assert_failures_are_reported(run: Run, process: str) -> None:
     """
     output = " ".join(run.output.split())  # lines are wrapped
     who = "" if process == "controller" else f"{process}: "
-    assert f"{who}the event loop has stood still for 5 s: tests/e2e/troubled_task.py:" in output
+    assert f"{who}the event loop has been blocked for 5 s: tests/e2e/troubled_task.py:" in output
     assert "in sleepy_step blocks it" in output
     assert "time.sleep(8.0)" in (run.folder / "logs" / f"{process}.log").read_text()
     assert "reward 'hangs' took longer than 3 s on rollout 'train-1/0'" in output

@@ -69,11 +69,11 @@ async def test_failed_verification_fails_only_requests_of_that_adapter() -> None
     sort, other = await stage.ask("sort", "sum")
     with pytest.raises(StateDictError, match="a layer is missing"):
         await stage.pull(1, "sort", fails=True)
-    with pytest.raises(GenerationError, match="the weights loaded are unknown"):
+    with pytest.raises(GenerationError, match="the loaded weights are unknown"):
         await sort
     assert spans(await other) == [(0, 20)]
     again = EngineRequest("again", [1], SamplingParams(max_tokens=1), adapter="sort")
-    with pytest.raises(GenerationError, match="the weights loaded are unknown"):
+    with pytest.raises(GenerationError, match="the loaded weights are unknown"):
         await stage.loop.stream(again)
     await stage.pull(2, "sort")
     assert spans(await stage.loop.stream(again)) == [(2, 1)]

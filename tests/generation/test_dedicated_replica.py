@@ -263,7 +263,7 @@ async def test_pinned_version_serves_requests_that_name_it():
 async def test_engine_without_pinning_rejects_requests_that_name_a_version():
     loop = EngineLoop(ScriptedEngine)
     await loop.start()
-    with pytest.raises(GenerationError, match="names a version, and the engine pins none"):
+    with pytest.raises(GenerationError, match="names a version, but the engine pins none"):
         await loop.stream(request("r", 3, 0))
     await loop.close()
 

@@ -220,7 +220,7 @@ async def test_unexpected_error_when_adding_a_request_fails_only_that_request(er
     ("fault", "message"),
     [
         (lambda delta: replace(delta, finish_reason="repetition"), "'bad' was ended by the engine with 'repetition'"),
-        (lambda delta: replace(delta, failure="its KV was lost"), "'bad' was given up by the engine: its KV was lost"),
+        (lambda delta: replace(delta, failure="its KV was lost"), "'bad' was abandoned by the engine: its KV was lost"),
         (lambda delta: replace(delta, logprobs=()), "'bad' got 1 tokens with 0 logprobs"),
     ],
     ids=["reason", "failure", "logprobs"],
@@ -429,7 +429,7 @@ async def test_pause_wait_aborts_requests_at_its_timeout(caplog: pytest.LogCaptu
         engine.release.set()
         await loop.pause("wait", timeout_s=0.01)
         assert (await call).finish_reason is FinishReason.ABORT
-    assert "gave up on 1 requests" in caplog.text
+    assert "aborts 1 requests" in caplog.text
 
 
 async def test_abort_does_not_wait_for_a_stuck_engine(caplog: pytest.LogCaptureFixture) -> None:
@@ -441,7 +441,7 @@ async def test_abort_does_not_wait_for_a_stuck_engine(caplog: pytest.LogCaptureF
         assert len((await call).token_ids) == 2
         engine.release.set()
         assert len((await request(loop, "a", 4)).token_ids) == 4
-    assert "gave up on 1 requests" in caplog.text
+    assert "abandoned 1 requests" in caplog.text
 
 
 async def test_unverified_weights_are_not_served() -> None:

@@ -48,14 +48,14 @@ async def test_requests_wait_until_least_replicas_are_serving():
     request = ask(router)
     await asyncio.sleep(0)
     assert not request.done()
-    assert router.trouble() == "1 generator serves, and 2 are the least"
+    assert router.trouble() == "1 generator serves, but at least 2 must"
     await router.add_replica(Gated("b"))
     assert (await request).finish_reason is FinishReason.STOP
     assert router.trouble() is None
     router.remove_replica("a")
-    assert router.trouble() == "1 generator serves, and 2 are the least"
+    assert router.trouble() == "1 generator serves, but at least 2 must"
     router.remove_replica("b")
-    assert router.trouble() == "there is no generator"
+    assert router.trouble() == "there are no generators"
     await router.close()
 
 

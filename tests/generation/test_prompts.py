@@ -101,8 +101,8 @@ def is_sync(prompt_token_ids: Sequence[int], **_: Any) -> Any:
 @pytest.mark.parametrize(
     ("generate", "message"),
     [
-        (returns_a_list, "returns_a_list gave a list; a Completion is expected"),
-        (is_sync, "is_sync gave a Completion that cannot be awaited; write async def"),
+        (returns_a_list, "returns_a_list returned a list; a Completion is expected"),
+        (is_sync, "is_sync returned a Completion that cannot be awaited; write async def"),
     ],
 )
 async def test_generate_fn_with_a_wrong_result_is_named_with_its_line(generate: Any, message: str) -> None:

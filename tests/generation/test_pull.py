@@ -277,7 +277,7 @@ async def test_router_records_the_version_that_a_replica_reports() -> None:
     assert a.calls == ["pull 6"]  # there was nothing to do
     report = await router.pull_state_dict(8)
     assert report.pulled == ("b",)
-    assert str(report.failed["a"]) == "replica a was to pull version 8 and has version 7"
+    assert str(report.failed["a"]) == "replica a was asked to pull version 8, but has version 7"
     assert serving(router) == ["b"]
     a.reported = 8
     await asyncio.sleep(60)

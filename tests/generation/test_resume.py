@@ -258,7 +258,7 @@ async def test_generate_that_returns_none_is_named() -> None:
     async def nothing(*args: Any, **kwargs: Any) -> Any:
         return None
 
-    with pytest.raises(TypeError, match="generate gave NoneType; it must give a Completion"):
+    with pytest.raises(TypeError, match="generate returned NoneType; it must return a Completion"):
         await resume_on_abort(nothing)([5], request_id="r", sampling=SamplingParams(max_tokens=8))
 
 

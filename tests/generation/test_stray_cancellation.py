@@ -189,7 +189,7 @@ async def test_failed_aborts_are_logged_once_per_replica(caplog: pytest.LogCaptu
         await cancel_requests(8)
         await cancel_requests(8)
     assert [record.getMessage() for record in caplog.records if "abort" in record.getMessage()] == [
-        "replica a did not take an abort of 8 requests: StrayCancellationError("
+        "replica a did not accept an abort of 8 requests: StrayCancellationError("
         "'an abort on replica a was cancelled, although nobody requested it')"
     ]
     a.cancels.clear()

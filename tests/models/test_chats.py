@@ -114,7 +114,7 @@ def test_mistral_repeats_tools_before_the_last_user_message() -> None:
 
 async def test_reset_fails_if_the_template_does_not_show_tools() -> None:
     env = MessageTokenEnv(ToolEnv("1 + 1?", look_up), renderer_of("gemma3_text"))
-    with pytest.raises(ModelError, match="shows the model none of the 1 tools"):
+    with pytest.raises(ModelError, match="does not show the model the environment's 1 tools"):
         await env.reset()
 
 

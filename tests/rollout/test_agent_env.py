@@ -115,7 +115,7 @@ async def test_non_numeric_metric_is_an_environment_error() -> None:
 
     (rollout,) = (await stage_of(play).group(Generator())).rollouts
     assert rollout.status is RolloutStatus.ERROR_ENV
-    assert "play gave metrics with 'moves': 'three'; it must map names to numbers" in str(rollout.error)
+    assert "play filled in metrics with 'moves': 'three'; it must map names to numbers" in str(rollout.error)
 
 
 async def test_agent_is_notified_when_time_is_up_and_keeps_its_turns() -> None:
@@ -162,7 +162,7 @@ async def test_agent_error_fails_only_its_rollout() -> None:
 
     (rollout,) = (await stage_of(no_turn).group(Generator())).rollouts
     assert (rollout.status, rollout.error) == (
-        RolloutStatus.ERROR_ENV, "TypeError: play gave a turn of type str; it must give a Turn",
+        RolloutStatus.ERROR_ENV, "TypeError: play added a turn of type str; it must be a Turn",
     )  # fmt: skip
 
 

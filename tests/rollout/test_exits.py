@@ -202,7 +202,7 @@ def test_awaitable_from_a_sync_environment_is_awaited_within_its_limit(in_thread
     try:
         for env, message in (
             (Never, "attached to a different loop"),
-            (Nested, "gave a coroutine; a TokenStep is expected"),
+            (Nested, "returned a coroutine; a TokenStep is expected"),
         ):
             (rollout,) = run(Stage(lambda _, env=env: env(), limits=limits).group(Generator())).rollouts
             assert rollout.status is RolloutStatus.ERROR_ENV

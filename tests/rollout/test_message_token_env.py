@@ -167,7 +167,9 @@ class DictCalls(LetterRenderer):
 async def test_tool_calls_of_the_wrong_type_are_a_renderer_error() -> None:
     env = MessageTokenEnv(Talk(), DictCalls())
     await env.reset()
-    with pytest.raises(TypeError, match=r"gave {'type': 'function'.* an object with name, arguments, status and id"):
+    with pytest.raises(
+        TypeError, match=r"returned {'type': 'function'.* an object with name, arguments, status and id"
+    ):
         await env.step(completion("a"))
 
 
@@ -219,7 +221,7 @@ async def test_lone_surrogate_is_rendered_as_a_replacement_character() -> None:
 
 
 HUGE = 10_000_000
-TOO_LONG = "Verbose gave messages of 10,000,000 characters, which cannot fit into max_context = 256 tokens"
+TOO_LONG = "Verbose returned messages of 10,000,000 characters, which cannot fit into max_context = 256 tokens"
 
 
 @dataclass

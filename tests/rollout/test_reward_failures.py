@@ -205,7 +205,7 @@ async def test_failing_group_reward_drops_its_group() -> None:
 
     group = await play(Rubric([GroupReward(rank)]))
     assert group.failure is not None
-    assert "reward 'rank' gave 1 values for the 2 of group 'g'" in group.failure.error
+    assert "reward 'rank' returned 1 values for the 2 rollouts of group 'g'" in group.failure.error
 
 
 async def test_hanging_judge_is_ended_at_its_time_limit() -> None:
@@ -318,15 +318,15 @@ once = FailurePolicy(retries=0)
         (GroupReward(cancels_its_own_group, on_failure=once), "was cancelled, although nobody requested"),
         (Own(stray), "reward 'own' on group 'g' was cancelled, although nobody requested"),
         (Own(raises), "reward 'own' failed on group 'g': KeyError: 'answer'"),
-        (Own(lambda rollouts: [1.0]), "reward 'own' gave 1 values for the 2 of group 'g'"),
-        (Own(lambda rollouts: [1.0, float("nan")]), "reward 'own' gave nan for group 'g'; it must be finite"),
-        (Own(lambda rollouts: None), "reward 'own' gave None for group 'g'; it must give a sequence"),
+        (Own(lambda rollouts: [1.0]), "reward 'own' returned 1 values for the 2 rollouts of group 'g'"),
+        (Own(lambda rollouts: [1.0, float("nan")]), "reward 'own' returned nan for group 'g'; it must be finite"),
+        (Own(lambda rollouts: None), "reward 'own' returned None for group 'g'; it must return a sequence"),
         (Reward(ends_the_process, on_failure=once), "failed on rollout 'g/.': RuntimeError: SystemExit: 3"),
         (
             Reward(lambda _: NoNumber(), name="odd"),
-            "reward 'odd' gave <NoNumber, .* for rollout 'g/.'; it must give a num",
+            "reward 'odd' returned <NoNumber, .* for rollout 'g/.'; it must return a num",
         ),
-        (Own(lambda _: NoNumber()), "reward 'own' gave <NoNumber, .* for group 'g'; it must give a sequence"),
+        (Own(lambda _: NoNumber()), "reward 'own' returned <NoNumber, .* for group 'g'; it must return a sequence"),
         (Reward(panics, on_failure=once), "failed on rollout 'g/.': RuntimeError: PanicException: index out of bounds"),
         (Reward(ends_its_generator, on_failure=once), "failed on rollout 'g/.': RuntimeError: GeneratorExit: over"),
         (Reward(ends_its_generator_at_once), "failed on rollout 'g/.': GeneratorExit: over"),

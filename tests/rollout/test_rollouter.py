@@ -486,7 +486,7 @@ async def test_error_about_bad_advantages_names_the_function(values: list[float]
     def odd(rewards: Sequence[float]) -> list[float]:
         return values
 
-    with pytest.raises(RewardError, match="advantage 'odd' gave"):
+    with pytest.raises(RewardError, match="advantage 'odd' returned"):
         await Stage(advantage=odd).group(Generator(), size=2)
 
 

@@ -150,13 +150,13 @@ async def test_reward_error_names_its_function_and_scores_nothing(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.5", [1.0]])
 async def test_reward_that_is_not_a_finite_number_is_an_error(value: object) -> None:
-    with pytest.raises(RewardError, match=r"reward 'odd' gave .* for rollout 'g/0'"):
+    with pytest.raises(RewardError, match=r"reward 'odd' returned .* for rollout 'g/0'"):
         await Rubric([Reward(lambda _: value, name="odd")]).score([rollout()])  # pyright: ignore
 
 
 @pytest.mark.parametrize("given", [[1.0], [1.0, float("nan")], 1.0, None])
 async def test_group_reward_must_give_one_finite_value_per_rollout(given: object) -> None:
-    with pytest.raises(RewardError, match="reward 'odd' gave"):
+    with pytest.raises(RewardError, match="reward 'odd' returned"):
         await Rubric([GroupReward(lambda _: given, name="odd")]).score([rollout(0), rollout(1)])  # pyright: ignore
 
 

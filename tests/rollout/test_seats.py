@@ -348,7 +348,7 @@ async def hangs(messages: Any) -> str:
     [
         (raises, "error_env", "the player of seat 'second': KeyError: 'move'"),
         (hangs, "error_timeout", "the player of seat 'second': OutOfTimeError: it took longer than 7 s"),
-        (lambda messages: 7, "error_env", "it said 7; a reply is text or a message"),
+        (lambda messages: 7, "error_env", "it returned 7; a reply must be text or a message"),
     ],
 )
 async def test_error_of_another_player_is_a_fault(reply: Any, status: str, error: str) -> None:

@@ -51,8 +51,8 @@ async def test_renderer_with_tool_support_is_checked_once() -> None:
 @pytest.mark.parametrize(
     ("renderer", "problem"),
     [
-        (TextRenderer(shows=False), "TextRenderer shows the model none of the 1 tools that the environment gives"),
-        (TextRenderer(reads=False), "TextRenderer reads no calls of tools, and the environment gives 1"),
+        (TextRenderer(shows=False), "TextRenderer does not show the model the environment's 1 tools"),
+        (TextRenderer(reads=False), "TextRenderer does not parse tool calls, but the environment has 1 tools"),
     ],
 )
 async def test_renderer_without_tool_support_fails_the_reset_with_the_fix(renderer: TextRenderer, problem: str) -> None:
@@ -64,5 +64,5 @@ async def test_renderer_without_tool_support_fails_the_reset_with_the_fix(render
 async def test_renderer_that_declares_no_tool_support_is_believed() -> None:
     renderer: Any = TextRenderer()
     renderer.reads_tool_calls = False
-    with pytest.raises(ModelError, match="reads no calls"):
+    with pytest.raises(ModelError, match="does not parse tool calls"):
         await MessageTokenEnv(ToolEnv("1 + 1?", add), renderer).reset()

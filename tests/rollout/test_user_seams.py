@@ -33,18 +33,18 @@ from titan_rl.training.data.sample_builder import build_samples
 GOOD = Completion("r", [5, 6], [-0.5, -0.1], FinishReason.STOP, (VersionSpan(3, 2),))
 
 BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
-    "None": (lambda: None, "generate gave NoneType; it must give a Completion"),
-    "text": (lambda: "hi", "generate gave str; it must give a Completion"),
+    "None": (lambda: None, "generate returned NoneType; it must return a Completion"),
+    "text": (lambda: "hi", "generate returned str; it must return a Completion"),
     "metrics of text": (lambda: replace(GOOD, metrics={"interrupted_s": "long"}), "metrics['interrupted_s'] is 'long'"),
     "metrics of None": (lambda: replace(GOOD, metrics=None), "Completion.metrics is None"),
     "request id of None": (lambda: replace(GOOD, request_id=None), "Completion.request_id is None"),
     "a metric that is no number": (
         lambda: replace(GOOD, metrics={"interrupted_s": float("nan")}),
-        "generate gave metrics['interrupted_s'] = nan; it must be finite",
+        "generate returned metrics['interrupted_s'] = nan; it must be finite",
     ),
     "a logprob of minus infinity": (
         lambda: replace(GOOD, logprobs=[-0.5, float("-inf")]),
-        "generate gave a logprob of -inf; each must be finite",
+        "generate returned a logprob of -inf; each must be finite",
     ),
     "tokens of text": (
         lambda: replace(GOOD, token_ids=["a", "b"]),
@@ -53,7 +53,7 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "logprobs of text": (lambda: replace(GOOD, logprobs=[-0.5, "x"]), "a logprob of 'x'; each must be a number"),
     "a positive logprob": (
         lambda: replace(GOOD, logprobs=[-0.5, 0.5]),
-        "generate gave a logprob of 0.5; each must be at most 0",
+        "generate returned a logprob of 0.5; each must be at most 0",
     ),
     "True as a token": (
         lambda: replace(GOOD, token_ids=[5, True]),
@@ -73,7 +73,7 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     },
     "more tokens than requested": (
         lambda: replace(GOOD, token_ids=[5] * 99, logprobs=[0.0] * 99, version_spans=(VersionSpan(3, 99),)),
-        "generate gave 99 tokens; it was asked for sampling.max_tokens = ",
+        "generate returned 99 tokens; it must be at most sampling.max_tokens = ",
     ),
     "a reason as text": (
         lambda: replace(GOOD, finish_reason="stop"),
@@ -97,7 +97,7 @@ async def test_bad_completion_fails_only_its_rollout(answer: str) -> None:
 
 
 BAD_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
-    "None": (lambda: None, "gave None; a TokenStep is expected"),
+    "None": (lambda: None, "returned None; a TokenStep is expected"),
     "status as text": (
         lambda: TokenStep(status="completed"),  # pyright: ignore
         "TokenStep.status is 'completed'; it must be a RolloutStatus, such as RolloutStatus.COMPLETED",
@@ -149,7 +149,10 @@ async def test_make_env_that_returns_none_is_named(in_thread: bool) -> None:
 
     (rollout,) = (await Stage(make, limits=RolloutConfig(env_in_thread=in_thread)).group(Generator())).rollouts
     assert rollout.status is RolloutStatus.ERROR_ENV
-    assert rollout.error == "TypeError: make_env gave NoneType; it must give an environment, with reset, step and close"
+    assert (
+        rollout.error
+        == "TypeError: make_env returned NoneType; it must return an environment, with reset, step and close"
+    )
 
 
 async def test_exit_in_close_does_not_end_the_run() -> None:

@@ -405,7 +405,7 @@ def test_slow_demonstration_does_not_block_the_event_loop(dry_run, monkeypatch: 
     monkeypatch.setattr("titan_rl.run.dry_run.BLOCKED_AFTER_S", 0.2)
     code, output = dry_run("ShowsSlowly")
     assert code == 0
-    assert "stood still" not in output
+    assert "event loop has been blocked" not in output
 
 
 def test_sync_environment_methods_work(dry_run):
@@ -418,7 +418,7 @@ def test_wrong_return_type_is_reported_with_its_line(dry_run):
     code, output = dry_run("GivesNumber")
     assert code == 1
     line = line_of("return 0.5").partition(" in ")[0]
-    assert f"TypeError: step of {line} gave a float; a MessageStep is expected" in output
+    assert f"TypeError: step of {line} returned a float; a MessageStep is expected" in output
 
 
 def line_of(text: str) -> str:

@@ -303,7 +303,7 @@ def test_token_outside_the_vocabulary_is_an_error(tmp_path: Path) -> None:
         return Completion(request_id, [4], [0.0], FinishReason.STOP, [VersionSpan(0, 1)])
 
     given = {"renderer": LetterRenderer(), "overrides": {"model.path": str(tmp_path)}}
-    expected = r"generate gave token 4; the model in .* has tokens below 4"
+    expected = r"generate returned token 4; the model in .* has tokens below 4"
     with pytest.raises(titan_rl.TitanRLError, match=expected):
         titan_rl.evaluate(config(tmp_path), beyond, **given)
     with pytest.raises(titan_rl.TitanRLError, match=expected):

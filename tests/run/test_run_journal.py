@@ -613,8 +613,8 @@ async def test_numpy_values_of_a_custom_generate_are_converted(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"metrics": {"queue_s": float("nan")}}, r"generate gave metrics\['queue_s'\] = nan; it must be finite"),
-        ({"logprobs": [-0.5, float("inf")]}, "generate gave a logprob of inf"),
+        ({"metrics": {"queue_s": float("nan")}}, r"generate returned metrics\['queue_s'\] = nan; it must be finite"),
+        ({"logprobs": [-0.5, float("inf")]}, "generate returned a logprob of inf"),
         ({"token_ids": [5, -6]}, "the completion has token -6"),
     ],
 )

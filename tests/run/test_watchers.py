@@ -88,24 +88,24 @@ async def test_lasting_shortage_and_its_end_are_reported(tmp_path: Path, waits: 
         resources.generators = None
         await asyncio.sleep(10.2)
         assert messages == waits == []
-        resources.generators = "1 generator serves, and 2 are the least"
+        resources.generators = "1 generator serves, but at least 2 must"
         await asyncio.sleep(30)
-        resources.generators = "there is no generator"
+        resources.generators = "there are no generators"
         await asyncio.sleep(29.6)
         resources.generators = None
         await asyncio.sleep(10.2)
     assert messages == [
-        "the run waits for generators: 1 generator serves, and 2 are the least",
-        "the run waits for generators: there is no generator",
+        "the run waits for generators: 1 generator serves, but at least 2 must",
+        "the run waits for generators: there are no generators",
         "enough generators serve again, after 60 s",
     ]
-    assert waits == ["generators: 1 generator serves, and 2 are the least", "generators: there is no generator", ""]
+    assert waits == ["generators: 1 generator serves, but at least 2 must", "generators: there are no generators", ""]
 
 
 def test_status_shows_the_wait_until_the_run_continues_or_ends(tmp_path: Path):
     with status_kept(tmp_path, begins=True):
-        note_waiting(tmp_path, "generators: there is no generator")
-        assert read_status(tmp_path).waits_for == "generators: there is no generator"
+        note_waiting(tmp_path, "generators: there are no generators")
+        assert read_status(tmp_path).waits_for == "generators: there are no generators"
         note_waiting(tmp_path, "")
         assert read_status(tmp_path).waits_for == ""
         note_waiting(tmp_path, "hosts")
@@ -120,12 +120,12 @@ async def test_status_shows_waits_of_the_trainer_and_of_generators(tmp_path: Pat
     async with in_background(warn_of_shortage(resources, messages, tmp_path)):
         resources.trainer = "it waits for hosts"
         await asyncio.sleep(1)
-        resources.generators = "there is no generator"
+        resources.generators = "there are no generators"
         await asyncio.sleep(10)
         resources.generators = None
         await asyncio.sleep(1)
         resources.trainer = ""
         await asyncio.sleep(1)
     alone = "trainer: it waits for hosts"
-    assert waits == [alone, f"generators: there is no generator; {alone}", alone, ""]
+    assert waits == [alone, f"generators: there are no generators; {alone}", alone, ""]
     assert not any("hosts" in line for line in messages), "the trainer reports that itself"

@@ -108,7 +108,7 @@ async def test_health_reports_unavailability_with_its_reason() -> None:
             await stage.router.pull_state_dict(1)
             stage.router.remove_replica("engine-0")
             ill = await client.get("/health")
-            assert (ill.status_code, ill.json()["reason"]) == (503, "there is no generator")
+            assert (ill.status_code, ill.json()["reason"]) == (503, "there are no generators")
             await stage.router.add_replica(LocalReplica("a", EngineLoop(ScriptedEngine), lambda version: []))
             ill = await client.get("/health")
             assert (ill.status_code, ill.json()["reason"]) == (503, "none of 1 generators is in service")

@@ -119,8 +119,8 @@ async def test_demonstrations_run_inside_a_running_event_loop() -> None:
 @pytest.mark.parametrize(
     ("env", "says"),
     [
-        (NumberEnv(), r"step of .*test_demonstrating.py:\d+ gave a float; a MessageStep is expected"),
-        (PlainNumberEnv(), r"reset of .*test_demonstrating.py:\d+ gave a float; a MessageObservation is expected"),
+        (NumberEnv(), r"step of .*test_demonstrating.py:\d+ returned a float; a MessageStep is expected"),
+        (PlainNumberEnv(), r"reset of .*test_demonstrating.py:\d+ returned a float; a MessageObservation is expected"),
         (Broken(), r"KeyError: 'answer' \(.*test_demonstrating.py:\d+ in step\)"),
     ],
 )

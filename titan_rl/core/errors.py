@@ -4,8 +4,8 @@ TitanRLError
   ConfigError           the user's settings, found before any process starts
   MissingExtraError     an optional dependency is not installed
   ModelError            a model folder cannot be used
-  DataError             a dataset or environment gave something unusable
-  RewardError           a reward or advantage function failed or gave a non-finite value
+  DataError             a dataset or environment returned something unusable
+  RewardError           a reward or advantage function failed or returned a non-finite value
   RequestError          one generation request can never succeed; it fails alone
     EpisodeEndedError   the request's episode is over
   BusyError             a limit on concurrent work is reached; a later attempt may succeed
@@ -98,11 +98,11 @@ class ModelError(TitanRLError):
 
 
 class DataError(TitanRLError):
-    """A dataset or environment gave something that cannot be used."""
+    """A dataset or environment returned something that cannot be used."""
 
 
 class RewardError(TitanRLError):
-    """A reward or advantage function raised, took too long, or gave something that is not a finite number.
+    """A reward or advantage function raised, took too long, or returned something that is not a finite number.
 
     Args:
         text: Message: the function that failed, its input, and the failure.

@@ -98,8 +98,8 @@ def printable(text: str) -> str:
 def terminal_text(text: str) -> str:
     r"""Text from outside the program, safe to write to a terminal.
 
-    Whatever could move the cursor, colour or hide text, or reorder what is shown (control characters, bidirectional
-    overrides) becomes an escape such as `\u001b`, which JSON and TOML read back. Line breaks and tabs stay.
+    Characters that could move the cursor, colour or hide text, or reorder it (control characters, bidirectional
+    overrides) become an escape such as `\u001b`, which JSON and TOML read back. Line breaks and tabs stay.
 
     >>> terminal_text("\x1b[2J gone")
     '\\u001b[2J gone'

@@ -24,7 +24,7 @@ BLOCK_BYTES = 4096
 SILENT_S = 120.0
 """Seconds without a change of its lock after which a run on another machine is considered dead. A shared file system
 may be a minute late."""
-LOST = "it ended without a word: it was killed, or its machine went down"
+LOST = "it ended without a message: it was killed, or its machine went down"
 
 State = Literal["running", "finished", "stopped", "failed"]
 

@@ -1,7 +1,7 @@
 """Checksums of tensors that add up over slices. torch is imported when a checksum is computed.
 
-The checksum of a tensor is the sum of the checksums of its boxes, in whatever way it is cut into boxes. So the slices
-that trainer ranks publish may differ from those that engine ranks hold.
+The checksum of a tensor is the sum of the checksums of its boxes, for any division into boxes. The slices that trainer
+ranks publish may therefore differ from those that engine ranks hold.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 MASK = (1 << 64) - 1
-CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 24}  # words per chunk: fits a cache, or is small beside the weights
+CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 24}  # words per chunk: fits a cache, or is small compared with the weights
 CHUNK_BYTES = 1 << 16  # bytes of a row per chunk: their products sum to less than 2**31
 LOW_SIGNS = 0x00808080  # sign bits of a word's lower bytes
 

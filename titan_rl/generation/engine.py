@@ -91,7 +91,7 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     routed_experts: Any = None  # [num_new_tokens, num_layers, top_k] if requested
     metrics: dict[str, float] = field(default_factory=dict[str, float])  # e.g. cached_prompt_tokens, once
-    failure: str | None = None  # reason why the engine gave the request up
+    failure: str | None = None  # reason why the engine abandoned the request
     top_logprobs: TopLogprobs | None = None  # [num_new_tokens, ...] if requested
     allowed_logprobs: Sequence[float] | None = None  # [num_new_tokens] if the request has a constraint
     prompt_scores: PromptScores | None = None  # once, if requested
@@ -100,9 +100,9 @@ class TokenDelta:
 def problem_of(delta: TokenDelta, request: EngineRequest) -> str | None:
     """Reason why a delta is invalid for its request, or None. An invalid delta fails only its request."""
     if delta.failure is not None:
-        return f"was given up by the engine: {delta.failure}"
+        return f"was abandoned by the engine: {delta.failure}"
     if not isinstance(delta.finish_reason, FinishReason | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return f"was ended by the engine with {delta.finish_reason!r}, which is no FinishReason"
+        return f"was ended by the engine with {delta.finish_reason!r}, which is not a FinishReason"
     count = len(delta.token_ids)
     if len(delta.logprobs) != count:
         return f"got {count} tokens with {len(delta.logprobs)} logprobs"
@@ -110,10 +110,10 @@ def problem_of(delta: TokenDelta, request: EngineRequest) -> str | None:
     for name, is_requested, rows in (
         ("routed experts", sampling.return_routed_experts, delta.routed_experts),
         ("top logprobs", bool(sampling.top_logprobs), delta.top_logprobs),
-        ("the logprobs of what its constraint allows", sampling.constraint is not None, delta.allowed_logprobs),
+        ("allowed logprobs", sampling.constraint is not None, delta.allowed_logprobs),
     ):
         if is_requested and (num_rows := 0 if rows is None else len(rows)) != count:
-            return f"asked for {name}, and {count} tokens came with {num_rows} rows of them"
+            return f"asked for {name}, but got {num_rows} rows of them for {count} tokens"
     return None
 
 
@@ -126,7 +126,7 @@ def check_sampling(engine: object, request: EngineRequest) -> None:
     if request.sampling.prompt_logprobs is not None and not getattr(engine, "scores_prompts", False):
         raise UnsupportedSamplingError(
             f"request {request.request_id!r} asks for the logprobs of its prompt, which {type(engine).__name__} does "
-            'not give; use an engine that does as teacher: generation.engine = "vllm"',
+            'not return; use an engine that does as the teacher: generation.engine = "vllm"',
             "prompt_logprobs",
         )
     honoured: Collection[str] = getattr(engine, "extra_sampling", ())
@@ -192,8 +192,8 @@ class Engine(Protocol):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprobs at temperature 1 of each sequence's tokens after the first, under the loaded weights.
 
-        Requests are suspended meanwhile, so scoring takes the same few steps however many requests run or wait, and
-        however full the KV cache is.
+        Requests are suspended meanwhile, so the number of steps depends neither on the running and waiting requests
+        nor on the KV cache.
 
         Returns:
             [num_sequences][len(sequence) - 1]
@@ -250,7 +250,7 @@ def policy_of(engine: Engine, adapter: str) -> LoadedPolicy:
     if not adapter:
         return engine
     if not isinstance(engine, SharedEngine):
-        raise StateDictError(f"{type(engine).__name__} does not hold several adapters, and was given {adapter!r}")
+        raise StateDictError(f"{type(engine).__name__} does not hold several adapters, but was asked for {adapter!r}")
     return engine.policy(adapter)
 
 
@@ -298,7 +298,7 @@ class GaugedEngine(Engine, Protocol):
 class HeldTensor:
     """A box of a Hugging Face tensor that an engine holds.
 
-    If the engine has packed a tensor so that it cannot be read, it gives the `box_checksum`, or `box_sum`, from right
+    If the engine has packed a tensor so that it cannot be read, it returns the `box_checksum`, or `box_sum`, from right
     before the packing, with the dtype and shape of the box at that time.
     """
 
@@ -308,8 +308,8 @@ class HeldTensor:
     start: tuple[int, ...]  # position of the box's first element in the whole tensor
     global_shape: tuple[int, ...]
     checksum: int | Any = None  # a number, or a tensor: [], int64
-    dtype: Any = None  # dtype of the box, beside a checksum
-    shape: tuple[int, ...] = ()  # shape of the box, beside a checksum
+    dtype: Any = None  # dtype of the box, if there is a checksum
+    shape: tuple[int, ...] = ()  # shape of the box, if there is a checksum
 
 
 @runtime_checkable
@@ -320,6 +320,6 @@ class ReadableEngine(Protocol):
         """All weights that this rank holds at present, with fused tensors split. Unreadable weights are left out.
 
         Raises:
-            VerificationError: the engine finds that it does not compute with the weights that it was given.
+            VerificationError: the engine finds that it does not compute with the loaded weights.
         """
         ...

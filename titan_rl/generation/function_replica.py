@@ -47,10 +47,10 @@ class FunctionReplica:
         version = self._version
         answer: Any = self._generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
         if not isawaitable(answer):
-            raise TypeError(f"{self._what} gave a {type(answer).__name__} that cannot be awaited; write async def")
+            raise TypeError(f"{self._what} returned a {type(answer).__name__} that cannot be awaited; write async def")
         completion: Any = await answer
         if not isinstance(completion, Completion):
-            raise TypeError(f"{self._what} gave a {type(completion).__name__}; a Completion is expected")
+            raise TypeError(f"{self._what} returned a {type(completion).__name__}; a Completion is expected")
         return replace(completion, version_spans=(VersionSpan(version, len(completion.token_ids)),))
 
     @property
@@ -89,7 +89,7 @@ def within_vocabulary(generate: GenerateFn, model: str) -> GenerateFn:
         completion = await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
         tokens = getattr(completion, "token_ids", ())  # the caller rejects an answer of another type
         if len(tokens) and max(tokens) >= size:
-            raise ValueError(f"generate gave token {max(tokens)}; the model in {model!r} has tokens below {size}")
+            raise ValueError(f"generate returned token {max(tokens)}; the model in {model!r} has tokens below {size}")
         return completion
 
     return checked

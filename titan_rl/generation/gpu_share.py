@@ -40,7 +40,7 @@ def gpu_share_of(total_bytes: int, *, weight_bytes: int, kv_bytes: int) -> float
         left = max(0.0, (total_bytes - weight_bytes - WORK_BYTES) / gib)
         raise ModelError(
             f"weights of {weight_bytes / gib:.1f} GiB, a KV cache of {kv_bytes / gib:.1f} GiB and "
-            f"{WORK_BYTES / gib:.1f} GiB to work in do not fit a GPU of {total_bytes / gib:.1f} GiB; lower "
+            f"{WORK_BYTES / gib:.1f} GiB of work space do not fit a GPU of {total_bytes / gib:.1f} GiB; lower "
             f"generation.kv_cache_gib to at most {left:.1f}, or raise generation.tensor_parallel_size"
         )
     return need / total_bytes
@@ -53,7 +53,7 @@ def kv_bytes_of(total_bytes: int, free_bytes: int, *, weight_bytes: int, share: 
         total_bytes: Memory of the GPU.
         free_bytes: Free memory of the GPU, which limits an engine without neighbours.
         weight_bytes: Memory of the engine's weights.
-        share: Share of the GPU's memory, if a setting gives it.
+        share: Share of the GPU's memory, if it is set.
         neighbours: Number of other engines on the GPU, each with an equal share.
 
     Example: with 16 GB of weights and 3 GiB of work space, a single engine on 141 GB has 107.7 GB.
@@ -69,9 +69,9 @@ def kv_bytes_of(total_bytes: int, free_bytes: int, *, weight_bytes: int, share: 
         gib = 2**30
         reason = f"generation.gpu_share = {share:g}" if share is not None else f"{1 + neighbours} engines on a GPU"
         raise ModelError(
-            f"weights of {weight_bytes / gib:.1f} GiB and {WORK_BYTES / gib:.1f} GiB to work in leave no KV cache of "
-            f"the {part / gib:.1f} GiB that each engine has by {reason}, of {total_bytes / gib:.1f} with "
-            f"{free_bytes / gib:.1f} free; raise generation.tensor_parallel_size or generation.gpu_share, or lower "
+            f"weights of {weight_bytes / gib:.1f} GiB and {WORK_BYTES / gib:.1f} GiB of work space leave no KV cache "
+            f"out of the {part / gib:.1f} GiB of each engine ({reason}; the GPU has {total_bytes / gib:.1f} GiB, with "
+            f"{free_bytes / gib:.1f} free); raise generation.tensor_parallel_size or generation.gpu_share, or lower "
             "generation.num_generators"
         )
     return left

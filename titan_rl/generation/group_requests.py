@@ -1,4 +1,4 @@
-"""Requests of one group: the router or a shard of it, and every step around a request."""
+"""Requests of one group, and the steps around each request."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class GroupRequests:
         suspension: Suspension of a training group.
         room: Awaited before each attempt of a training group, so that the record keeps up.
         max_context: Largest number of tokens of prompt and completion together.
-        version: Version that the requests name, because the generators continue to later ones. Only validation groups
-            have one.
+        version: Version that the requests name, because the generators pull later ones meanwhile. Only for validation
+            groups.
     """
 
     def __init__(

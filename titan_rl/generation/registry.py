@@ -77,6 +77,6 @@ def make_engine(name: str, spec: EngineSpec) -> Engine:
     engine: Any = find_engine(name)(spec)
     if not isinstance(engine, Engine):
         raise ConfigError(
-            f"generation.engine = {name!r} gave {engine!r}, which is not an Engine; see titan_rl.generation.engine"
+            f"generation.engine = {name!r} returned {engine!r}, which is not an Engine; see titan_rl.generation.engine"
         )
     return engine

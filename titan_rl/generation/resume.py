@@ -227,9 +227,9 @@ class Resume:
 
 def _check(part: Completion, request: EngineRequest) -> None:
     if not isinstance(part, Completion):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"generate gave {type(part).__name__}; it must give a Completion")
+        raise TypeError(f"generate returned {type(part).__name__}; it must return a Completion")
     if request.sampling.return_routed_experts and part.token_ids and part.routed_experts is None:
-        raise GenerationError(f"request {request.request_id!r} asked for routed experts and got none")
+        raise GenerationError(f"request {request.request_id!r} asked for routed experts, but got none")
 
 
 class _FruitlessAttempts:

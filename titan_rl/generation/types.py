@@ -153,7 +153,7 @@ def read_back(engine: object, published: Mapping[str, TensorChecksum]) -> list[H
     A tensor that the engine keeps in another dtype is read if that dtype represents every value of the published one.
 
     Raises:
-        VerificationError: the engine finds that it does not compute with the weights that it was given.
+        VerificationError: the engine finds that it does not compute with the loaded weights.
     """
     if not published or not isinstance(engine, ReadableEngine):
         return []
@@ -216,7 +216,7 @@ def compare(published: Mapping[str, TensorChecksum], held: Iterable[Sequence[Hel
         listed = ", ".join(wrong[:NAMED]) + (f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else "")
         raise VerificationError(
             f"the engine does not hold the weights of version {version}: {len(wrong)} of its tensors differ from what "
-            f"was published: {listed}. It did not load all that it was given"
+            f"was published: {listed}. It has not loaded all of them"
         )
     total = sum(prod(each.shape) for each in published.values())
     share = sum(prod(published[name].shape) for name in unread) / total if total else 1.0

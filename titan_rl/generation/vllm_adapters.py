@@ -89,7 +89,7 @@ def load_adapter(worker: Any, adapter_id: int, items: Iterable[tuple[str, Any]],
     for name, tensor in items:
         matrix = matrices.get(name)
         if matrix is None:
-            raise StateDictError(f"the adapter has {name}, and the engine's model has no such layer to adapt")
+            raise StateDictError(f"the adapter has {name}, but the engine's model has no such layer to adapt")
         if tuple(tensor.shape) != matrix.global_shape:
             raise StateDictError(
                 f"{name} of the adapter has shape {tuple(tensor.shape)}; the engine's model needs {matrix.global_shape}"
@@ -163,7 +163,7 @@ class AdapterVersions:
         slots = range(first_id, first_id + spec.num_versions)
         self._versions: dict[int, int | None] = dict.fromkeys(slots)  # version in each slot, by vLLM's id
         self._newest = first_id
-        self.pinned: int | None = None  # version that is kept beside the newest, if it is loaded
+        self.pinned: int | None = None  # version that is kept in addition to the newest, if it is loaded
         requests.adapters[name] = request_of(self._newest)
 
     def load(self, items: Iterable[tuple[str, Any]], version: int, in_use: Collection[int]) -> None:

@@ -65,18 +65,18 @@ def problem_of(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
     Unknown names are detected only if vLLM is installed; it is not imported.
 
-    Example: `problem_of({"dtype": "float16"})` is `("dtype", "is what model.dtype says; set that instead")`.
+    Example: `problem_of({"dtype": "float16"})` is `("dtype", "is determined by model.dtype; set that instead")`.
     """
     known = _argument_names()
     for name in options:
         if name in OWN:
             setting = OWN[name]
             if setting is not None:
-                return name, f"is what {setting} says; set that instead"
-            return name, "is set by titan_rl, which works with no other value; leave it out"
+                return name, f"is determined by {setting}; set that instead"
+            return name, "is set by titan_rl, and no other value works; leave it out"
         if known and name not in known:
             close = get_close_matches(name, known - OWN.keys(), 1)
-            return name, "is no field of vLLM's EngineArgs" + (f"; did you mean {close[0]}?" if close else "")
+            return name, "is not a field of vLLM's EngineArgs" + (f"; did you mean {close[0]}?" if close else "")
     return None
 
 

@@ -90,7 +90,7 @@ class VLLMEngine:
                 keep_transformers_classes()
             limit = getattr(config.model_config.hf_text_config, "max_position_embeddings", spec.max_context)
             if spec.max_context > limit:
-                raise ValueError(f"max_context is {spec.max_context} and the model has {limit} positions")
+                raise ValueError(f"max_context is {spec.max_context}, but the model has {limit} positions")
             vocab_size = config.model_config.get_vocab_size()
             self._requests = VLLMRequests(spec.max_context, vocab_size, guesses=self._guesses)
             self._tied: bool = getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)

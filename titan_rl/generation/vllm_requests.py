@@ -119,8 +119,8 @@ def check_constraint(constraint: str) -> None:
         raise ValueError('its constraint is not a JSON object, such as {"type": "structural_tag", "format": {...}}')
     if has_xgrammar_unsupported_json_features(given):
         raise ValueError(
-            "its JSON schema uses what no grammar can enforce: multipleOf, uniqueItems, contains, an unknown "
-            "format, a pattern beside lengths, patternProperties or propertyNames beside properties, or several allOf"
+            "its JSON schema uses keywords that grammars cannot enforce: multipleOf, uniqueItems, contains, an unknown "
+            "format, pattern with lengths, patternProperties or propertyNames with properties, or several allOf"
         )
 
 
@@ -281,7 +281,7 @@ class VLLMRequests:
         if sampling.num_continued and (sampling.presence_penalty or sampling.frequency_penalty):
             raise RequestError(
                 f"request {request_id!r} was interrupted after {sampling.num_continued} tokens, and its presence or "
-                "frequency penalty counts the tokens of one attempt alone; send it again"
+                "frequency penalty counts only the tokens of one attempt; send it again"
             )
         try:
             return VLLMSamplingParams(

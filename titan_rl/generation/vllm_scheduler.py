@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from titan_rl.generation.adaptive_batch import AdaptiveLimit, Growth
 from titan_rl.generation.vllm_requests import ConstrainedIds
 
-SCORE_SLOTS = 8  # sequences run by themselves at a time, beside the requests that keep theirs
+SCORE_SLOTS = 8  # sequences scored at a time, in addition to the slots of requests
 
 
 class ScoringScheduler(Scheduler):
@@ -38,17 +38,17 @@ class ScoringScheduler(Scheduler):
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.allowed_logprobs: dict[str, float] = {}  # by constrained request of the last step; see `ConstrainedIds`
         self._newly_scheduled: list[str] = []
-        self._still: tuple[list[Request], Any] | None = None  # suspended running and waiting requests in `alone`
+        self._suspended: tuple[list[Request], Any] | None = None  # suspended running and waiting requests in `alone`
         self._num_extra_slots = 0  # additional slots in `with_extra_slots`
-        self._behind: Any = None  # requests that were waiting when `with_extra_slots` began
+        self._waiting_before: Any = None  # requests that waited when `with_extra_slots` began
 
     @contextmanager
     def alone(self) -> Generator[None]:
         """Context in which only requests added within the block are scheduled. Those that have not finished at its end
         are aborted."""
-        assert self._still is None, "requests run alone already"
+        assert self._suspended is None, "requests run alone already"
         num_slots = self.max_num_active_reqs
-        self._still = self.running, self.waiting
+        self._suspended = self.running, self.waiting
         self.running, self.waiting = [], create_request_queue(self.policy)
         self.max_num_active_reqs = SCORE_SLOTS
         try:
@@ -56,16 +56,16 @@ class ScoringScheduler(Scheduler):
         finally:
             left = [request.request_id for request in (*self.running, *self.waiting)]
             self.finish_requests(left, RequestStatus.FINISHED_ABORTED)
-            self.running, self.waiting = self._still
+            self.running, self.waiting = self._suspended
             self.max_num_active_reqs = num_slots
-            self._still = None
+            self._suspended = None
 
     @contextmanager
     def with_extra_slots(self) -> Generator[None]:
         """Context in which requests that are added before its first step get additional slots and do not wait, while
         all other requests continue. The added requests that have not finished at its end are aborted."""
         others, num_slots = {request.request_id for request in (*self.running, *self.waiting)}, self.max_num_active_reqs
-        self._behind, self.waiting = self.waiting, create_request_queue(self.policy)
+        self._waiting_before, self.waiting = self.waiting, create_request_queue(self.policy)
         self._num_extra_slots = SCORE_SLOTS
         self.max_num_active_reqs = num_slots + SCORE_SLOTS
         try:
@@ -84,15 +84,15 @@ class ScoringScheduler(Scheduler):
         return blocks * groups <= self.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def _join_waiting(self) -> None:
-        if self._behind is not None:
-            behind, self._behind = self._behind, None
+        if self._waiting_before is not None:
+            behind, self._waiting_before = self._waiting_before, None
             for request in behind:
                 self.waiting.add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._join_waiting()
-        if self._still is not None:
-            self._make_room(*self._still)
+        if self._suspended is not None:
+            self._make_room(*self._suspended)
         output = super().schedule(*args, **kwargs)
         self._newly_scheduled += (request.req_id for request in output.scheduled_new_reqs)
         return output
@@ -163,7 +163,7 @@ class AdaptiveScheduler(ScoringScheduler):
         self._left: list[tuple[Growth, bool]] = []  # requests that left since the last step, and whether by an abort
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self._still is None:
+        if self._suspended is None:
             for growth, was_aborted in sorted(self._left):  # each rank aborts the requests of a step in another order
                 self._adaptive.ended(growth, was_aborted=was_aborted)
             self._left.clear()
@@ -178,7 +178,7 @@ class AdaptiveScheduler(ScoringScheduler):
         return max(0, sum(request.num_computed_tokens for request in self.running) - int(held))
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self._still is None:
+        if self._suspended is None:
             self._left.append((_growth(request), request.status is RequestStatus.FINISHED_ABORTED))
         return super()._free_request(request, *args, **kwargs)
 

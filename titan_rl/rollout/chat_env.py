@@ -171,7 +171,7 @@ async def _unless(time_is_up: asyncio.Event, reply: Any) -> ChatReply | None:
             return None
         answer: Any = await replying
         if not isinstance(answer, ChatReply):
-            raise TypeError(f"the policy gave {type(answer).__name__}; it must give a ChatReply")
+            raise TypeError(f"the policy returned {type(answer).__name__}; it must return a ChatReply")
         return answer
     finally:
         replying.cancel()

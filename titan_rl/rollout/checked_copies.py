@@ -64,16 +64,16 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
         ValueError: a logprob is positive, a logprob or a metric is not finite, or there are too many tokens.
     """
     if not isinstance(given, Completion):
-        raise TypeError(f"generate gave {type(given).__name__}; it must give a Completion")
+        raise TypeError(f"generate returned {type(given).__name__}; it must return a Completion")
     if len(given.token_ids) > max_tokens:
         raise ValueError(
-            f"generate gave {len(given.token_ids)} tokens; it was asked for sampling.max_tokens = {max_tokens} at most"
+            f"generate returned {len(given.token_ids)} tokens; it must be at most sampling.max_tokens = {max_tokens}"
         )
     logprobs = _logprobs_of(given.logprobs)
     metrics = dict(given.metrics)
     for name, value in metrics.items():
         if not math.isfinite(value):
-            raise ValueError(f"generate gave metrics[{name!r}] = {value}; it must be finite")
+            raise ValueError(f"generate returned metrics[{name!r}] = {value}; it must be finite")
     token_ids = given.token_ids
     if not _are_packed(token_ids):
         token_ids = token_array(token_ids_of(token_ids, "the completion"))
@@ -105,16 +105,16 @@ def _logprobs_of(logprobs: Sequence[float]) -> NumberArray[float]:
         packed = logprob_array(logprobs)
     except TypeError as error:
         wrong = next((one for one in logprobs if float_or_none(one) is None), logprobs)
-        raise TypeError(f"generate gave a logprob of {safe_repr(wrong)[:100]}; each must be a number") from error
+        raise TypeError(f"generate returned a logprob of {safe_repr(wrong)[:100]}; each must be a number") from error
     if not packed.is_finite():
         wrong = next(logprob for logprob in packed if not math.isfinite(logprob))
-        raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")
+        raise ValueError(f"generate returned a logprob of {wrong}; each must be finite")
     if packed and packed.most() > ROUNDING:
-        raise ValueError(f"generate gave a logprob of {packed.most():g}; each must be at most 0")
+        raise ValueError(f"generate returned a logprob of {packed.most():g}; each must be at most 0")
     return packed
 
 
-def completion_to_give(own: Completion) -> Completion:
+def completion_for_user(own: Completion) -> Completion:
     """Copy of a completion for user code, which may change it: tokens and logprobs are shared, but immutable. Routed
     experts and top logprobs are left out, since only training needs them."""
     return Completion(

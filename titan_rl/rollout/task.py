@@ -242,7 +242,7 @@ def measured(task: Task, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         given: Any = task.measure(groups)
         figures = {name: float(value) for name, value in given.items()}
         if not all(isinstance(name, str) and math.isfinite(value) for name, value in figures.items()):
-            raise wrong_result(task, "measure", f"it gave {given!r}; it must give finite numbers by name")
+            raise wrong_result(task, "measure", f"it returned {given!r}; it must return finite numbers by name")
     return figures
 
 
@@ -255,7 +255,7 @@ def drop_reason(task: FilteringTask, group: RolloutGroup) -> str | None:
     with calling(f"drop_reason of group {group.group_id!r}"):
         reason: Any = task.drop_reason(group)
         if reason is not None and not isinstance(reason, str):
-            text = f"it gave {reason!r}; it must give a metric's name, or None to train on the group"
+            text = f"it returned {reason!r}; it must return a metric's name, or None to train on the group"
             raise wrong_result(task, "drop_reason", text)
     return reason
 

@@ -223,7 +223,7 @@ class SimulatedReplica:
             await asyncio.sleep(self._cost.load)
             self.version = max(self.version, *(version for version, _ in pulls))
             for _, done in pulls:
-                if not done.done():  # otherwise the caller has given up
+                if not done.done():  # otherwise the caller was cancelled
                     done.set_result(None)
 
     def _admit(self) -> None:

@@ -33,7 +33,7 @@ class BoundedCall(Generic[T]):
 
     Args:
         what: Name of the call in messages.
-        error_type: Raised instead of errors that are no `Exception`, such as SystemExit or a panic of native code,
+        error_type: Raised instead of errors that are not an `Exception`, such as SystemExit or a panic of native code,
             which would end the caller or the event loop. The original error is the cause.
         late: Message of `OutOfTimeError`.
     """
@@ -101,7 +101,7 @@ class BoundedCall(Generic[T]):
         try:
             return task.result()
         except asyncio.CancelledError as error:
-            self._close_what_never_began()
+            self._close_unstarted()
             raise StrayCancellationError(f"{self._what} was cancelled, although nobody requested it") from error
 
     def _expire(self) -> None:
@@ -128,13 +128,13 @@ class BoundedCall(Generic[T]):
             except asyncio.CancelledError as error:
                 cancelled = error
         if task.done():
-            self._close_what_never_began()
+            self._close_unstarted()
         else:
             seconds = f"{self._cleanup_s:g} s"
             logger.warning("%s does not end within %s of its cancellation, and is abandoned", self._what, seconds)
         return cancelled
 
-    def _close_what_never_began(self) -> None:
+    def _close_unstarted(self) -> None:
         """Close a coroutine whose task was cancelled before it started."""
         if inspect.iscoroutine(self._work):
             self._work.close()

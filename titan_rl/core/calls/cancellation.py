@@ -1,5 +1,5 @@
-"""Ownership of cancellations, of Ctrl-C, and of the error that ends a program; concurrent calls of which the first
-failure cancels the others.
+"""Ownership of cancellations, of Ctrl-C, and of the error that ends a program; concurrent calls that are cancelled at
+the first failure.
 
 A task obeys its own cancellation. But awaiting a future of a closed client, or a task that a judge cancelled itself,
 also raises `CancelledError`, in a task that nobody has cancelled: this is a failure of the awaited code. `except
@@ -35,7 +35,7 @@ def cancel_requested(task: asyncio.Task[Any] | None = None) -> bool:
 
 @contextmanager
 def stray_cancellation_fails(what: str) -> Generator[None]:
-    """Context around awaits of user code in which a cancellation that nobody requested becomes an error.
+    """Context around awaits of user code, which turns a cancellation that nobody requested into an error.
 
     Example:
 

@@ -72,7 +72,9 @@ def find_function(setting: str, name: str, known: Mapping[str, T], kind: type[T]
 
     module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise ConfigError(f'{setting} = {name!r} is none of {", ".join(known)}, nor "module:{noun.lower()}"')
+        raise ConfigError(
+            f'{setting} = {name!r} is unknown; it must be one of {", ".join(known)}, or "module:{noun.lower()}"'
+        )
     try:
         found = find_attribute(import_module(module_name), attribute)
     except ConfigError as error:
@@ -93,7 +95,7 @@ def name_of(function: object) -> str | None:
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import `module`, which the optional dependencies `extra` bring.
+    """Import `module`, which the extra `extra` installs.
 
     Example: `torch = require("torch", "cpu")`.
 

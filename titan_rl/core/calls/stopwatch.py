@@ -234,7 +234,7 @@ SILENCE_S = 3.0
 @contextmanager
 def moving_with_tokens(is_streamed: bool = True) -> Generator[Callable[[bool], None]]:
     """Context of a streamed request, in which time counts from the first tokens on. Call the yielded function for each
-    message of the request: True if it has tokens, False if it has none, as of a request that waits in the engine.
+    message of the request: True if it has tokens, False if not, for example while the request waits in the engine.
 
     Before the first tokens, a request whose prompt is computed cannot be distinguished from one that queues; its answer
     reports the difference. Later silence counts for `SILENCE_S`, because a running engine sends messages more often.
@@ -274,7 +274,7 @@ class StreamedRequest:
         if self._ended or not (has_tokens or self._silent_at is not None):
             return
         now = self._loop.time()
-        self._forgive_what_is_late(now)
+        self._forgive_late_silence(now)
         if not has_tokens:
             self._fall_silent()
             return
@@ -285,7 +285,7 @@ class StreamedRequest:
             self._timer = self._loop.call_at(self._silent_at, self._check_silence)
 
     def end(self) -> None:
-        self._forgive_what_is_late(self._loop.time())
+        self._forgive_late_silence(self._loop.time())
         self._break_silence()
         if self._timer is not None:
             self._timer.cancel()
@@ -299,7 +299,7 @@ class StreamedRequest:
         if now < self._silent_at - ROUNDING_S:
             self._timer = self._loop.call_at(self._silent_at, self._check_silence)
             return
-        self._forgive_what_is_late(now)
+        self._forgive_late_silence(now)
         self._fall_silent()
 
     def _fall_silent(self) -> None:
@@ -311,7 +311,7 @@ class StreamedRequest:
             self._silence.end()
             self._silence = None
 
-    def _forgive_what_is_late(self, now: float) -> None:
+    def _forgive_late_silence(self, now: float) -> None:
         """Deduct silence that this loop noticed late because it was blocked."""
         if self._silence is None and self._silent_at is not None and now > self._silent_at:
             self._watch.forgive(now - self._silent_at)

@@ -190,7 +190,7 @@ class DaemonThreads:
         while job is not None:
             job.run()
             with self._lock:
-                if job.given_up:
+                if job.abandoned:
                     return
                 job.finished = True
                 job = self._next()
@@ -203,12 +203,12 @@ class DaemonThreads:
                 return job
         return None
 
-    def give_up(self, job: _Job) -> None:
-        """Leave a job whose time is up, and give its place to the next."""
+    def abandon(self, job: _Job) -> None:
+        """Abandon a job whose time is up, and start the next one in its place."""
         with self._lock:
             if job.finished:
                 return
-            job.given_up = True
+            job.abandoned = True
             self._threads -= 1
             if (waiting := self._next()) is not None:
                 self._start(waiting)
@@ -216,11 +216,11 @@ class DaemonThreads:
 
 
 class _Job:
-    """Function call that an event loop waits for. `finished` and `given_up` belong to the pool's lock."""
+    """Function call that an event loop waits for. `finished` and `abandoned` belong to the pool's lock."""
 
     def __init__(self, fn: Callable[[], object], timeout_s: float | None, pool: DaemonThreads) -> None:
         self.timeout_s = timeout_s
-        self.finished = self.given_up = False
+        self.finished = self.abandoned = False
         self._thread_id: int | None = None
         self._fn = fn
         self._pool = pool
@@ -254,7 +254,7 @@ class _Job:
             self.outcome.set_result(outcome)
 
     def _late(self) -> None:
-        self._pool.give_up(self)
+        self._pool.abandon(self)
         if not self.outcome.done():
             late = OutOfTimeError(f"it took longer than {self.timeout_s:g} s")
             record_location(late, thread_location(self._thread_id))

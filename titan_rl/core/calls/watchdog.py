@@ -25,9 +25,9 @@ _ADVICE = {
     "reward": "Await instead, or let this reward run in threads: in_thread=True",
     "task": "A task's functions are called on the event loop, and cannot await: load and prepare data when the task is "
     "made, so that they only pick from it",
-    "advantage": "An advantage function is called on the event loop, and is only to compute: wait in a reward",
-    "filter": "A filter is called on the event loop, and is only to look at its group: wait in a reward",
-    "other": "Await instead, or let it run in a thread, as by asyncio.to_thread",
+    "advantage": "An advantage function is called on the event loop, and must only compute: wait in a reward",
+    "filter": "A filter is called on the event loop, and must only inspect its group: wait in a reward",
+    "other": "Await instead, or let it run in a thread, for example with asyncio.to_thread",
 }
 _CALLERS = {  # module and function of titan_rl that call code of each kind
     ("rollout/group/boundary.py", "make"): "environment",
@@ -51,7 +51,7 @@ class LoopWatchdog:
 
     Example of a message:
 
-        the event loop has stood still for 5 s: envs.py:17 in step blocks it. ...
+        the event loop has been blocked for 5 s: envs.py:17 in step blocks it. ...
 
     Args:
         console: Shows each message, which is also logged. It is called from the watching thread.
@@ -102,8 +102,8 @@ class LoopWatchdog:
             self._report(f"the event loop continues after {took:.0f} s")
         elif took >= self._blocked_after_s:  # this thread could not run either
             self._report(
-                f"the event loop has stood still for {took:.0f} s, and so have all threads: the process was stopped, "
-                "or a call held Python's lock, as a slow regular expression does"
+                f"the event loop and all threads have been blocked for {took:.0f} s: the process was stopped, "
+                "or a call held the GIL, as a slow regular expression does"
             )
 
     def _report_blocker(self, seconds: float) -> None:
@@ -115,7 +115,7 @@ class LoopWatchdog:
         blocker = innermost(callback) or f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
         logger.warning("the event loop is blocked at:\n%s", "".join(traceback.format_list(stack)))
         self._report(
-            f"the event loop has stood still for {seconds:.0f} s: {blocker} blocks it, and nothing else runs. "
+            f"the event loop has been blocked for {seconds:.0f} s: {blocker} blocks it, and nothing else runs. "
             f"{_advice(callback)}"
         )
 
@@ -124,7 +124,7 @@ class LoopWatchdog:
         if self._console is not None:
             try:
                 self._console.warning(text)
-            except BaseException as error:  # the watchdog continues, whatever the console raises
+            except BaseException as error:  # the watchdog continues if the console fails
                 logger.warning("the message was not shown: %r", error)
 
 

@@ -115,7 +115,7 @@ class PendingCall:
             if self.request.sampling.constraint is not None:
                 self._allowed_logprobs.extend(delta.allowed_logprobs or ())
         except (TypeError, OverflowError) as error:
-            return f"got what are no tokens: {error}"
+            return f"got invalid tokens: {error}"
         if delta.prompt_scores is not None:
             self._prompt_scores = delta.prompt_scores
         if delta.metrics:
@@ -146,7 +146,7 @@ class PendingCall:
     def completion(self, finish_reason: FinishReason) -> Completion:
         """All tokens so far."""
         metrics = self._metrics
-        metrics.setdefault("queue_s", self._clock.now() - self.created_at)  # of a request that never ran
+        metrics.setdefault("queue_s", self._clock.now() - self.created_at)  # the request never ran
         if self._first_token_at is not None:
             metrics["time_to_first_token_s"] = self._first_token_at - self.created_at
             gaps = max(1, len(self.token_ids) - 1)
@@ -187,7 +187,7 @@ class Weights:
     items: Items
     verify: Verify | None = None  # checks the loaded engine, and raises if the weights are wrong
     published: Mapping[str, TensorChecksum] = field(default_factory=dict[str, TensorChecksum])
-    pinned: int | None = None  # version that an engine which pins versions keeps beside this one
+    pinned: int | None = None  # version that an engine which pins versions keeps in addition
 
 
 class PendingPull:

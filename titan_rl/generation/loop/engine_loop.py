@@ -132,7 +132,7 @@ class EngineLoop:
         Raises:
             RequestError: this request can never run.
             GenerationError: the loaded weights are unknown because a pull failed and no later one has succeeded yet; or
-                the engine gave the request up, or returned a token without its logprob or requested routed experts.
+                the engine abandoned the request, or returned a token without its logprob or requested routed experts.
             EngineDeadError: the loop has ended, or ends before the completion.
         """
         self._require_started()
@@ -164,8 +164,10 @@ class EngineLoop:
             async with asyncio.timeout(timeout_s):
                 await self._barrier(None if request_ids is None else tuple(request_ids))
         except TimeoutError:
-            left = self._state.give_up()
-            logger.warning("the engine did not return from its step in %g s; gave up on %d requests", timeout_s, left)
+            left = self._state.abandon()
+            logger.warning(
+                "the engine did not return from its step within %g s; abandoned %d requests", timeout_s, left
+            )
 
     async def pause(self, mode: PauseMode | str, *, timeout_s: float = 30.0) -> None:
         """Stop stepping until `resume`; pulls and aborts are still carried out. Returns when the pause holds, and in
@@ -190,7 +192,7 @@ class EngineLoop:
                     await drained
             except TimeoutError:
                 late = self._state.running_ids
-                logger.warning("pause('wait') gave up on %d requests after %g s and aborts them", len(late), timeout_s)
+                logger.warning("pause('wait') aborts %d requests after %g s", len(late), timeout_s)
         elif mode is PauseMode.SLEEP:
             asleep: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._state.pause(mode, asleep)
@@ -211,8 +213,7 @@ class EngineLoop:
         self._state.resume()
 
     async def set_paused(self, mode: PauseMode | None) -> None:
-        """Pause in this mode, or resume with None, whatever the present state. Idempotent, because a router repeats
-        calls whose answers were lost.
+        """Pause in this mode, or resume with None. Idempotent, because a router repeats calls whose answers were lost.
 
         Raises:
             EngineDeadError: the loop has ended.

@@ -154,7 +154,7 @@ class EngineRank:
             try:
                 check_sampling(self.engine, request)
                 if request.version is not None and not self.pins_versions:
-                    raise GenerationError(f"request {request.request_id!r} names a version, and the engine pins none")
+                    raise GenerationError(f"request {request.request_id!r} names a version, but the engine pins none")
                 self.engine.add(request)
             except BaseException as error:  # nothing is awaited here, so a CancelledError is the engine's own
                 # An error that the engine did not foresee is caused by the request, and would happen on every replica.
@@ -178,7 +178,7 @@ class EngineRank:
         """
         if not isinstance(self.engine, SleepingEngine):
             raise EngineDeadError(
-                f"{type(self.engine).__name__} cannot sleep; set scheduling.on_batch_ready to something else than "
+                f"{type(self.engine).__name__} cannot sleep; set scheduling.on_batch_ready to a value other than "
                 "'sleep'"
             )
         self._distrusted.add("")  # the weights are gone
@@ -189,11 +189,11 @@ class EngineRank:
         self.engine.wake()
 
     @contextmanager
-    def together(self, complaint: str) -> Generator[None]:
+    def together(self, message: str) -> Generator[None]:
         """Run the block on every rank. If it fails on one, it fails on all.
 
         Args:
-            complaint: Beginning of the message for errors that are not `StateDictError`s.
+            message: Beginning of the message for errors that are not `StateDictError`s.
 
         Raises:
             StateDictError: the block failed on this rank or on another one.
@@ -204,7 +204,7 @@ class EngineRank:
         except StateDictError as error:
             own_error = error
         except BaseException as error:
-            own_error = with_cause(StateDictError(f"{complaint}: {summary(error)}"), error)
+            own_error = with_cause(StateDictError(f"{message}: {summary(error)}"), error)
         problem = agree(self.ranks, None if own_error is None else str(own_error))
         if own_error is not None:
             raise own_error
@@ -224,7 +224,7 @@ class EngineRank:
             if isinstance(self.engine, PinningEngine):
                 self.engine.pin(weights.pinned, adapter)
             policy.load_state_dict(weights.items, version)
-        # KV computed under unknown weights is never offered again, whatever the policy.
+        # KV computed with unknown weights is never reused, regardless of the policy.
         if self._kv_policy.reset_prefix_cache or distrusted:
             policy.reset_prefix_cache(recompute_running=self._kv_policy.running == "recompute")
 
@@ -240,12 +240,12 @@ class EngineRank:
         """
         if not weights.published:
             return None
-        with self.together("the weights loaded could not be read"):
+        with self.together("the loaded weights could not be read"):
             own = read_back(policy_of(self.engine, adapter), weights.published)
         held = self.ranks.gather(own)
         if not any(held):
             return None
-        with self.together("the weights loaded differ"):
+        with self.together("the loaded weights differ"):
             return compare(weights.published, held, version)
 
     def verify(self, weights: Weights, adapter: str = "") -> None:
@@ -255,7 +255,7 @@ class EngineRank:
             StateDictError: the check failed on a rank. The loaded weights stay unknown; see `load`.
         """
         if weights.verify is not None:
-            with self.together("the weights loaded could not be verified"):
+            with self.together("the loaded weights could not be verified"):
                 weights.verify(policy_of(self.engine, adapter))
         self._distrusted.discard(adapter)
 

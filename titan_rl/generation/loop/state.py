@@ -69,7 +69,7 @@ class LoopState:
         self._versions: defaultdict[str, int] = defaultdict(lambda: version)
         self._waiting: dict[str, PendingCall] = {}  # by request id
         self._running: dict[str, PendingCall] = {}
-        self._aborting: set[str] = set()  # running requests that the engine is to forget
+        self._aborting: set[str] = set()  # running requests that the engine must forget
         self._pulls: list[PendingPull] = []
         self._barriers: Waiters = []  # resolved between two steps, when nothing is being aborted
         self._drained: Waiters = []  # resolved when nothing runs
@@ -155,7 +155,7 @@ class LoopState:
             else:
                 self._outbox.resolve(barrier, None)
 
-    def give_up(self) -> int:
+    def abandon(self) -> int:
         """Resolve the calls that are being aborted, without waiting for the engine. Returns their number."""
         with self._changing():
             calls = [self._running.pop(request_id) for request_id in self._aborting if request_id in self._running]
@@ -196,7 +196,7 @@ class LoopState:
             if (cause := self._distrusted.get(adapter)) is not None:
                 raise StateDictError(
                     f"version {version} is older than version {loaded}, which was served, and is not loaded; the"
-                    f" weights loaded are unknown ({cause}), so pull version {loaded} or a newer one"
+                    f" loaded weights are unknown ({cause}), so pull version {loaded} or a newer one"
                 )
             return PullResult(loaded, load_s=0.0, verify_s=0.0, stall_s=0.0)
 
@@ -274,7 +274,7 @@ class LoopState:
         """Fail the requests that a step has rejected, and pass its tokens to the others.
 
         Returns:
-            Requests that failed because of their tokens, which the engine is to forget.
+            Requests that failed because of their tokens, which the engine must forget.
         """
         failed: list[str] = []
         with self._lock:
@@ -349,7 +349,7 @@ class LoopState:
                     call.mark(version)
 
     def distrust(self, cause: Exception, adapter: str) -> tuple[str, ...]:
-        """Fail all requests of an adapter until a pull succeeds. Returns the requests that the engine is to forget."""
+        """Fail all requests of an adapter until a pull succeeds. Returns the requests that the engine must forget."""
         with self._lock:
             self._distrusted[adapter] = cause
             running = [call for call in self._running.values() if call.request.adapter == adapter]
@@ -381,7 +381,7 @@ class LoopState:
 
     def _distrust_error(self, adapter: str) -> GenerationError:
         cause = self._distrusted[adapter]
-        error = GenerationError(f"the weights loaded are unknown, since a pull failed ({cause}); pull again")
+        error = GenerationError(f"the loaded weights are unknown, since a pull failed ({cause}); pull again")
         return with_cause(error, cause)
 
     def _resolve(self, waiters: Waiters) -> None:

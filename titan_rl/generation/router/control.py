@@ -170,7 +170,7 @@ class Puller:
         self._handle_unavailable(version, failed)
         if not self._pulled():
             await self._wait_for_one(version, failed)
-        await self._shards.settle()  # none sends to a replica that has the old version
+        await self._shards.settle()  # then no shard sends to a replica with the old version
         return PullReport(version, self._pulled(), failed, tuple(aborted))
 
     def _pulled(self) -> tuple[str, ...]:
@@ -211,7 +211,7 @@ class Puller:
         """Quarantine the replicas that could not get the version. If no replica has it, all keep the old version.
 
         Raises:
-            UnavailableWeightsError: no replica has the version, and the pull is given up.
+            UnavailableWeightsError: no replica has the version, and the pull is abandoned.
         """
         without = {
             replica: error
@@ -219,7 +219,7 @@ class Puller:
             if isinstance(error := failed.get(replica.name), UnavailableWeightsError)
             and not self._target.has_version(replica)
         }
-        if without and self._give_up(version):
+        if without and self._abandon(version):
             for replica in without:
                 self._pool.admit(replica)
             cause = next(iter(without.values()))
@@ -227,7 +227,7 @@ class Puller:
         for replica, error in without.items():
             self._pool.quarantine(replica, error)
 
-    def _give_up(self, version: int) -> bool:
+    def _abandon(self, version: int) -> bool:
         """Return to the previous version, unless a replica has loaded this one or a newer one was requested."""
         target = self._target
         if target.version != version or (target.loaded is not None and target.loaded >= version):
@@ -260,5 +260,5 @@ class Puller:
                 return
             except TimeoutError:
                 cause = self._pool.last_error
-                self._give_up(version)
+                self._abandon(version)
         raise StateDictError(f"no replica serves with version {version}: {cause!r}") from cause

@@ -36,7 +36,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Outcome of an attempt that the router ended, so that the request continues elsewhere."""
+    """Outcome of an attempt that the router ended, so that the request continues on another replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +216,8 @@ class Dispatcher:
             if all(failure.outlived for failure in alike):
                 names = ", ".join(failure.replica.name for failure in alike)
                 raise RequestError(
-                    f"request {request.request_id!r} failed {len(alike)} times in the same way, on {names}, which went "
-                    f"on to serve others: {last.error!r}"
+                    f"request {request.request_id!r} failed {len(alike)} times in the same way, on {names}, which then "
+                    f"served others: {last.error!r}"
                 ) from last.error
         self._pool.quarantine(last.replica, last.error, last.epoch)
 

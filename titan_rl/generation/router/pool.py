@@ -67,7 +67,7 @@ class PooledReplica:
         self.last_seen_at = 0.0  # time of the last sign of life, by the event loop's clock
         self.takes_aborts = True  # whether the last abort succeeded
         self.pulling = asyncio.Lock()
-        self.pull_limit: asyncio.Timeout | None = None  # of the pull in flight
+        self.pull_limit: asyncio.Timeout | None = None  # time limit of the pull in flight
         self.pausing = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -154,7 +154,7 @@ class Aborts:
         except Exception as error:
             if replica.takes_aborts:
                 count = len(engine_ids)
-                logger.warning("replica %s did not take an abort of %d requests: %r", replica.name, count, error)
+                logger.warning("replica %s did not accept an abort of %d requests: %r", replica.name, count, error)
             replica.takes_aborts = False
             return False
         replica.takes_aborts = True
@@ -456,8 +456,8 @@ class Pool:
         count, serving = len(self._replicas), self._num_serving
         if serving:
             are = "generator serves" if serving == 1 else "generators serve"
-            return f"{serving} {are}, and {self.least} are the least"
-        return f"none of {count} generators is in service" if count else "there is no generator"
+            return f"{serving} {are}, but at least {self.least} must"
+        return f"none of {count} generators is in service" if count else "there are no generators"
 
     async def close(self) -> None:
         """Remove and close all replicas. Errors are logged, and a call past its limit is abandoned."""

@@ -32,7 +32,7 @@ class Limits:
     finish_s: float = 300.0  # pause("wait"): requests finish; the rest is aborted
     abort_s: float = 30.0  # aborted requests return; the rest is cancelled
     reabort_interval_s: float = 2.0  # pause before an abort is repeated for requests that reached their engine after it
-    cancel_s: float = 5.0  # cancelled calls and tasks end; the rest is logged and left behind
+    cancel_s: float = 5.0  # cancelled calls and tasks end; the rest is logged and abandoned
     call_s: float = 10.0  # one pause, resume, abort or close call to a replica
     shard_s: float = 60.0  # a shard acknowledges a message, not counting the time for carrying it out
     share_s: float = 0.25  # interval between two exchanges of the load of shards
@@ -71,7 +71,7 @@ class Replica(Protocol):
 
     async def pull(self, version: int) -> int | None:
         """Load the weights of `version`, with requests running or not. Loaded weights never go back: a replica keeps
-        newer weights, which it has if an earlier pull ended after the router had given up on that pull.
+        newer weights, which it has if an earlier pull ended after the router had abandoned it.
 
         Returns:
             Version that is loaded afterwards. None stands for `version`.
@@ -183,7 +183,9 @@ class ReplicaCalls:
         if loaded is None:
             return version
         if loaded < version:
-            raise StateDictError(f"replica {self._replica.name} was to pull version {version} and has version {loaded}")
+            raise StateDictError(
+                f"replica {self._replica.name} was asked to pull version {version}, but has version {loaded}"
+            )
         return loaded
 
     async def pause(self, mode: PauseMode) -> None:
@@ -274,7 +276,7 @@ class BackgroundTasks:
         _, left = await asyncio.wait(self._tasks, timeout=timeout_s)
         if left:
             names = [task.get_name() for task in left]
-            logger.warning("gave up on %d tasks after %g s: %s", len(left), timeout_s, names)
+            logger.warning("abandoned %d tasks after %g s: %s", len(left), timeout_s, names)
 
     def _done(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)

@@ -491,7 +491,7 @@ class Shards:
                 return await link.call(number, message)
         except Exception as error:
             if link in self._shards:
-                logger.warning("shard %s is given up: %r", link.name, error)
+                logger.warning("shard %s is removed: %r", link.name, error)
                 self.leave(link)
                 link.end(f"it did not follow the router: {error!r}")
             return Ended()

@@ -349,5 +349,5 @@ def make_strategy(name: str) -> Strategy:
     except Exception as error:
         raise ConfigError(f"routing.strategy = {name!r} failed: {describe(error)}") from error
     if not isinstance(strategy, Strategy):
-        raise ConfigError(f"routing.strategy = {name!r} gave {strategy!r}; it must give a Strategy for its router")
+        raise ConfigError(f"routing.strategy = {name!r} returned {strategy!r}; it must return a Strategy")
     return strategy

@@ -86,7 +86,7 @@ class GrowingPrompt:
         most = MAX_CONTEXT.get()
         if most is not None and size > most * LONGEST_TOKEN:
             raise PromptTooLongError(
-                f"{whose} gave messages of {size:,} characters, which cannot fit into max_context = {most} tokens"
+                f"{whose} returned messages of {size:,} characters, which cannot fit into max_context = {most} tokens"
             )
         return self.after(messages) if size < LONG_TEXT else await in_thread(self.after, messages)
 
@@ -123,7 +123,7 @@ class GrowingPrompt:
             return None
         if wrong := [call for call in parsed.tool_calls if not hasattr(call, "status")]:
             raise TypeError(
-                f"parse_response of the renderer gave {safe_repr(wrong[0])} among its tool_calls; each must be "
+                f"parse_response of the renderer returned {safe_repr(wrong[0])} among its tool_calls; each must be "
                 "an object with name, arguments, status and id, see titan_rl.rollout.renderer.ParsedToolCall"
             )
         is_complete = parsed.reasoning_complete is not False and all(

@@ -140,7 +140,7 @@ class CallsInThread:
         self._awaits = awaits
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._gave_up = self._is_ended = False
+        self._has_abandoned_call = self._is_ended = False
 
     @property
     def has_started(self) -> bool:
@@ -159,14 +159,14 @@ class CallsInThread:
             if call.answer.cancelled():
                 record_location(error, call.location() or thread_location(self._thread.ident))
                 call.abandon()
-                self._gave_up = True
-                logger.warning("gave up on a call in thread %s", self._thread.name)
+                self._has_abandoned_call = True
+                logger.warning("abandoned a call in thread %s", self._thread.name)
             raise
 
     async def end_with(self, method: Callable[[], Any]) -> Any:
         """Make the last call and return its result, or None if the call is queued behind an abandoned one."""
         try:
-            if not self._gave_up:
+            if not self._has_abandoned_call:
                 return await self.run(method)
             last = _Call(method, (), self._awaits)
             last.answer.add_done_callback(_log_failure)
@@ -269,7 +269,7 @@ def expected(given: Any, kind: type[T], env: object, name: str) -> T:
     """Check the result `given` of an environment's method.
 
     Raises:
-        TypeError: the result is not a `kind`: "step of task.py:31 gave a float; a MessageStep is expected".
+        TypeError: the result is not a `kind`: "step of task.py:31 returned a float; a MessageStep is expected".
     """
     if isinstance(given, kind):
         return given
@@ -279,7 +279,7 @@ def expected(given: Any, kind: type[T], env: object, name: str) -> T:
     location = None if method is None else source_location(method)
     whose = f"{name} of {type(env).__name__}" if location is None else f"{name} of {location.partition(' in ')[0]}"
     what = "None" if given is None else _with_article(type(given).__name__)
-    raise TypeError(f"{whose} gave {what}; {_with_article(kind.__name__)} is expected")
+    raise TypeError(f"{whose} returned {what}; {_with_article(kind.__name__)} is expected")
 
 
 def _with_article(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.calls.user_code import Failure, summary
 from titan_rl.core.plain_data import snapshot
-from titan_rl.rollout.checked_copies import completion_of, completion_to_give, messages_of, token_ids_of
+from titan_rl.rollout.checked_copies import completion_for_user, completion_of, messages_of, token_ids_of
 from titan_rl.rollout.environment.types import MessagePlayer, Player, SeatOutError, TokenPlayer, TokenSeat
 from titan_rl.rollout.group.boundary import EnvCalls, RolloutEnded, TimeBudget, TimeIsUp, UserCodeBoundary
 from titan_rl.rollout.group.turns import LAST_CALL_S, RETURN_S, TurnTaker, turn_seed, used_up
@@ -155,7 +155,7 @@ def rollouts_of_seats(game: Rollout, given: Any) -> list[Rollout]:
         TypeError, ValueError: the result of `players` does not name a player for each seat, or the policy plays none.
     """
     if not isinstance(given, Mapping):
-        raise TypeError(f"players gave {type(given).__name__}; it must map the names of seats to their players")
+        raise TypeError(f"players returned {type(given).__name__}; it must map the names of seats to their players")
     players = cast("Mapping[Any, Any]", given)
     for name, player in players.items():
         if not (isinstance(name, str) and SEAT_NAME.fullmatch(name)):
@@ -164,7 +164,7 @@ def rollouts_of_seats(game: Rollout, given: Any) -> list[Rollout]:
             raise TypeError(f'seat {name!r} has {player!r}; it must be "policy", a TokenPlayer or a MessagePlayer')
     trained = [name for name, player in players.items() if player == "policy"]
     if not trained:
-        raise ValueError(f'of the seats {list(players)} the policy plays none; give one of them "policy"')
+        raise ValueError(f'the policy plays none of the seats {list(players)}; assign "policy" to one of them')
     return [
         Rollout(f"{game.rollout_id}/{name}", game.group_id, game.sibling, game.sample, seat=name) for name in trained
     ]
@@ -241,7 +241,7 @@ class _Seat:
 
     def reward(self, name: str, value: float) -> None:
         if not isinstance(name, str) or not math.isfinite(value):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"seat {self.name!r} is given the reward {name!r}: {value!r}; it must be a finite number")
+            raise ValueError(f"seat {self.name!r} got the reward {name!r}: {value!r}; it must be a finite number")
 
     @contextmanager
     def _answering(self) -> Generator[None]:
@@ -289,7 +289,7 @@ class _PolicySeat(_Seat):
         completion = self._rollout.turns[-1].completion
         if completion.finish_reason is FinishReason.LENGTH:
             self.leave(RolloutStatus.TRUNCATED_LENGTH, "an answer used up the token budget")
-        return completion_to_give(completion)
+        return completion_for_user(completion)
 
     def record(self, messages: Sequence[Message]) -> None:
         self._rollout.messages.extend(messages_of(messages))
@@ -356,7 +356,7 @@ class _OtherSeat(_Seat):
         if isinstance(answer, str):
             return {"role": "assistant", "content": answer}
         if not isinstance(answer, Mapping):
-            raise TypeError(f"it said {answer!r}; a reply is text or a message")
+            raise TypeError(f"it returned {answer!r}; a reply must be text or a message")
         return snapshot(answer)
 
     async def _within(self, timeout_s: float, answering: Coroutine[Any, Any, T]) -> T:

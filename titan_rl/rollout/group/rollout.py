@@ -11,7 +11,7 @@ from typing import Any, cast
 from titan_rl.core.calls.bounded import OutOfTimeError, limited
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.calls.user_code import Failure
-from titan_rl.rollout.checked_copies import completion_to_give, messages_of, token_advantages_of, token_ids_of
+from titan_rl.rollout.checked_copies import completion_for_user, messages_of, token_advantages_of, token_ids_of
 from titan_rl.rollout.environment.messages import MAX_CONTEXT
 from titan_rl.rollout.environment.threaded import ThreadedEnv, expected
 from titan_rl.rollout.environment.types import (
@@ -98,7 +98,7 @@ class RolloutRunner:
             return env
         name, needs_loop = type(env).__name__, isinstance(env, AgentEnv | SeatedEnv)
         if not (is_token_env or needs_loop):
-            raise TypeError(f"make_env gave {name}; it must give an environment, with reset, step and close")
+            raise TypeError(f"make_env returned {name}; it must return an environment, with reset, step and close")
         if needs_loop and self.limits.env_in_thread:
             raise TypeError(f"{name} needs the event loop; set rollout.env_in_thread = false")
         return env
@@ -114,7 +114,7 @@ class RolloutRunner:
             is_cut = await turns.take(prompt)
             completion = rollout.turns[-1].completion
             async with self._env_call(turns.time_budget):
-                step = expected(await env.step(completion_to_give(completion)), TokenStep, env.env, "step")
+                step = expected(await env.step(completion_for_user(completion)), TokenStep, env.env, "step")
                 rollout.turns[-1] = replace(
                     rollout.turns[-1],
                     rewards={name: float(reward) for name, reward in step.rewards.items()},
@@ -233,7 +233,7 @@ def _check_played(rollout: Rollout) -> None:
     rollout.metrics = _floats(rollout.metrics, "metrics")
     for turn in rollout.turns:
         if not isinstance(turn, Turn):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"play gave a turn of type {type(turn).__name__}; it must give a Turn")
+            raise TypeError(f"play added a turn of type {type(turn).__name__}; it must be a Turn")
     rollout.turns = [
         replace(
             turn,
@@ -248,5 +248,5 @@ def _floats(values: Mapping[Any, Any], what: str) -> dict[str, float]:
     floats = {str(name): float_or_none(value) for name, value in values.items()}
     for name, value in floats.items():
         if value is None:
-            raise TypeError(f"play gave {what} with {name!r}: {values[name]!r}; it must map names to numbers")
+            raise TypeError(f"play filled in {what} with {name!r}: {values[name]!r}; it must map names to numbers")
     return cast("dict[str, float]", floats)

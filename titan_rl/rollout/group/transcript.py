@@ -85,7 +85,7 @@ class ErrorCounts:
         return [(self._texts[kind], count) for kind, count in self._counts.most_common()]
 
     def describe(self) -> str:
-        """Number of errors, and the most frequent one; empty if there is none."""
+        """Number of errors, and the most frequent one; empty without errors."""
         if not self._counts:
             return ""
         text, count = self.most_common()[0]

@@ -109,7 +109,7 @@ class ChatTemplateRenderer:
                 'the first would end it; set model.renderer = "renderers:GptOssRenderer"'
             )
         self._rendered: dict[tuple[str, bool], list[int]] = {}  # least recently used first
-        self._one_at_a_time = threading.RLock()  # tokenizers are not safe to use in two threads at once
+        self._one_at_a_time = threading.RLock()  # tokenizers are not thread-safe
         self._calls: TemplateCalls | None = None  # found when first needed
         self._single_turn = single_turn
         self.problem: str | None = None
@@ -390,7 +390,7 @@ class ChatTemplateRenderer:
         return tuple(sorted({*(() if eos is None else (eos,)), *folder_stop_token_ids(self._tokenizer)}))
 
     def _short_texts(self) -> Iterator[str]:
-        """Texts of one token, whatever the vocabulary: characters first, then the tokenizer's own words."""
+        """Texts of one token in any vocabulary: characters first, then the tokenizer's own words."""
         yield from string.ascii_lowercase + string.digits
         for token_id in range(min(len(self._tokenizer), 2000)):
             text = self._tokenizer.decode([token_id], skip_special_tokens=True).strip()

@@ -77,7 +77,7 @@ def _is_plain(folder: Path) -> bool:
 def folder_stop_token_ids(tokenizer: Any) -> list[int]:
     """All tokens that end an answer according to the folder of a tokenizer, in increasing order.
 
-    They are read from generation_config.json, or if it names none from config.json. Tokens that are ordinary text are
+    They are read from generation_config.json, or from config.json if it names none. Tokens that are ordinary text are
     left out, because configs of transformers have defaults that do not fit every vocabulary.
 
     Example: `[128001, 128008, 128009]` for Llama 3.2, with `<|eom_id|>` and `<|eot_id|>`.
@@ -93,9 +93,9 @@ def folder_stop_token_ids(tokenizer: Any) -> list[int]:
         try:
             settings: Any = parse_json(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ModelError(f"{file} is no JSON: {error}") from error
+            raise ModelError(f"{file} is not JSON: {error}") from error
         if not isinstance(settings, dict):
-            raise ModelError(f"{file} is no JSON object")
+            raise ModelError(f"{file} is not a JSON object")
         found: Any = cast("dict[str, Any]", settings).get("eos_token_id")
         if found is None:
             continue

@@ -149,11 +149,11 @@ def require_tool_support(renderer: Renderer, messages: Sequence[Message], tools:
     offered: list[Any] = list(tools)
     prompt = list(renderer.render_ids(shown, tools=offered, add_generation_prompt=True))
     if prompt == list(renderer.render_ids(shown, tools=None, add_generation_prompt=True)):
-        raise ModelError(f"{name} shows the model none of the {len(offered)} tools that the environment gives; {_FIX}")
+        raise ModelError(f"{name} does not show the model the environment's {len(offered)} tools; {_FIX}")
     if not getattr(renderer, "reads_tool_calls", True) or not _reads_calls(renderer, shown, offered, prompt):
         problem: str | None = getattr(renderer, "call_problem", None)
         why = "" if problem is None else f" ({problem})"
-        raise ModelError(f"{name} reads no calls of tools{why}, and the environment gives {len(offered)}; {_FIX}")
+        raise ModelError(f"{name} does not parse tool calls{why}, but the environment has {len(offered)} tools; {_FIX}")
     _passed[id(renderer)] = renderer
 
 

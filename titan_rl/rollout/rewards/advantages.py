@@ -198,7 +198,7 @@ def compare(group: RolloutGroup, advantage: AdvantageFn) -> None:
                 raise
             raise RewardError(f"advantage {name!r} failed on {whose}: {summary(error)}", where(error)) from error
         if len(values) != len(compared) or not all(map(math.isfinite, values)):
-            raise RewardError(f"advantage {name!r} gave {given} for {whose}; it must give as many finite numbers")
+            raise RewardError(f"advantage {name!r} returned {given} for {whose}; it must return as many finite numbers")
         for rollout, value in zip(compared, values, strict=True):
             rollout.advantage = value
 
@@ -229,8 +229,8 @@ def compare_batch(groups: Sequence[RolloutGroup], advantage: AdvantageFn, state:
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         if rollout.advantage is not None and not math.isfinite(rollout.advantage):
             raise RewardError(
-                f"advantage {name!r} gave {rollout.advantage} to rollout {rollout.rollout_id!r} of a batch; it must "
-                "give finite numbers"
+                f"advantage {name!r} assigned {rollout.advantage} to rollout {rollout.rollout_id!r} of a batch; it "
+                "must be finite"
             )
 
 

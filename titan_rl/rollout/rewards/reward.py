@@ -16,7 +16,7 @@ from titan_rl.core.calls.threads import DaemonThreads
 from titan_rl.core.calls.user_code import is_async, source_location, summary, where
 from titan_rl.core.errors import RewardError
 from titan_rl.core.plain_data import safe_repr, snapshot
-from titan_rl.rollout.checked_copies import completion_to_give
+from titan_rl.rollout.checked_copies import completion_for_user
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
 from titan_rl.types import float_or_none
 
@@ -150,7 +150,7 @@ def copy_of(rollout: Rollout) -> Rollout:
 def _copy_of_turn(turn: Turn) -> Turn:
     return Turn(
         turn.prompt_token_ids,
-        completion_to_give(turn.completion),
+        completion_for_user(turn.completion),
         dict(turn.rewards),
         None if turn.token_advantages is None else list(turn.token_advantages),
         turn.sampling,
@@ -166,9 +166,11 @@ def finite_numbers(values: Any, count: int, name: str, about: str) -> list[float
     try:
         given = list(values)
     except Exception as error:
-        raise RewardError(f"reward {name!r} gave {safe_repr(values)} for {about}; it must give a sequence") from error
+        raise RewardError(
+            f"reward {name!r} returned {safe_repr(values)} for {about}; it must return a sequence"
+        ) from error
     if len(given) != count:
-        raise RewardError(f"reward {name!r} gave {len(given)} values for the {count} of {about}")
+        raise RewardError(f"reward {name!r} returned {len(given)} values for the {count} rollouts of {about}")
     return [_number(value, name, about) for value in given]
 
 
@@ -178,9 +180,11 @@ def _number(value: Any, name: str, about: str) -> float:
             raise TypeError
         number = float(value)
     except Exception as error:  # `float` runs code of the value
-        raise RewardError(f"reward {name!r} gave {safe_repr(value)} for {about}; it must give a number") from error
+        raise RewardError(
+            f"reward {name!r} returned {safe_repr(value)} for {about}; it must return a number"
+        ) from error
     if not math.isfinite(number):
-        raise RewardError(f"reward {name!r} gave {number} for {about}; it must be finite")
+        raise RewardError(f"reward {name!r} returned {number} for {about}; it must be finite")
     return number
 
 
@@ -227,7 +231,7 @@ class FunctionReward(ABC, Generic[F]):
         on_failure: FailurePolicy | None = None,
     ) -> None:
         if not callable(fn):
-            raise ValueError(f"{type(self).__name__} is given {fn!r}; it must be a function")
+            raise ValueError(f"{type(self).__name__} got {fn!r}; it must be a function")
         self.name: str = name or getattr(fn, "__name__", type(fn).__name__)
         number = float_or_none(weight)
         if number is None or not math.isfinite(number):
