@@ -154,7 +154,7 @@ class EngineContract:
         pytest.skip(f"{type(self).__name__} does not count forward passes")
 
     @pytest.mark.parametrize("crowd", [PLACES - 1, PLACES, 2 * PLACES, 4 * PLACES])
-    def test_scoring_takes_no_longer_however_many_run_and_wait(self, engine: Engine, crowd: int) -> None:
+    def test_scoring_cost_is_independent_of_other_requests(self, engine: Engine, crowd: int) -> None:
         before = self.num_forwards(engine)
         alone = engine.score(PROBES)
         idle = self.num_forwards(engine) - before
@@ -168,7 +168,7 @@ class EngineContract:
             assert score == pytest.approx(expected, abs=1e-5)
         batch.run()
 
-    def test_requests_stand_still_while_sequences_are_scored(self, engine: Engine) -> None:
+    def test_requests_are_suspended_during_scoring(self, engine: Engine) -> None:
         engine.reset_prefix_cache()
         undisturbed = Batch(engine)
         undisturbed.crowd(3 * PLACES, 24)
@@ -186,14 +186,14 @@ class EngineContract:
             assert logprobs == pytest.approx(undisturbed.logprobs[name], abs=1e-5)
         assert not engine.step()
 
-    def test_more_sequences_than_run_at_a_time_are_all_scored(self, engine: Engine) -> None:
+    def test_scoring_accepts_more_sequences_than_slots(self, engine: Engine) -> None:
         sequences = [[1 + index % 9, 2, 3, 4] for index in range(50)]
         scores = engine.score([*sequences, [7]])
         assert [len(score) for score in scores] == [3] * 50 + [0]
         assert scores[0] == pytest.approx(engine.score(sequences[:1])[0], abs=1e-5)
         assert scores[0] == pytest.approx(scores[9], abs=1e-5)
 
-    def test_a_sequence_that_cannot_be_scored_is_refused_and_nothing_is_lost(self, engine: Engine) -> None:
+    def test_too_long_sequence_is_rejected_without_losing_requests(self, engine: Engine) -> None:
         batch = Batch(engine)
         batch.crowd(2 * PLACES, 8)
         batch.step()
@@ -202,7 +202,7 @@ class EngineContract:
         batch.run()
         assert len(batch.finished) == 2 * PLACES
 
-    def test_tokens_have_the_logprobs_that_scoring_gives_them(self, engine: Engine) -> None:
+    def test_sampled_logprobs_equal_scored_logprobs(self, engine: Engine) -> None:
         prompt = [5, 9, 2]
         batch = Batch(engine)
         batch.add("a", prompt, SamplingParams(max_tokens=12))
@@ -211,7 +211,7 @@ class EngineContract:
         (score,) = engine.score([[*prompt, *batch.tokens["a"]]])
         assert batch.logprobs["a"] == pytest.approx(score[len(prompt) - 1 :], abs=1e-4)
 
-    def test_a_request_that_asks_for_the_likeliest_tokens_has_them_or_is_refused(self, engine: Engine) -> None:
+    def test_top_logprobs_are_returned_or_rejected(self, engine: Engine) -> None:
         batch, greedy = Batch(engine), SamplingParams(max_tokens=6, temperature=0.0)
         batch.add("none", [5, 9, 2], greedy)
         try:
@@ -233,9 +233,7 @@ class EngineContract:
                 assert dict(top).get(token, logprob) == pytest.approx(logprob, abs=1e-6)
                 assert logprob <= likeliest[0] + 1e-6
 
-    def test_a_prompt_has_the_logprobs_that_scoring_gives_it_or_asking_for_them_is_refused(
-        self, engine: Engine
-    ) -> None:
+    def test_prompt_logprobs_equal_scored_logprobs(self, engine: Engine) -> None:
         if not getattr(engine, "scores_prompts", False):
             return
         batch, prompt = Batch(engine), [5, 9, 2, 7]
@@ -257,7 +255,7 @@ class EngineContract:
             likeliest = dict(zip(top.top_ids[2 * index : 2 * index + 2], (first, second), strict=True))
             assert likeliest.get(prompt[index + 1], logprob) == pytest.approx(logprob, abs=1e-6)
 
-    def test_an_aborted_request_gains_nothing_more_and_its_place_is_free(self, engine: Engine) -> None:
+    def test_aborted_request_gets_no_more_tokens_and_frees_its_slot(self, engine: Engine) -> None:
         batch = Batch(engine)
         batch.crowd(2 * PLACES, 24)
         batch.step(3)
@@ -268,7 +266,7 @@ class EngineContract:
         batch.run()
         assert len(batch.tokens["crowd-0"]) == 2
 
-    def test_gauges_are_numbers_and_what_they_count_never_falls(self, engine: Engine) -> None:
+    def test_gauges_are_finite_and_totals_never_fall(self, engine: Engine) -> None:
         if not isinstance(engine, GaugedEngine):
             pytest.skip(f"{type(engine).__name__} reports no gauges")
         readings = [engine.gauges()]
@@ -285,7 +283,7 @@ class EngineContract:
         for name, expected in {"running_requests": PLACES, "waiting_requests": 2 * PLACES}.items():
             assert [gauges.get(name, 0) for gauges in readings] == [0, expected if name in readings[0] else 0, 0]
 
-    def test_what_it_holds_are_the_weights_that_were_loaded(self, engine: Engine) -> None:
+    def test_held_weights_equal_the_loaded_weights(self, engine: Engine) -> None:
         """Applies only to engines whose weights can be read back. Their `weights` are tensors, and differ between
         versions."""
         if not isinstance(engine, ReadableEngine):
@@ -307,7 +305,7 @@ class EngineContract:
             if hasattr(tensor, "dtype")
         }
 
-    def test_a_request_that_can_never_run_is_refused_and_others_go_on(self, engine: Engine) -> None:
+    def test_impossible_request_is_rejected_and_others_continue(self, engine: Engine) -> None:
         batch = Batch(engine)
         batch.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
         for name, prompt in {"a": [1, 2], "empty": [], "long": [1] * CONTEXT}.items():
@@ -317,7 +315,7 @@ class EngineContract:
         assert len(batch.tokens["a"]) == 8
 
     @pytest.mark.parametrize("name", NO_PROMPTS)
-    def test_a_prompt_that_is_not_all_token_ids_is_refused_and_others_go_on(self, engine: Engine, name: str) -> None:
+    def test_invalid_prompt_is_rejected_and_others_continue(self, engine: Engine, name: str) -> None:
         batch = Batch(engine)
         batch.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
         with pytest.raises(RequestError):
@@ -336,7 +334,7 @@ class EngineContract:
         assert len((await good).token_ids) == 8
         await loop.close()
 
-    def test_the_time_until_the_engine_first_runs_a_request_is_its_queue(self, engine: Engine) -> None:
+    def test_queue_time_ends_when_a_request_first_runs(self, engine: Engine) -> None:
         asyncio.run(self._queue(engine))
 
     async def _queue(self, engine: Engine) -> None:
@@ -356,7 +354,7 @@ class EngineContract:
         assert waited == [0.0] * PLACES + [10.0] * PLACES + [20.0] * PLACES
         assert all(each["time_to_first_token_s"] == each["queue_s"] + 1 for each in metrics)
 
-    def test_a_paused_engine_gains_no_token_from_a_pull_that_is_verified(self, engine: Engine) -> None:
+    def test_verified_pull_generates_no_tokens_while_paused(self, engine: Engine) -> None:
         asyncio.run(self._pull_in_a_pause(engine))
 
     async def _pull_in_a_pause(self, engine: Engine) -> None:

@@ -94,11 +94,11 @@ class TransportContract:
             transport.close()
         assert not self.left()
 
-    def test_it_is_a_transport(self, end: Ends) -> None:
+    def test_implements_the_transport_protocol(self, end: Ends) -> None:
         assert isinstance(end(), StateDictTransport)
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_names_values_dtypes_and_shapes_arrive(self, end: Ends, dtype: str) -> None:
+    def test_names_values_dtypes_and_shapes_are_preserved(self, end: Ends, dtype: str) -> None:
         import torch
 
         of: Any = getattr(torch, dtype)
@@ -111,27 +111,27 @@ class TransportContract:
         }
         same(read(end(), end().publish(1, tensors.items())), tensors)
 
-    def test_parameters_are_published_as_they_are_asked_for(self, end: Ends) -> None:
+    def test_parameters_are_published_from_an_iterator(self, end: Ends) -> None:
         import torch
 
         model = torch.nn.Linear(3, 2)
         manifest = end().publish(1, ((name, parameter) for name, parameter in model.named_parameters()))
         same(read(end(), manifest), dict(model.state_dict()))
 
-    def test_no_tensors_are_a_version_too(self, end: Ends) -> None:
+    def test_empty_version_can_be_published(self, end: Ends) -> None:
         assert read(end(), end().publish(1, [])) == {}
 
-    def test_the_manifest_has_the_version(self, end: Ends) -> None:
+    def test_manifest_has_the_version(self, end: Ends) -> None:
         assert arrived(end().publish(3, self.weights(3).items())).version == 3
 
-    def test_several_readers_pull_a_version_at_once_and_again(self, end: Ends) -> None:
+    def test_readers_can_pull_concurrently_and_repeatedly(self, end: Ends) -> None:
         manifest = end().publish(1, self.weights(1).items())
         readers = [end() for _ in range(3)]
         with ThreadPoolExecutor(len(readers)) as threads:
             for found in threads.map(lambda reader: read(reader, manifest), [*readers, *readers]):
                 same(found, self.weights(1))
 
-    def test_the_newest_versions_can_be_read_each_as_it_was(self, end: Ends) -> None:
+    def test_newest_versions_stay_readable(self, end: Ends) -> None:
         writer, reader = end(), end()
         for version in range(NUM_KEPT):
             writer.publish(version, self.weights(version).items())
@@ -139,7 +139,7 @@ class TransportContract:
         for manifest in reversed(manifests):
             same(read(reader, manifest), self.weights(manifest.version))
 
-    def test_tensors_may_become_more_and_larger(self, end: Ends) -> None:
+    def test_later_versions_may_have_more_and_larger_tensors(self, end: Ends) -> None:
         import torch
 
         writer, reader = end(), end()
@@ -148,7 +148,7 @@ class TransportContract:
             same(read(reader, writer.publish(version, tensors.items())), tensors)
             writer.release(version - 1)
 
-    def test_a_released_version_is_gone_and_others_stay(self, end: Ends) -> None:
+    def test_released_version_is_gone_and_others_stay(self, end: Ends) -> None:
         writer, reader = end(), end()
         first, second = (writer.publish(version, self.weights(version).items()) for version in (1, 2))
         for version in (1, 1, 99):
@@ -156,7 +156,7 @@ class TransportContract:
         refused(reader, first)
         same(read(reader, second), self.weights(2))
 
-    def test_a_version_that_is_held_can_be_read_beside_the_newest_until_it_is_let_go(self, end: Ends) -> None:
+    def test_held_version_stays_readable_until_released(self, end: Ends) -> None:
         writer, reader = end(), end()
         if not isinstance(writer, HoldingTransport):
             pytest.skip("the transport holds no version")
@@ -172,7 +172,7 @@ class TransportContract:
             same(read(reader, newest), self.weights(version))
         refused(end(), manifests[1])
 
-    def test_what_a_reader_was_given_stays_as_it_was(self, end: Ends) -> None:
+    def test_pulled_tensors_stay_unchanged(self, end: Ends) -> None:
         writer, reader = end(), end()
         held = dict(reader.pull(arrived(writer.publish(1, self.weights(1).items()))))
         writer.release(1)
@@ -181,21 +181,21 @@ class TransportContract:
             writer.release(version)
         same(held, self.weights(1))
 
-    def test_a_reader_that_stops_in_the_middle_holds_nobody_up(self, end: Ends) -> None:
+    def test_reader_that_stops_early_does_not_block_others(self, end: Ends) -> None:
         writer, reader = end(), end()
         for version in range(2 * NUM_KEPT):
             list(islice(reader.pull(arrived(writer.publish(version, self.weights(version).items()))), 1))
             writer.release(version - 1)
         same(read(reader, writer.publish(99, self.weights(99).items())), self.weights(99))
 
-    def test_a_version_is_published_once(self, end: Ends) -> None:
+    def test_version_can_be_published_only_once(self, end: Ends) -> None:
         writer = end()
         manifest = writer.publish(1, self.weights(1).items())
         with pytest.raises(StateDictError):
             writer.publish(1, self.weights(2).items())
         same(read(end(), manifest), self.weights(1))
 
-    def test_a_version_that_fails_halfway_can_be_published_after_all(self, end: Ends) -> None:
+    def test_version_can_be_published_again_after_a_failure(self, end: Ends) -> None:
         def failing() -> Iterable[tuple[str, Any]]:
             yield next(iter(self.weights(2).items()))
             raise ZeroDivisionError
@@ -207,7 +207,7 @@ class TransportContract:
         same(read(reader, manifest), self.weights(1))
         same(read(reader, writer.publish(2, self.weights(2).items())), self.weights(2))
 
-    def test_ranks_publish_slices_that_make_up_the_tensors(self, end: Ends) -> None:
+    def test_slices_of_several_ranks_form_whole_tensors(self, end: Ends) -> None:
         import torch
 
         tensor, own = torch.arange(24.0).reshape(6, 4), torch.ones(3)
@@ -218,28 +218,28 @@ class TransportContract:
         same(read(end(), manifest), {"w": tensor, "own": own})
         refused(end(), replace(manifest, shards=manifest.shards[:1]))
 
-    def test_a_slice_arrives_as_the_dtype_it_is_to_be_published_as(self, end: Ends) -> None:
+    def test_slice_is_converted_to_its_published_dtype(self, end: Ends) -> None:
         import torch
 
         tensor = torch.linspace(-3, 3, 700_000).reshape(7, -1)  # more values than are converted at a time
         named = [("w", TensorSlice(tensor, SlicePosition((0, 0), tuple(tensor.shape)), "bfloat16"))]
         same(read(end(), end().publish(1, named)), {"w": tensor.bfloat16()})
 
-    def test_bytes_that_changed_are_refused_before_anything_is_given(self, end: Ends) -> None:
+    def test_corrupted_bytes_are_rejected_before_any_tensor(self, end: Ends) -> None:
         writer = end()
         first, second = (writer.publish(version, self.weights(version).items()) for version in (1, 2))
         self.corrupt(first)
         refused(end(), first)
         same(read(end(), second), self.weights(2))
 
-    def test_bytes_of_another_version_are_refused(self, end: Ends) -> None:
+    def test_bytes_of_another_version_are_rejected(self, end: Ends) -> None:
         writer = end()
         first, second = (writer.publish(version, self.weights(version).items()) for version in (1, 2))
         (shard,) = first.shards
         mixed = replace(second.shards[0], location=shard.location, remote=shard.remote)
         refused(end(), replace(second, shards=(mixed,)))
 
-    def test_a_closed_end_gives_back_what_it_had_and_publishes_no_more(self, end: Ends) -> None:
+    def test_closed_transport_releases_its_resources_and_cannot_publish(self, end: Ends) -> None:
         writer, reader = end(), end()
         manifest = writer.publish(1, self.weights(1).items())
         same(read(reader, manifest), self.weights(1))
