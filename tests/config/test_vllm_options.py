@@ -43,7 +43,7 @@ def test_options_reach_the_engine() -> None:
     ("table", "error"),
     [
         ('dtype = "float16"', r"generation\.vllm\.dtype = 'float16': dtype is determined by model\.dtype"),
-        ("async_scheduling = true", "async_scheduling is set by titan_rl, which works with no other value"),
+        ("async_scheduling = true", "async_scheduling is set by titan_rl, and no other value works"),
         ("gpu_memory_utilization = 0.5", r"is determined by generation\.gpu_share"),
     ],
 )

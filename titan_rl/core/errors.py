@@ -189,7 +189,7 @@ NAMED_ROLLOUTS = 8
 
 
 class UntrainableError(TrainingError):
-    """No optimizer step can be made of a minibatch: its loss or gradient is not finite, none of its tokens counts, or
+    """No optimizer step can be made of a minibatch: its loss or gradient is not finite, no token counts, or
     one of its samples does not fit the model. The weights are unchanged, and another batch may be trained.
 
     Args:
@@ -240,11 +240,11 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class NoSpaceError(CheckpointError):
-    """A checkpoint does not fit on the disk. The message says where, how much it needs and how much is free."""
+    """A checkpoint does not fit on the disk. The message names the folder, the space needed and the free space."""
 
 
 def means_no_space(error: BaseException) -> bool:
-    """Whether the system says that a disk is full, or that the user may write no more."""
+    """Whether the error means that a disk is full, or that the user's quota is exhausted."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

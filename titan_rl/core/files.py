@@ -1,6 +1,6 @@
-"""Reading of files that another process or user writes: JSON with NaN, files that grow, links that lead elsewhere.
+"""Reading of files that another process or user writes: JSON with NaN, files that grow, untrusted links.
 
-A run may be from anyone: a link in its folder may lead anywhere, and a pipe never ends. Python writes NaN and
+A run's folder may come from anyone: a link in it may lead anywhere, and a pipe never ends. Python writes NaN and
 Infinity, which JSON lacks; they are read as null.
 """
 

@@ -209,7 +209,7 @@ def _found(path: str, info: ValidationInfo) -> str:
 
 FilePath = Annotated[PathText, AfterValidator(_found)]
 """File or folder, searched in the current directory, then in the folder of the TOML file. The setting holds the path
-that was found, or the given one if there is none: opening it then fails."""
+that was found, or the given one if nothing was found: opening it then fails."""
 
 
 def dotted(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -96,10 +96,10 @@ class AdaptiveLimit:
 
     Lengths are predicted from those of past requests: in t steps the joined requests are expected to hold
     `sum of P(still runs in t tokens) * (tokens now + t)` tokens. Another request joins if this sum, plus one standard
-    deviation, fits the cache for every t up to an eighth of the request's tokens. So a burst of short prompts does not
-    fill the cache with answers that all grow at once, but answers of different ages fill it, and a preempted request
-    joins again when it can make progress. (Gong et al., "Past-Future Scheduler", ASPLOS 2025, draw lengths from the
-    distribution; here the distribution itself is used.)
+    deviation, fits the cache for every t up to an eighth of the request's tokens. Therefore a burst of short prompts
+    does not fill the cache with answers that all grow at once, answers of different ages fill it, and a preempted
+    request joins again when it can make progress. (Gong et al., "Past-Future Scheduler", ASPLOS 2025, draw lengths from
+    the distribution; here the distribution itself is used.)
 
     Example: `AdaptiveLimit(most=128, kv_tokens=100_000).num_joining([], waiting)`
 

@@ -123,7 +123,7 @@ class Partial:
     """A request and its tokens so far, over all attempts at it. It continues every interrupted answer.
 
     Each attempt asks for `rest`: the prompt with the tokens so far, and the budget that remains. `on_chunk` receives
-    each token once and in order, whatever the attempts stream.
+    each token once and in order, even if attempts stream nothing or repeat tokens.
 
     Example: 40 of 64 tokens were streamed when the replica died. The rest is a request for 24 tokens that follow the
     prompt and the 40 tokens:
@@ -222,8 +222,8 @@ class Partial:
 
 
 def aborted_late(completion: Completion) -> Completion:
-    """Mark the completion of an aborted request as ABORT, whatever it ended with. `ended` keeps the original reason, so
-    that a completion that was already complete is not continued."""
+    """Mark the completion of an aborted request as ABORT. `ended` keeps the original finish reason, so that an already
+    complete answer is not continued."""
     if completion.finish_reason is FinishReason.ABORT:
         return completion
     return replace(completion, finish_reason=FinishReason.ABORT, ended=completion.finish_reason)

@@ -41,7 +41,7 @@ class TokenStorage:
         )
 
     def _buffer_of(self, prompt: NumberArray[int]) -> array[int]:
-        """Buffer that the prompt continues; a new one if there is none."""
+        """Buffer that the prompt continues, or a new one."""
         for buffer in reversed(self._buffers):
             length = len(buffer)
             if length <= len(prompt) and prompt[length - 1] == buffer[-1] and prompt[:length].array() == buffer:

@@ -59,7 +59,7 @@ class BoundedCall(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
 
     def when(self) -> float | None:
-        """The deadline by the event loop's clock; None if there is none."""
+        """The deadline by the event loop's clock, or None."""
         return None if self._timer is None else self._timer.when()
 
     def reschedule(self, when: float | None) -> None:

@@ -97,7 +97,7 @@ def names_this_machine(host: str | None) -> bool:
 
 
 def host_of(header: str) -> str | None:
-    """Host of a Host header or a URL; None if there is none.
+    """Host of a Host header or a URL, or None.
 
     >>> host_of("[::1]:8000"), host_of("http://localhost:8000")
     ('::1', 'localhost')

@@ -215,8 +215,8 @@ class TraceRecorder:
         self.tracing = tracing
         own = _offset_ns()
         is_same_clock = tracing.boot == _boot() and abs(own - tracing.offset_ns) < ONE_CLOCK_S * 1e9
-        elsewhere = own if tracing.remote_offset_ns is None else tracing.remote_offset_ns
-        self._offset_ns = tracing.offset_ns if is_same_clock else elsewhere
+        remote_offset_ns = own if tracing.remote_offset_ns is None else tracing.remote_offset_ns
+        self._offset_ns = tracing.offset_ns if is_same_clock else remote_offset_ns
         self._process = process
         self._pid = _number(process)
         self._console = console

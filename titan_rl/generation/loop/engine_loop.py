@@ -9,7 +9,7 @@ Calls only enqueue and await a future. Between two engine steps the loop decides
     SLEEP   release memory, in a pause of mode "sleep"
     STEP    let waiting requests join, and advance the batch by a token
 
-So a pull or an abort waits for at most one engine step.
+Therefore a pull or an abort waits for at most one engine step.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class PooledReplica:
         self.identity = next(_identities)  # distinguishes it from a later replica with the same name
         self.load = 0  # tokens
         self.num_requests = 0
-        self.elsewhere: tuple[int, int] = (0, 0)  # tokens and requests of other shards
+        self.in_other_shards: tuple[int, int] = (0, 0)  # tokens and requests of other shards
         self.load_of_others = 0  # part of `load`
         self.idle = asyncio.Event()  # set while num_requests is 0
         self.idle.set()
@@ -395,7 +395,7 @@ class Pool:
         self._update_events()
         self.on_change(replica)
 
-    def note_elsewhere(self, replica: PooledReplica, load: tuple[int, int], *, away: bool = False) -> None:
+    def note_other_shards(self, replica: PooledReplica, load: tuple[int, int], *, away: bool = False) -> None:
         """Note the tokens and requests of other shards, which count in the replica's load.
 
         Args:
@@ -403,7 +403,7 @@ class Pool:
             away: Whether the replica is in another shard's slice at present. It then ranks behind all others.
         """
         tokens = load[0] + (AWAY if away else 0)
-        grown, replica.elsewhere, replica.load_of_others = tokens - replica.load_of_others, load, tokens
+        grown, replica.in_other_shards, replica.load_of_others = tokens - replica.load_of_others, load, tokens
         replica.load += grown
         if grown < 0:
             self.strategy.released(replica)
@@ -524,7 +524,7 @@ class ReplicaStatus:
     def of(cls, replica: PooledReplica) -> ReplicaStatus:
         error = None if replica.last_error is None or replica.serving else reason(replica.last_error)
         gauges = replica.handle.gauges if isinstance(replica.handle, GaugedReplica) else None
-        tokens, requests = replica.elsewhere
+        tokens, requests = replica.in_other_shards
         return cls(
             replica.name,
             replica.serving,

@@ -143,9 +143,9 @@ class RequestInFlight(Waiter):
         self.partial = Partial(request, on_chunk)
         self.replica: PooledReplica | None = None  # runs the present attempt; None while it waits for a replica
         self.aborted = False  # whether its answer is an aborted completion, with the tokens that come back
-        self.is_leaving = False  # whether its replica was told to end the attempt, to continue elsewhere
+        self.is_leaving = False  # whether its replica is ending the attempt, which continues on another
         self.reservation: Reservation | None = None  # where it continues then
-        self.moved_with: int | None = None  # number of tokens when it was last told to move
+        self.moved_with: int | None = None  # number of tokens when its last move began
         self.failed_on = set[PooledReplica]()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._requests = requests
@@ -214,7 +214,7 @@ class StallWatch:
     the replica counts: a request that queues behind others may wait as long as they progress. If several routers share
     a replica, the pulls of the other routers are signs of life, too (`GeneratorRouter.note_pull_elsewhere`), because
     the engine does not step during a pull. Frozen time does not count. A stalled replica is quarantined, and its
-    requests continue elsewhere.
+    requests continue on other replicas.
 
     Recording a sign costs one assignment: each replica with requests has one timer, which checks the time of the last
     sign. It checks twice before it reports a stall, because after a block of the event loop timers run before the signs

@@ -86,7 +86,7 @@ class GeneratorRouter:
         strategy: Routing strategy, which must not be shared with another router. By default
             `StickySession(fallback=LeastLoaded())`.
         stall_timeout_s: Seconds without a sign of life after which a replica that has requests has failed; its requests
-            continue elsewhere. Waiting in a queue that moves is not a failure, and time frozen by `pause("keep")` does
+            continue on others. Waiting in a queue that moves is not a failure, and time frozen by `pause("keep")` does
             not count.
         max_attempts: Number of failed attempts after which a request fails.
         limits: Time limits.

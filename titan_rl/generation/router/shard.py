@@ -1,5 +1,5 @@
-"""Shard of a router: dispatches its own requests to replicas that another router controls, over streams that it opens
-again until the router removes the replica."""
+"""Shard of a router: dispatches its own requests to replicas that another router controls, over streams that it reopens
+until the router removes the replica."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class ReplicaConnection(ShardReplica):
         self._backoff = self._first_pause()
         self._failures = 0  # number of failures in a row
         self._stream: ReplicaStream | None = None  # None while there is no connection
-        self._why = "it connects for the first time"  # reason why there is none
+        self._why = "it connects for the first time"  # reason why there is no connection
         self._listener: ConnectionListener
         self._running: asyncio.Task[None] | None = None
 
@@ -446,7 +446,7 @@ class RouterShard(GeneratorRouter):
         return pooled if pooled is not None and _handle_of(pooled) is handle else None
 
     def _disconnect(self, name: str) -> None:
-        """Continue the requests of a removed replica elsewhere, and close the connection to it."""
+        """Continue the requests of a removed replica on other replicas, and close the connection to it."""
         handle = self._pool.find(name).handle
         self._remove(name)
         self._pool.tasks.start(handle.close(), f"close the connection to {name}")
@@ -456,9 +456,9 @@ class RouterShard(GeneratorRouter):
         for replica in self._pool:
             tokens, requests = totals.loads.get(replica.name, (0, 0))
             own_tokens, own_requests = self._reported.loads.get(replica.name, (0, 0))
-            elsewhere = max(0, tokens - own_tokens), max(0, requests - own_requests)
+            in_other_shards = max(0, tokens - own_tokens), max(0, requests - own_requests)
             away = replica.serving and replica.name not in own_slice
-            self._pool.note_elsewhere(replica, elsewhere, away=away)
+            self._pool.note_other_shards(replica, in_other_shards, away=away)
             if replica.name in totals.versions and _handle_of(replica).wanted:
                 replica.version = totals.versions[replica.name]
 

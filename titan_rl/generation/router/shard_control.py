@@ -29,7 +29,7 @@ class ReplicaState:
     Attributes:
         identity: Distinguishes a replica from a later one with the same name.
         epoch: Number of admissions so far. A failure that a shard reports names the epoch in which it occurred.
-        service: Service of the replica. The requests of a removed one continue elsewhere.
+        service: Service of the replica. The requests of a removed one continue on other replicas.
         version: Version that the replica has; None if it is unknown.
         address: Plain data from which a shard connects to the replica; None if the shard has received it.
     """
@@ -463,7 +463,7 @@ class Shards:
                     (num_tokens, num_requests) if before is None else (before[0] + num_tokens, before[1] + num_requests)
                 )
         for replica in self._pool:
-            self._pool.note_elsewhere(replica, loads.get(replica.name, (0, 0)))
+            self._pool.note_other_shards(replica, loads.get(replica.name, (0, 0)))
         return loads
 
     def _begin(self, link: ShardLink, message: ToShard, longest_s: float = 0.0) -> asyncio.Task[Ended]:

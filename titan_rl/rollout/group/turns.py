@@ -61,7 +61,7 @@ LAST_CALL_S = 1.0
 """Minimum time for an environment to process an answer that was finished in time."""
 
 RETURN_S = 60.0
-"""Time for a request to return with its tokens after it is told to end, before it is cancelled. A router with default
+"""Time for a request to return its tokens after the time limit, before it is cancelled. A router with default
 limits needs less, even if an engine does not answer."""
 
 

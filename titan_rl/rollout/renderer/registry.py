@@ -40,7 +40,7 @@ class ChosenRenderer:
 
 
 def choose_renderer(tokenizer: Any, *, single_turn: bool = False) -> ChosenRenderer:
-    """Choose a suitable renderer of the `renderers` package, which handles a model's reasoning; if there is none, use
+    """Choose a suitable renderer of the `renderers` package, which handles a model's reasoning; otherwise use
     `ChatTemplateRenderer`.
 
     A renderer is suitable if the model's folder has the name of one of its models, or if it renders conversations, with

@@ -73,8 +73,8 @@ def renderers_module(name: str) -> Any:
 
 @cache
 def _ask_each_tokenizer_once() -> None:
-    """Make the package remember which tokenizers return offsets: it tokenizes a letter to find out, for every message,
-    which otherwise takes a fourteenth of the controller's processor time."""
+    """Make the package cache which tokenizers return offsets. It finds out by tokenizing a letter for every message,
+    which takes a fourteenth of the controller's processor time."""
     base: Any = import_module(f"{PACKAGE}.base")
     if (returns_offsets := getattr(base, "_get_offset_tokenizer", None)) is not None:
         base._get_offset_tokenizer = lru_cache(maxsize=8)(returns_offsets)

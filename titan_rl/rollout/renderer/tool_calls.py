@@ -1,7 +1,7 @@
 """Formats of tool calls in the text of an answer, and the choice of the format that a chat template writes.
 
 The template renders a call, and the first format that parses exactly this call from the result is the template's. A
-model family needs no entry of its own, unless it writes calls in a new way.
+model family needs its own entry only if it writes calls in a new way.
 
 Example: Qwen2.5 and many others write
 

@@ -70,7 +70,7 @@ class Renderer(Protocol):
     def parse_response(
         self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
     ) -> ParsedResponse:
-        """Message in a completion. Raises an exception of any type if there is none."""
+        """Message in a completion. Raises an exception of any type if it cannot be parsed."""
         ...
 
     def get_stop_token_ids(self) -> list[int]:

@@ -248,7 +248,7 @@ class FunctionReward(ABC, Generic[F]):
 
     @abstractmethod
     async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
-        """See `WeightedReward.values`. `timeout_s` is the time limit of a call if the reward has none of its own."""
+        """See `WeightedReward.values`. `timeout_s` is the time limit of a call if the reward has no `timeout_s`."""
 
 
 class Reward(FunctionReward[RewardFn]):

@@ -6,7 +6,7 @@ of the values of its functions, and with `combine="sum"` their weighted sum:
     mean:  reward = sum_i weight_i * value_i / sum_i weight_i
     sum:   reward = sum_i weight_i * value_i
 
-Functions with values in [0, 1] have a mean in [0, 1], whatever the weights, but two of them can have a sum of 2.
+Functions with values in [0, 1] have a mean in [0, 1] for any weights, but two of them can have a sum of 2.
 
 Example: mostly the answer counts, a little the format, and an answer that was cut off earns 0:
 
@@ -72,7 +72,7 @@ class Rubric:
         error_reward: Reward of every rollout that ended in an error, for which no functions are called. With None such
             rollouts have no reward. With a number, an answer that cannot be parsed (ERROR_PARSE) also has an advantage;
             other errors are not the policy's fault and have none (`RolloutStatus.is_fault`).
-        timeout_s: Seconds that one call of a function may take if its reward has no limit of its own.
+        timeout_s: Seconds that one call of a function may take if its reward does not have its own limit.
 
     Raises:
         ValueError: there are no rewards, an item is not a reward, two share a name, `combine` is unknown, or the
