@@ -172,7 +172,7 @@ def test_transport_that_needs_gpus_is_rejected_without_them() -> None:
         ),
         (
             lambda: make_transport("own_parts:number", TransportSpec("r")),
-            "statedict.transport = .* returned 3, which is not",
+            "statedict.transport = .* 3, which is not",
         ),
         (lambda: make_strategy("own_parts:nothing"), "routing.strategy = 'own_parts:nothing' returned None; it must"),
         (lambda: make_strategy("own_parts:broken"), "routing.strategy = .* failed: KeyError: 'answer' .*own_parts"),
