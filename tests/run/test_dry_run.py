@@ -234,7 +234,7 @@ def test_teacher_folder_tokenizer_is_compared_with_the_policy(dry_run, is_same: 
 
 
 class Tokenizing(BaseHTTPRequestHandler):
-    """Makes one token of any text."""
+    """Tokenizer endpoint that makes one token of any text."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))

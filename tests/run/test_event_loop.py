@@ -28,9 +28,8 @@ def test_exit_in_a_task_or_callback_cancels_the_program_for_cleanup(kind):
         except asyncio.CancelledError:
             for _ in range(5):
                 await asyncio.sleep(0)
-            seen.append(
-                {type(task.exception()) for task in tasks}
-            )  # retrieved, or the garbage collector would log them
+            # Retrieve the exceptions, or the garbage collector would log them.
+            seen.append({type(task.exception()) for task in tasks})
             seen.append(helper.cancelled())  # the cleanup may need it
             raise
 
