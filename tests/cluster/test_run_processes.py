@@ -394,7 +394,7 @@ async def test_rollouts_wait_up_to_hosts_wait_s_for_generator_hosts(tmp_path: Pa
             await lose(processes, host)
             await asyncio.sleep(10)
         waits_for = (
-            "waiting for a host that joins: generator-0, generator-1; rollouts wait as long as hosts.wait_s = 3600"
+            "waiting for a host that joins: generator-0, generator-1; rollouts wait for up to hosts.wait_s = 3600"
         )
         assert processes.waits_for() == waits_for
         requests = [

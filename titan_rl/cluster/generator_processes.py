@@ -186,7 +186,7 @@ class GeneratorProcesses(SupervisedProcesses):
         if starting:
             limit = f"generation.start_timeout_s = {self._start_timeout_s:g}"
             parts.append(f"starting, within {limit}: {', '.join(starting)}")
-        return "; ".join([*parts, f"rollouts wait as long as hosts.wait_s = {self.hosts.config.wait_s:g}"])
+        return "; ".join([*parts, f"rollouts wait for up to hosts.wait_s = {self.hosts.config.wait_s:g}"])
 
     def on_replica_failed(self, replica: Replica, error: Exception) -> None:
         """Handle the failure of a replica in the router. A dead or hanging engine does not recover, so its process is
