@@ -115,7 +115,7 @@ async def test_failed_output_request_is_retried(there: Path, tmp_path: Path) -> 
 
 @pytest.mark.looptime
 async def test_take_rest_ends_while_a_process_keeps_writing(there: Path, tmp_path: Path) -> None:
-    agent, output = output_of(there, tmp_path / "here", [])
+    agent, output = output_of(there, tmp_path / "here", ConsoleLines())
     agent.writes_more = True
     async with asyncio.timeout(2 * REST_S):
         await output.take_rest()

@@ -11,6 +11,7 @@ from background import HANG_S
 from providers.fakes import Commands, worker_command
 
 from titan_rl.cluster.providers.workers import WorkerProcess, tethered
+from titan_rl.core.console import LOG
 
 
 def test_tethered_command_ends_when_its_starter_is_killed(tmp_path: Path):
@@ -44,7 +45,7 @@ async def test_closed_ssh_connection_is_not_reported_as_a_worker_exit(tmp_path: 
         ("ssh", r"^ssh's connection to gpu-2, of the worker at 10.0.0.2:700, has ended; see .*gpu-2.log$"),
         (commands.make("other", f"{prints}\nsys.exit(255)\n"), "^the worker on gpu-2 has ended with code 255: Monarch"),
     ):
-        process = WorkerProcess("gpu-2", [word], tmp_path / "worker-gpu-2.log", print)
+        process = WorkerProcess("gpu-2", [word], tmp_path / "worker-gpu-2.log", LOG)
         await process.start()
         assert re.search(ended, await process.ended())
         await process.end()
