@@ -31,7 +31,7 @@ def test_valid_folder_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ({"use_dora": True}, "has use_dora True; only False is supported"),
         ({"peft_type": "IA3"}, "has peft_type 'IA3'; only 'LORA' is supported"),
-        ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern; layers with ranks of their own"),
+        ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern; ranks per layer"),
         ({"r": 4}, "has r 4, and training.adapter.rank is 2; set it to that of the folder"),
         ({"lora_alpha": 16}, "has lora_alpha 16, and training.adapter.alpha is 32"),
     ],

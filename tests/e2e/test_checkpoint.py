@@ -84,7 +84,7 @@ def test_checkpoint_captures_state_when_saving_begins(
     trainer.begin_save(tmp_path / "step-000001", {"note.txt": "first"})
     with monkeypatch.context() as patch:
         patch.setattr(train_state, "STALL_S", 0.01)
-        with pytest.raises(CheckpointError, match=r"taken nothing of a checkpoint for 0\.01 s"):
+        with pytest.raises(CheckpointError, match=r"made no progress for 0\.01 s"):
             trainer.finish_save()
     expected = trainer.step(samples)
     stepped.set()

@@ -82,7 +82,7 @@ def test_explicit_implementation_is_used() -> None:
             {"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_theta": 0}}},
             "rope_parameters.full_attention.rope_theta = 0; it must be a number above 0",
         ),
-        ({"model_type": "qwen3", "rms_norm_eps": float("nan")}, "rms_norm_eps = nan, which is no number"),
+        ({"model_type": "qwen3", "rms_norm_eps": float("nan")}, "rms_norm_eps = nan, which is not a number"),
         (
             {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9},
             "gives each token 9 experts, and has 8 of them; num_experts_per_tok must be at most that",

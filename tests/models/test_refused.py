@@ -79,7 +79,7 @@ def longrope(folder: Path, short: int) -> Path:
 
 
 def test_rejects_long_contexts_of_longrope(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'longrope', which turns tokens of sequences longer than 64"):
+    with pytest.raises(ModelError, match="'longrope', which rotates tokens of sequences longer than 64"):
         make(longrope(tmp_path / "model", 64))
 
 

@@ -66,7 +66,7 @@ def test_every_algorithm_names_existing_functions_and_describes_its_terms(name: 
     assert find_loss(training.loss) is algorithm.loss
     assert find_advantage(training.advantage) is algorithm.advantage
     assert {key: getattr(training, key) for key in algorithm.settings()} == algorithm.settings()
-    values = ["value of the critic, by an optimizer of its own"] if name == "ppo" else []
+    values = ["value of the critic, with its own optimizer"] if name == "ppo" else []
     assert [term.name for term in algorithm.terms()] == ["policy", *values]
     assert all((algorithm.about, algorithm.source, algorithm.advantage_formula))
 

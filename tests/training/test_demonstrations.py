@@ -122,9 +122,9 @@ def test_tool_calls_are_trained_in_the_model_format() -> None:
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
-        ([user("a")], "the assistant says nothing"),
+        ([user("a")], "it has no assistant message"),
         ([assistant("a")], "begins with the assistant"),
-        ([user("a"), assistant("b"), assistant("c")], r"in messages\[1\] and \[2\], two in a row"),
+        ([user("a"), assistant("b"), assistant("c")], r"messages\[1\] and \[2\] are both from the assistant"),
         ([user("a"), assistant("b<|im_end|>c")], r"messages\[1\] contains a stop token in its text"),
         ([user("a"), {"role": "assistant"}], r"messages\[1\] cannot be rendered"),
         ([{"role": "user"}, assistant("b")], r"before messages\[1\] cannot be rendered"),

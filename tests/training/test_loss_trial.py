@@ -49,7 +49,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> str:
     ("loss", "problem"),
     [
         ("raising", "ValueError: boom"),
-        ("summed", r"loss_N has the shape \(\); it must have a value of each token, \(4,\)"),
+        ("summed", r"loss_N has the shape \(\); it must have a value for each token, \(4,\)"),
         ("bare", "it gave Tensor; it must give a TokenLoss"),
         ("detached", "loss_N has no gradient"),
         ("infinite", "each must be finite"),

@@ -17,7 +17,7 @@ from titan_rl.training.parallel import World
 from titan_rl.training.state.checkpoint import read_checksums, write_checksums, write_summed
 from titan_rl.training.state.train_state import STATE, TrainState, TrainStateWriter, load_train_state
 
-OTHER = "is of another model or optimizer; set model.path to a model like the one that its run began with, or begin a"
+OTHER = "belongs to another model or optimizer; set model.path to the model of its run, or start a new run"
 
 
 def trained(model: nn.Module) -> TrainState:
@@ -40,7 +40,7 @@ def checkpoint(tmp_path: Path) -> Path:
     [
         (nn.Linear(4, 3), r"has shape \(2, 4\); this trainer's has \(3, 4\)"),
         (nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)), "it lacks model"),
-        (nn.Linear(4, 2, bias=False), "which this trainer has no place for"),
+        (nn.Linear(4, 2, bias=False), "which this trainer does not have"),
     ],
 )
 def test_rejects_checkpoint_of_another_model(checkpoint: Path, model: nn.Module, message: str) -> None:

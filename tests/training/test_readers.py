@@ -41,7 +41,7 @@ def test_wait_times_out_on_a_stuck_read_and_can_be_retried(monkeypatch: pytest.M
     weights, read = Readers(), Future[None]()
     weights.add(read)
     monkeypatch.setattr(trainer, "READ_LIMIT_S", 0.01)
-    with pytest.raises(TrainingError, match=r"1 copies of the weights have not ended after 0\.01 s"):
+    with pytest.raises(TrainingError, match=r"1 copies of the weights have not finished after 0\.01 s"):
         weights.wait()
     read.set_result(None)
     assert weights.wait() > 0

@@ -134,12 +134,12 @@ def test_rejects_sampling_parameters_that_the_loss_cannot_account_for(settings: 
 
 
 def test_rejects_temperature_that_differs_from_the_turn():
-    with pytest.raises(ValueError, match=r"temperature = 0\.5, and build_samples was given 1\.0"):
+    with pytest.raises(ValueError, match=r"temperature = 0\.5, but build_samples was given 1\.0"):
         build_samples(group(rollout(sampled(turn([7], [5]), temperature=0.5))), 1.0)
 
 
 def test_turn_without_sampling_parameters_requires_a_temperature():
-    with pytest.raises(ValueError, match="rollout 'g/0' does not say how it was sampled"):
+    with pytest.raises(ValueError, match="rollout 'g/0' does not record how it was sampled"):
         build_samples(group(rollout(turn([7], [5]))))
 
 
@@ -236,7 +236,7 @@ def test_fully_masked_rollout_gives_no_sample():
 
 def test_rejects_constrained_completion_without_allowed_logprobs():
     unmeasured = replace(constrained_turn([7], [5], None), sampling=CONSTRAINED)
-    with pytest.raises(ValueError, match="sampled under a constraint, and its completion has no allowed_logprobs"):
+    with pytest.raises(ValueError, match="sampled under a constraint, but its completion has no allowed_logprobs"):
         build_samples(group(rollout(unmeasured)))
 
 

@@ -1,9 +1,9 @@
 """Memory of the forward and backward pass of one micro-batch, computed from shapes.
 
 The model's own code runs, with its checkpointing and output layer, on tensors that have a shape but no memory (torch's
-FakeTensorMode), while a `MemoryTracker` adds up the bytes of the tensors that are alive. So no family needs a formula
-of its own. A model of more than `TRACED` layers is run twice, with different, smaller numbers of layers, and
-extrapolated linearly, because every further layer keeps equally many bytes.
+FakeTensorMode), while a `MemoryTracker` counts the bytes of live tensors, so no family needs its own formula. A model
+of more than `TRACED` layers is run twice, with two smaller numbers of layers, and extrapolated linearly, because every
+further layer keeps the same number of bytes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_t
 """Fields of config.json with one value per layer."""
 
 TRACED = 8
-"""Most layers to run."""
+"""Maximum number of layers to run."""
 
 CHUNKS = 4
-"""Most chunks of logits to run."""
+"""Maximum number of chunks of logits to run."""
 
 RECURRENT_CONTEXT = 256
-"""Most tokens of a sequence to run in recurrent layers, at least one of their chunks. These layers keep equally many
-bytes for each token, and transformers' code loops over the chunks of a sequence."""
+"""Maximum number of tokens of a sequence to run in recurrent layers, at least one of their chunks. These layers keep
+the same number of bytes for each token, and transformers' code loops over the chunks of a sequence."""
 
 TOKEN_BY_TOKEN: Mapping[str, int] = {"falcon_mamba": 32, "jamba": 32, "mamba": 32}
-"""Most tokens of a sequence to run in recurrent layers, for families, by `model_type`, whose code in transformers loops
-over the tokens."""
+"""Maximum number of tokens of a sequence to run in recurrent layers, by `model_type`, for families whose code in
+transformers loops over tokens."""
 
 LAYERS = ("num_hidden_layers", "n_layer")
 """Names of the number of layers in config.json."""
@@ -62,7 +62,7 @@ class DecoderSpec:
 
     Args:
         text: Content of config.json.
-        adapter_rank: Rank of the adapter that is trained alone; 0 if all weights are trained.
+        adapter_rank: Rank of the adapter; 0 if all weights are trained.
     """
 
     text: str
@@ -107,8 +107,8 @@ class DecoderSpec:
 
 
 def _with_one_rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """Replace longrope's rotary embeddings in a config.json by plain ones, which need as much memory. Longrope chooses
-    between two sets of frequencies by the positions of a batch, and tensors without memory have no values."""
+    """Replace longrope's rotary embeddings in a config.json by plain ones, which need the same memory. Longrope chooses
+    between two sets of frequencies by the positions of a batch, but tensors without memory have no values."""
     if not is_longrope(hf):
         return hf
     for name in ("rope_parameters", "rope_scaling"):
@@ -123,7 +123,7 @@ class MicroBatchShape:
     """Shape of a micro-batch, and the settings of its computation.
 
     Args:
-        context: Most tokens of one document.
+        context: Maximum number of tokens of one document.
         ranks_a_row: Number of context-parallel ranks that share the tokens.
         gathers_documents: Whether attention gathers documents into batches; otherwise it is one kernel over all rows.
         autocasts: Whether each layer converts its weights, as with a single rank.
@@ -146,12 +146,12 @@ class MicroBatchShape:
 
 @dataclass(frozen=True, slots=True)
 class ActivationMemory:
-    """Bytes of one micro-batch, besides parameters and their gradients.
+    """Bytes of one micro-batch, excluding parameters and their gradients.
 
     Attributes:
         kept: Bytes that the layers keep for the backward pass.
-        head: Most bytes that the output layer needs in addition, including the gradient of its weights.
-        layer: Most bytes that the backward pass of the layers needs in addition.
+        head: Peak of the additional bytes of the output layer, including the gradient of its weights.
+        layer: Peak of the additional bytes of the backward pass of the layers.
     """
 
     kept: int
@@ -254,7 +254,7 @@ class MemoryTracker(TorchDispatchMode):
 
     Attributes:
         live: Bytes that are alive now.
-        peak: Most bytes that were alive at once since `restart`.
+        peak: Largest number of bytes that were alive at once since `restart`.
     """
 
     def __init__(self, uncounted: Iterable[torch.Tensor]) -> None:
@@ -295,7 +295,7 @@ class ShapeLayout:
     """Layout of a micro-batch that has a shape but no tokens, filled with documents of equal length.
 
     Args:
-        recurrent_context: Most tokens of a sequence in recurrent layers.
+        recurrent_context: Maximum number of tokens of a sequence in recurrent layers.
     """
 
     share = None
@@ -347,7 +347,7 @@ class ShapeLayout:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention kernel that keeps no scores, but queries, keys, values, the result, and a normalizer for each query."""
+    """Attention kernel that saves queries, keys, values, the result and a normalizer per query, but no scores."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

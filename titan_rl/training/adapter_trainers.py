@@ -14,8 +14,8 @@ from titan_rl.training.trainer import TrainerCore
 class AdapterTrainers:
     """Trainers of several adapters of one model, or the one trainer of a run, by name.
 
-    Each adapter has a `TrainerCore` with its own matrices, optimizer, settings and version, and its own random state.
-    They share the weights that none of them changes, so every adapter has the same bits as if it were trained alone.
+    Each adapter has a `TrainerCore` with its own matrices, optimizer, settings, version and random state. They share
+    the frozen weights, so the result for each adapter is bitwise identical to training it alone.
 
     Args:
         policies: Settings by adapter name. With several adapters, each trains in a world of one rank.

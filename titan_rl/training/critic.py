@@ -4,8 +4,8 @@ The value is a linear function of the last hidden state of a trunk:
 
     V(s) = w . h(s) + b,    s the tokens up to and including a position
 
-The trunk is a model of its own, trained for the value, or the policy, whose hidden states are then constants: the
-policy learns nothing from the value. Values, advantages (`titan_rl.training.gae`) and targets are computed with the
+The trunk is either a separate model, trained for the value, or the policy. The policy learns nothing from the value:
+its hidden states are constants then. Values, advantages (`titan_rl.training.gae`) and targets are computed with the
 weights at the start of a step. Then, for each minibatch, the critic minimizes
 
     1/2 * max((V - target)^2, (V_clip - target)^2) / K,    V_clip = V_old + clamp(V - V_old, -clip, clip)
@@ -97,7 +97,7 @@ class Critic:
         self._head = ValueHead(trunk.hidden_size, trunk.device)
         spec = OptimizerSpec(training.critic_peak_lr, betas=training.betas, weight_decay=training.weight_decay)
         self._modules: dict[str, nn.Module] = {"head": self._head}
-        self._optimizers = {"head": Optimizers(self._head, "adamw", spec)}  # it has no matrix, as muon needs
+        self._optimizers = {"head": Optimizers(self._head, "adamw", spec)}  # muon needs matrices
         if training.critic == "model":
             spec = replace(spec, state_dtype=training.optimizer_dtype, offload=training.offloads_moments)
             self._modules["trunk"] = trunk.model

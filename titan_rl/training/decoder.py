@@ -106,7 +106,7 @@ class DecoderModel(Protocol):
         ...
 
     def wrap_blocks(self, checkpointing: Any) -> None:
-        """Checkpoint the activations of the blocks, as a checkpointing policy of torchtitan says."""
+        """Checkpoint the activations of the blocks with a checkpointing policy of torchtitan."""
         ...
 
     def split_matrices(self, dims: Any) -> None:
@@ -128,6 +128,6 @@ class DecoderModel(Protocol):
 
 
 def replay(routers: Sequence[ReplayedRouter], experts_BLRK: torch.Tensor | None) -> None:
-    """Make the R routers use these experts from now on, forward and backward. None lets them choose again."""
+    """Make the R routers use these experts in forward and backward passes. With None, they choose again."""
     for index, router in enumerate(routers):
         router.replayed_BLK = None if experts_BLRK is None else experts_BLRK[:, :, index]

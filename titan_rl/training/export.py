@@ -1,6 +1,6 @@
 """Export of a policy as a Hugging Face folder that transformers and vLLM load.
 
-`titan-rl export` runs this module in a process of its own:
+`titan-rl export` runs this module in a separate process:
 
     python -m titan_rl.training.export MODEL runs/latest/checkpoints/step-000040 policy bfloat16 auto model
 

@@ -1,5 +1,5 @@
-"""Checks of a model family with a tiny model of it: its logprobs must be those of transformers' own layers, and packed
-sequences must not see each other. `titan_rl.run.machine.engine_check` compares an engine with it."""
+"""Checks of a model family with a tiny model: its logprobs must match those of transformers' own layers, and packed
+sequences must not affect each other. `titan_rl.run.machine.engine_check` compares an engine with it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.tensor_batch import make_tensor_batch
 
 CONTEXT = 128
-"""Most tokens of a sequence in a check."""
+"""Maximum number of tokens of a sequence in a check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ ROUNDINGS = 4
 """Largest difference of logprobs, as a multiple of the rounding of transformers' own forward pass in float32."""
 
 MOST_ROUNDING = 10
-"""Largest factor by which rounding may raise a tolerance: a larger difference could not be told from an error."""
+"""Largest factor by which rounding may raise a tolerance. Larger differences are indistinguishable from errors."""
 
 
 def logprob_tolerance(folder: Path, sequences: Sequence[Sequence[int]], least: float) -> float:
@@ -81,7 +81,7 @@ def rounding_error(folder: Path, sequences: Sequence[Sequence[int]]) -> float:
 
 MOSTLY_ROUNDING = 0.01
 """Smallest scale of the comparison of a gradient, as a share of the model's largest gradient. Smaller gradients are
-sums of larger terms that cancel, so they are mostly rounding. For example, the biases of keys change no attention."""
+sums of larger terms that cancel, so they are mostly rounding. For example, key biases do not affect attention."""
 
 
 def tolerances_of(device: torch.device) -> Tolerances:
@@ -91,7 +91,8 @@ def tolerances_of(device: torch.device) -> Tolerances:
 
 def check_family(folder: Path, implementation: Implementation = "auto") -> tuple[NumericalCheck, ...]:
     """Compare a tiny model, such as `tiny_of_folder` writes, with transformers' eager forward pass, and packed
-    sequences with separate ones. Everything is computed in float32 on this process's device, whatever `model.dtype` is.
+    sequences with separate ones. Everything is computed in float32 on this process's device, regardless of
+    `model.dtype`.
 
     Raises:
         ModelError: The model cannot be trained.
@@ -157,8 +158,8 @@ def require_proved(folder: Path, implementation: Implementation) -> None:
     for comparison in found:
         if not comparison.holds:
             raise ModelError(
-                f"{folder} is of model_type {hf['model_type']!r}, which cannot be trained: a tiny model of it was "
-                f"tried, and numbers differ by {comparison}"
+                f"{folder} is of model_type {hf['model_type']!r}, which cannot be trained: the check of a tiny "
+                f"model failed with a difference of {comparison}"
             )
 
 

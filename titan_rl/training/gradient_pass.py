@@ -30,8 +30,8 @@ from titan_rl.training.tensor_batch import Minibatch, TensorBatch
 
 @dataclass(frozen=True, slots=True)
 class MinibatchGradient:
-    """Results of the passes over a minibatch, besides the gradients, which are in the parameters. They are equal on all
-    ranks, except `stats`, which covers this rank's tokens."""
+    """Results of the passes over a minibatch. The gradients are in the parameters. The results are equal on all ranks,
+    except `stats`, which covers this rank's tokens."""
 
     loss: float
     norm: float  # before clipping

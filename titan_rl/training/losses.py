@@ -146,7 +146,7 @@ def _problem(made: Any, num_tokens: int) -> str | None:
     for field in ("loss_N", "clipped_N"):
         shape = tuple(getattr(made, field).shape)
         if shape != (num_tokens,):
-            return f"{field} has the shape {shape}; it must have a value of each token, ({num_tokens},)"
+            return f"{field} has the shape {shape}; it must have a value for each token, ({num_tokens},)"
     if not made.loss_N.isfinite().all():
         return f"loss_N is {made.loss_N.tolist()}; each must be finite"
     if not made.loss_N.requires_grad:

@@ -81,19 +81,19 @@ def _of_adapters(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers of parameters of one rank. FSDP splits the first dimension of each parameter; "its part" is what this
+    """Parameter counts of one rank. FSDP splits the first dimension of each parameter; "part" means the shard that this
     rank holds.
 
     Attributes:
-        held: Parameters of its part.
-        frozen: Parameters of its part that are not trained.
-        matrices: Parameters of its part that are in trained matrices of the layers.
+        held: Parameters of the part.
+        frozen: Parameters of the part that are not trained.
+        matrices: Parameters of the part that are in trained matrices of the layers.
         total: Parameters that all FSDP ranks hold together, without the parts of other tensor-parallel ranks.
         layer: Parameters of the whole largest layer.
         embedding: Parameters of the whole embedding.
         is_tied: Whether the embedding is also the output layer.
         cast: Trained parameters that a forward pass under autocast converts, without the output layer.
-        largest: Entries of its part of the largest parameter.
+        largest: Entries of the part of the largest parameter.
     """
 
     held: int

@@ -1,5 +1,4 @@
-"""Objective of a step: a policy loss with off-policy correction and, on request, terms of a KL divergence and a
-teacher.
+"""Objective of a step: a policy loss with off-policy correction and optional terms of a KL divergence and a teacher.
 
 It also collects per-token statistics, from which `token_metrics` computes the metrics of a step.
 """
@@ -23,7 +22,7 @@ from titan_rl.training.tensor_batch import TensorBatch
 class Objective:
     """`sum(loss_N * share_N) / denominator`, where the denominator is summed over the whole batch.
 
-    The teacher term has a denominator of its own, the number of scored tokens. So it is multiplied by `denominator /
+    The teacher term has its own denominator, the number of scored tokens. It is therefore multiplied by `denominator /
     scored tokens`, which `GradientPass` counts beforehand, before it is added to the other terms.
 
     A token with a value that is not finite contributes to neither the sum nor the denominator, and a token that a
@@ -52,7 +51,7 @@ class Objective:
 
     @property
     def distills(self) -> bool:
-        """Whether the loss has a term over a teacher's likeliest tokens."""
+        """Whether the loss has a term over a teacher's top tokens."""
         return bool(self._distill_coef)
 
     def counts(self, batch: TensorBatch) -> tuple[float, float]:
@@ -88,8 +87,7 @@ class Objective:
             version: Version of the weights at the start of the update.
             proximal_logprobs_N: Logprobs under the weights at the start of the update; by default, `logprobs_N`.
             reference_logprobs_N: Logprobs of the reference model, if there is one.
-            taught_logprobs_NK: Policy's logprobs of the teacher's likeliest tokens, with gradient, if there is a
-                teacher.
+            taught_logprobs_NK: Policy's logprobs of the teacher's top tokens, with gradient, if there is a teacher.
             taught_share: Denominator of the whole batch divided by its number of scored tokens.
         """
         old_N = self._proximal_logprobs(batch, logprobs_N, proximal_logprobs_N, version)
@@ -203,7 +201,7 @@ def token_metrics(stats: TokenStats, version: int, world: World | None = None) -
         entropy: Mean entropy of the distribution from which each token was drawn, in nats.
         approx_kl: Mean of ratio - 1 - log(ratio), the k3 estimate (Schulman, 2020) of KL(behaviour || policy), in nats.
         reference_kl: Mean estimate of the KL to the reference model; 0 without one.
-        teacher_kl: Mean divergence from the teacher over its likeliest tokens. Absent if there is none.
+        teacher_kl: Mean divergence from the teacher over its top tokens. Absent without a teacher.
         staleness_mean, staleness_max: Optimizer steps between the weights that sampled a token and `version`.
         num_tokens: Number of finite tokens.
         num_nonfinite_tokens: Number of tokens left out because one of their logprobs is not finite.
@@ -211,8 +209,8 @@ def token_metrics(stats: TokenStats, version: int, world: World | None = None) -
         correction_masked_fraction: Share of tokens that the off-policy correction masks.
         on_policy_logprob_diff_mean, on_policy_logprob_diff_max: Absolute difference between the trainer's and the
             generator's logprob of the same token under the same weights. Only samples whose tokens all have this
-            version count: later tokens of other samples were sampled with keys and values of older weights. Absent if
-            there is none.
+            version count: later tokens of other samples were sampled with keys and values of older weights. Absent
+            without such samples.
     """
     world = world or World()
     log_ratio_M = stats.log_ratio_M.double()

@@ -34,8 +34,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class World:
     """The ranks that train together, as one of them sees them. Ranks are numbered with tensor-parallel ranks, which
-    share tokens, innermost; then context-parallel ranks, which share rows; and data-parallel ranks, which have rows of
-    their own, outermost. Expert-parallel ranks are consecutive context- and data-parallel ranks, and share the experts
+    share tokens, innermost; then context-parallel ranks, which share rows; and data-parallel ranks, which have their
+    own rows, outermost. Expert-parallel ranks are consecutive context- and data-parallel ranks, and share the experts
     of each layer.
 
     Example: of 2 x 1 x 2 ranks, rank 3 has `data_rank` 1 and holds the second half of each matrix.
@@ -183,7 +183,7 @@ def parallelize(
             on the device only for its computation. The caller must then allocate the parameters on the CPU. This needs
             several ranks: a single rank gathers nothing.
     """
-    assert world.size > 1 or not offload_parameters, "FSDP moves parameters, and takes several ranks"
+    assert world.size > 1 or not offload_parameters, "offloading of parameters needs FSDP on several ranks"
     if world.tensor_parallel > 1:
         model.split_matrices(world.dims)
     same_experts = None
@@ -309,8 +309,8 @@ def _compile_blocks(model: DecoderModel) -> None:
     """
     if local_device().type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
         raise ConfigError(
-            "training.compile = true needs a C++ compiler where there is no accelerator, and found none; install g++, "
-            "name yours in the environment variable CXX, or set compile = false"
+            "training.compile = true needs a C++ compiler on a machine without an accelerator, but none was found; "
+            "install g++, name your compiler in the environment variable CXX, or set compile = false"
         )
     for module in model.uncompiled:
         module.forward = cast(Any, torch.compiler.disable(module.forward))

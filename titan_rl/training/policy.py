@@ -44,7 +44,7 @@ def choose_attention(attention: Attention, device_type: str, head_dim: int, *, h
     """Resolve `training.attention` on a device to "document" or "flex".
 
     Args:
-        has_variants: Whether the model has sliding windows, caps on scores or sinks, which flex attention does not
+        has_variants: Whether the model has sliding windows, softcapped scores or sinks, which flex attention does not
             support.
 
     Raises:
@@ -61,8 +61,8 @@ class Policy:
     """The model of a Hugging Face folder, on this process's device. With `model.dtype = "bfloat16"` the forward pass
     runs in bfloat16.
 
-    Batches for it must be made with its `lay_out`. In a world of several ranks each rank holds a part of the model, and
-    all of them call every method at the same time.
+    Batches must be made with the policy's `lay_out`. In a world of several ranks each rank holds a part of the model,
+    and all ranks call every method at the same time.
 
     Args:
         seed: Seed of the adapter's initial values.
@@ -189,7 +189,7 @@ class Policy:
         return self._head_of(batch, batch.predictors_N, batch.targets_N, batch.temperatures_N)
 
     def logprobs_of(self, batch: TensorBatch, others_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs of the trained tokens and of K other tokens in their places, in this order, and the entropies.
+        """Logprobs of the trained tokens and of K other tokens at their positions, in this order, and the entropies.
         # [N, 1 + K], [N]"""
         targets_NJ = torch.cat([batch.targets_N[:, None], others_NK], dim=-1)
         return self._head_of(batch, batch.predictors_N, targets_NJ, batch.temperatures_N)
@@ -389,8 +389,8 @@ class HostWeights:
 
     Args:
         by_layer: Whether to move the weights to the device one layer at a time. It must be False with several ranks:
-            each rank then moves its whole part for the duration of a pass, because FSDP gathers layers from it in
-            streams of its own.
+            each rank then moves its whole part for the duration of a pass, because FSDP gathers layers from it in its
+            own streams.
     """
 
     def __init__(self, decoder: DecoderModel, *, by_layer: bool) -> None:

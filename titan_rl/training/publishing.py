@@ -117,8 +117,8 @@ class WeightPublisher:
         return self.finish()
 
     def hold(self, version: int | None) -> bool:
-        """Keep a published version beside the newest ones, in place of the version held before. With None, hold no
-        version. Any thread may call this.
+        """Keep a published version in addition to the newest ones, in place of the version held before. With None, hold
+        no version. Any thread may call this.
 
         Returns:
             Whether the transport can hold a version and has this one.

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 CHUNK_LOGITS = 2**26
-"""Most logits of a chunk: 256 MiB in float32. If all logits fit in one chunk, they are kept for the backward pass."""
+"""Maximum number of logits of a chunk: 256 MiB in float32. If all logits fit in one chunk, they are kept for the
+backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +42,19 @@ def selected_logprobs(
     shard: VocabularyShard | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of the targets and entropies of the whole distributions, both at the temperature of each place.
+    """Logprobs of the targets and entropies of the whole distributions, both at the temperature of each position.
 
     Logits are computed in the dtype of the hidden states, and everything after them in float32, or in float64 if the
     logits are float64. The entropy is a metric and carries no gradient.
 
     Args:
-        targets_N: Token id for each place, or several of them: [N, J].
+        targets_N: Token id for each position, or several of them: [N, J].
         weight_VD: Weights of the output layer, or this rank's rows of the weights.
         bias_V: Biases of the output layer.
         softcap: Bound of the logits: x becomes softcap * tanh(x / softcap), before the temperature is applied.
         shard: Position of this rank's rows in the vocabulary. The ranks of its mesh call this together, with the same
             tokens, and all get the whole results.
-        chunk_logits: Most logits of a chunk.
+        chunk_logits: Maximum number of logits of a chunk.
 
     Returns:
         Logprobs in the shape of the targets, and entropies, both in nats.  # [N] or [N, J], [N]

@@ -67,15 +67,14 @@ class ModelConfig(Section):
     max_context: PositiveInt = 512
     """Maximum number of tokens of prompt and completion together."""
     implementation: Implementation = "auto"
-    """Modeling code of the trained policy. auto uses torchtitan's where it has the family, and otherwise
-    transformers'; --dry-run says which, and why."""
+    """Modeling code of the trained policy. auto uses torchtitan's if it supports the family, and otherwise
+    transformers'; --dry-run shows which, and why."""
     renderer: Annotated[str, FunctionName(tuple(RENDERERS), ("tokenizer",))] = "auto"
     """Converts messages to tokens and back. auto uses a renderer of the `renderers` package, which parses tool calls,
-    if one renders as the model's chat template does, and otherwise chat_template, which parses those of known
-    formats. A renderer of yours, such as
-    `renderers:Qwen3Renderer`, is called with the tokenizer. Earlier reasoning stays in the prompt, even if the model's
-    chat template drops it at the next user message; exported folders then have a template that keeps it, if
-    possible."""
+    if one renders like the model's chat template, and otherwise chat_template, which parses tool calls of known
+    formats. A custom renderer, such as `renderers:Qwen3Renderer`, is called with the tokenizer. Earlier reasoning stays
+    in the prompt, even if the model's chat template drops it at the next user message; exported folders then have a
+    template that keeps it, if possible."""
 
 
 HEAD_LR = 1e-2
@@ -114,8 +113,8 @@ class AdapterConfig(Section):
     """Layers to change, by the last part of their Hugging Face names: ["q_proj", "v_proj"]. By default all linear
     layers of attention and MLP."""
     start: Annotated[PathText | None, TakesEffect("training.adapter.rank", none_of=(0,))] = None
-    """Folder of an adapter in PEFT's format to begin with, of this rank, alpha and these targets. By default a new
-    adapter, which changes nothing yet."""
+    """Folder of an adapter in PEFT's format to start from, with the same rank, alpha and targets. By default a new
+    adapter, which does not change the model yet."""
 
     @property
     def is_on(self) -> bool:
@@ -128,7 +127,7 @@ class AdapterConfig(Section):
         return self.alpha / self.rank
 
     @model_validator(mode="after")
-    def _targets_that_can_be_adapted(self) -> Self:
+    def _check_targets(self) -> Self:
         for target in self.targets:
             if (reason := UNSUPPORTED_TARGETS.get(target)) is not None:
                 raise ValueError(f"targets has {target!r}, which is not supported: {reason}; leave it out")
@@ -143,8 +142,8 @@ class TrainingConfig(Section):
     """The optimizer and the loss."""
 
     algorithm: Annotated[str, FunctionName(tuple(ALGORITHMS), kind=Algorithm)] = "grpo"
-    """Preset of loss, average, clip, advantage and the KL term, each of which may still be given. `titan-rl algorithms`
-    prints each with its formula, terms and source; one of yours is "module:value"."""
+    """Preset of loss, average, clip, advantage and the KL term, each of which can still be set. `titan-rl algorithms`
+    prints each with its formula, terms and source; a custom one is "module:value"."""
     steps: PositiveInt = 100
     """Optimizer steps of the run."""
     adapter: AdapterConfig = AdapterConfig()
@@ -186,26 +185,25 @@ class TrainingConfig(Section):
     """Mean of the loss over the tokens of the batch, or over its sequences, or with each sequence's sum divided by
     model.max_context."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL divergence to the reference model, which is then kept in memory, too; 0 turns both off. With
-    training.adapter it is the policy without its adapter, which takes no memory."""
+    """Weight of the KL divergence to the reference model, which is then also kept in memory; 0 turns both off. With
+    training.adapter it is the policy without its adapter, which takes no extra memory."""
     kl: Annotated[KLEstimate, TakesEffect("training.kl_coef", none_of=(0.0,))] = "k3"
     """Estimate of that KL divergence."""
     reference_interval: Annotated[NonNegativeInt, TakesEffect("training.kl_coef", none_of=(0.0,))] = 0
-    """Steps after which the reference model becomes the policy of that time, again and again; 0 keeps the initial
-    model."""
+    """Interval in steps at which the reference model is set to the current policy; 0 keeps the initial model."""
     teacher: Annotated[str, TakesEffect("training.distill_coef", none_of=(0.0,))] = ""
-    """Teacher of distillation: a folder of a model, a run or a checkpoint, which is served beside the run; the URL of a
-    server that gives logprobs of prompts, such as titan-rl serve or vLLM; or "self", the policy with the task's
+    """Teacher of distillation: a folder of a model, a run or a checkpoint, which is served alongside the run; the URL
+    of a server that returns logprobs of prompts, such as titan-rl serve or vLLM; or "self", the policy with the task's
     `teacher_messages` as prompt. Its tokens must be the policy's."""
     distill_coef: NonNegativeFloat = 0.0
-    """Weight of distillation from the teacher, besides the rewards; 0 turns it off."""
+    """Weight of distillation from the teacher, in addition to the rewards; 0 turns it off."""
     distill: Annotated[DistillKind, TakesEffect("training.distill_coef", none_of=(0.0,))] = "sampled"
     """Divergence from the teacher: the reverse KL on the sampled token, as an advantage of that token, or the forward
-    or reverse KL over the teacher's likeliest tokens, as a term of the loss."""
+    or reverse KL over the teacher's top tokens, as a term of the loss."""
     distill_top_k: Annotated[
         int, Field(ge=1, le=20), TakesEffect("training.distill", one_of=("forward", "reverse"))
     ] = 8
-    """Number of those tokens. All others count as one."""
+    """Number of top tokens of the teacher in the divergence. All other tokens count as one."""
     critic: CriticKind = "none"
     """Critic, which gives each token its own advantage: a linear value of the policy's last hidden states (head), from
     which the policy does not learn, or a second model with such a value, which begins as a copy of the policy and is
@@ -228,7 +226,7 @@ class TrainingConfig(Section):
     share_prompts: bool = True
     """Pass the common prompt of a group's siblings through the model once, instead of once for each."""
     data_parallel: PositiveInt = 1
-    """Trainer processes, or groups of them, with rows of their own; they share parameters and optimizer (FSDP)."""
+    """Trainer processes, or groups of them, with their own rows; they share parameters and optimizer (FSDP)."""
     context_parallel: PositiveInt = 1
     """Trainer processes that share the tokens of each row, for rows that are too long for one process; they also share
     parameters and optimizer (FSDP)."""
@@ -238,7 +236,7 @@ class TrainingConfig(Section):
     """Trainer processes, of those of data_parallel and context_parallel, that divide the experts of each layer of a
     mixture: tokens are sent to the process of their expert, instead of gathering its weights."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Activations that the backward pass recomputes instead of keeping them."""
+    """Activations that are recomputed in the backward pass instead of kept."""
     attention: Attention = "auto"
     """document batches documents of similar length; flex is one kernel over all rows, for GPUs. auto uses flex on CUDA
     if the kernel supports the model's heads, and otherwise document."""
@@ -250,8 +248,8 @@ class TrainingConfig(Section):
     rows_per_micro_batch: PositiveInt = 8
     """Packed rows in one forward and backward pass."""
     max_skipped_steps: NonNegativeInt = 3
-    """Steps that may be skipped before the run ends, because their loss or gradient is not finite or no token of them
-    can be trained on; counted since the run was started or resumed."""
+    """Steps that may be skipped before the run ends, because their loss or gradient is not finite or they have no token
+    to train on; counted since the run was started or resumed."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -325,7 +323,7 @@ class TrainingConfig(Section):
         return self.data_parallel * self.ranks_a_row
 
     @model_validator(mode="after")
-    def _offloads_existing_state(self) -> Self:
+    def _check_offload(self) -> Self:
         if twice := {part for part in self.offload if self.offload.count(part) > 1}:
             raise ValueError(f"offload has {', '.join(sorted(twice))} more than once")
         if "activations" in self.offload and self.activation_checkpointing != "full":
@@ -355,12 +353,12 @@ class TrainingConfig(Section):
             )
         if {"optimizer", "parameters"} <= {*self.offload}:
             raise ValueError(
-                'offload = ["optimizer", "parameters"]: the moments go with the parameters; leave "optimizer" out'
+                'offload = ["optimizer", "parameters"]: moments move with the parameters; leave "optimizer" out'
             )
         return self
 
     @model_validator(mode="after")
-    def _keeps_moments_that_it_knows(self) -> Self:
+    def _check_moments(self) -> Self:
         if self.optimizer in ("adamw", "adam"):
             return self
         defaults = {"optimizer_dtype": "float32", "master_dtype": "float32"}
@@ -368,13 +366,13 @@ class TrainingConfig(Section):
         given += [f'offload = ["{part}"]' for part in self.offload if part in ("optimizer", "parameters")]
         if given:
             raise ValueError(
-                f"{given[0]} with optimizer = {self.optimizer!r}: that is for adamw and adam; set one of "
-                "them, or leave it out"
+                f"{given[0]} with optimizer = {self.optimizer!r}: only adamw and adam support it; set "
+                "optimizer to one of them, or leave it out"
             )
         return self
 
     @model_validator(mode="after")
-    def _divides_work_in_ways_that_go_together(self) -> Self:
+    def _check_parallelism(self) -> Self:
         if self.tensor_parallel > 1 and (self.context_parallel > 1 or "activations" in self.offload):
             name, fix = 'offload = ["activations"]', 'leave "activations" out'
             if self.context_parallel > 1:
@@ -443,7 +441,7 @@ class CorrectionConfig(Section):
     """Weight of the losses: the proximal divided by the behaviour probability, of each token or of the whole
     sequence."""
     cap: Annotated[PositiveFloat | None, TakesEffect("correction.weight", one_of=("token", "sequence"))] = None
-    """Upper limit of the weights. By default there is none."""
+    """Upper limit of the weights. By default no limit."""
     mask: CorrectionMask = "none"
     """Mask tokens or sequences whose ratio of proximal to behaviour probability is outside `bounds`; geometric uses the
     geometric mean over the sequence."""
@@ -459,7 +457,7 @@ class CorrectionConfig(Section):
     unconstrained to constrained probability, of the whole rollout or of each token."""
 
     @model_validator(mode="after")
-    def _bounds_in_order(self) -> Self:
+    def _check_bounds(self) -> Self:
         if self.bounds[0] > self.bounds[1]:
             raise ValueError(f"bounds = {list(self.bounds)}: the lowest ratio comes first")
         return self

@@ -38,7 +38,7 @@ nothing."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 
 MOST_IN_FLIGHT = 64
-"""Most simultaneous requests to one teacher."""
+"""Maximum number of simultaneous requests to one teacher."""
 
 PromptFn = Callable[[Rollout], Sequence[int]]
 """Function from a rollout to the tokens that the teacher reads instead of the rollout's first prompt."""
@@ -50,8 +50,8 @@ class Teacher:
     Args:
         name: Folder or URL of the model, for messages.
         generate: Function that returns the logprobs of prompts.
-        max_context: Most tokens that the model reads. Later tokens get no score.
-        top_k: Number of likeliest tokens to ask for at each position.
+        max_context: Maximum number of tokens that the model reads. Later tokens get no score.
+        top_k: Number of top tokens to request at each position.
         prompt: Function that replaces the first prompt of a rollout, for self-distillation.
         outage_s: Longest time that the teacher may keep failing, in seconds.
         console: Console for reports of outages and of rollouts that are too long for the teacher.
@@ -107,14 +107,14 @@ class Teacher:
         clock = asyncio.get_running_loop().time
         began, turns = clock(), list[Turn]()
         replaced = () if self._prompt is None else tuple(rollout.turns[0].prompt_token_ids)
-        instead = None if self._prompt is None else list(self._prompt(rollout))
+        replacement = None if self._prompt is None else list(self._prompt(rollout))
         with span("teacher", "reward", lane="reward", fine=True, of=rollout.rollout_id):
             for number, run in enumerate(extending_runs(rollout)):
                 request_id = f"{rollout.rollout_id}/teacher/{number}"
                 if tuple(run[0].prompt_token_ids[: len(replaced)]) != replaced:
                     turns += run  # without scores: an edited history has no place for the privileged prompt
                 else:
-                    turns += await self._score_run(run, request_id, len(replaced), instead, pending)
+                    turns += await self._score_run(run, request_id, len(replaced), replacement, pending)
         rollout.turns[:] = turns
         rollout.metrics["teacher_seconds"] = clock() - began
         if (kl := sampled_kl(turns)) is not None:
@@ -125,25 +125,25 @@ class Teacher:
         run: Sequence[Turn],
         request_id: str,
         num_replaced: int,
-        instead: Sequence[int] | None,
+        replacement: Sequence[int] | None,
         pending: dict[tuple[int, ...], asyncio.Task[PromptScores]],
     ) -> list[Turn]:
         """Score turns that extend each other, with one request.
 
         Args:
-            num_replaced: Number of the first tokens of the turns that `instead` replaces for the teacher.
+            num_replaced: Number of the first tokens of the turns that `replacement` replaces for the teacher.
         """
         if all(turn.teacher is not None for turn in run):
             return list(run)
-        prompt = [*(instead or ()), *context_after(run[-1])[num_replaced:]]
-        if instead is not None and len(prompt) > self._max_context:
-            self._report_length(run[0], len(instead), len(prompt))
+        prompt = [*(replacement or ()), *context_after(run[-1])[num_replaced:]]
+        if replacement is not None and len(prompt) > self._max_context:
+            self._report_length(run[0], len(replacement), len(prompt))
         prompt = prompt[: self._max_context - 1]
         if len(prompt) < 2:
             return list(run)
         if (task := pending.get(tuple(prompt))) is None:
             task = pending[tuple(prompt)] = asyncio.ensure_future(self._ask(prompt, request_id))
-        scores, shift = await asyncio.shield(task), len(instead or ()) - num_replaced
+        scores, shift = await asyncio.shield(task), len(replacement or ()) - num_replaced
         scored: list[Turn] = []
         for turn in run:
             start = len(turn.prompt_token_ids) + shift
@@ -152,13 +152,13 @@ class Teacher:
             scored.append(replace(turn, teacher=scores.between(start, stop)) if has_scores else turn)
         return scored
 
-    def _report_length(self, first: Turn, num_instead: int, num_tokens: int) -> None:
+    def _report_length(self, first: Turn, num_teacher: int, num_tokens: int) -> None:
         """Report, only once, that the privileged prompt leaves too little room for the policy's tokens."""
         if self._is_length_reported:
             return
         self._is_length_reported = True
         self._console.warning(
-            f"the teacher's prompt of {first.completion.request_id!r} has {num_instead} tokens, and {num_tokens} with "
+            f"the teacher's prompt of {first.completion.request_id!r} has {num_teacher} tokens, and {num_tokens} with "
             f"the policy's; those after model.max_context = {self._max_context} have no score, and are not learned "
             "from. Return shorter teacher_messages, or raise model.max_context"
         )
@@ -179,7 +179,7 @@ class Teacher:
                 self._outage.answered()
                 return scores
             self._outage.failed(error, self._outage_s)
-            if backoff is None:  # begins at the first failure: the request may have waited long for a place before
+            if backoff is None:  # starts at the first failure, because the request may have waited long for a slot
                 backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, limit_s=self._outage_s)
             if backoff.is_over:
                 raise TrainingError(f"the teacher {self.name} has failed for {self._outage_s:g} s: {error}") from error
@@ -194,11 +194,11 @@ class Teacher:
             except TimeoutError as error:
                 raise GenerationError(f"no answer within {self._outage_s:g} s") from error
         if completion.prompt_scores is None:
-            raise GenerationError("it gave no logprobs of the prompt")
+            raise GenerationError("it returned no logprobs of the prompt")
         if (count := len(completion.prompt_scores.logprobs)) != len(prompt) - 1:
             raise TrainingError(
-                f"the teacher {self.name} gave {count} logprobs for a prompt of {len(prompt)} tokens; it must give one "
-                "for each after the first"
+                f"the teacher {self.name} returned {count} logprobs for a prompt of {len(prompt)} tokens; it must "
+                "return one for each token after the first"
             )
         return completion.prompt_scores
 

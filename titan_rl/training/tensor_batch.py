@@ -79,7 +79,7 @@ ROW_MULTIPLE = 16
 @dataclass(frozen=True, slots=True)
 class TensorBatch:
     """One micro-batch: B rows of L tokens, with N trained tokens altogether. Padding at the end of a row is an
-    untrained document of its own."""
+    separate, untrained document."""
 
     token_ids_BL: torch.Tensor  # int64
     positions_BL: torch.Tensor  # int64, restart at 0 with every document
@@ -109,7 +109,7 @@ class TensorBatch:
 
 @dataclass(frozen=True, slots=True)
 class TeacherTokens:
-    """The K likeliest tokens of a teacher in the place of each trained token."""
+    """The K top tokens of a teacher at the position of each trained token."""
 
     ids_NK: torch.Tensor  # int64; 0 where a token has no score
     logprobs_NK: torch.Tensor  # float32, NaN where a token has no score
@@ -213,8 +213,8 @@ def make_tensor_batch(
 def _teacher_tokens(
     samples: Sequence[TrainingSample], targets: Sequence[NDArray[Any]], device: torch.device | str
 ) -> TeacherTokens | None:
-    """The teacher's likeliest tokens for all samples, with NaN logprobs for samples without scores. None if no sample
-    has scores."""
+    """The teacher's top tokens for all samples, with NaN logprobs for samples without scores. None if no sample has
+    scores."""
     top_k = max((each.teacher.top_k for each in samples if each.teacher is not None), default=0)
     if not top_k:
         return None

@@ -61,7 +61,7 @@ class Readers:
         began = time.monotonic()
         if pending := wait(self._reads, timeout=READ_LIMIT_S).not_done:
             raise TrainingError(
-                f"{len(pending)} copies of the weights have not ended after {READ_LIMIT_S:g} s; "
+                f"{len(pending)} copies of the weights have not finished after {READ_LIMIT_S:g} s; "
                 "no weight may change before they have"
             )
         self._reads.clear()
@@ -71,7 +71,7 @@ class Readers:
 class TrainerCore:
     """Trainer of one policy in this process. A plain class without Monarch. Not thread-safe.
 
-    Weights and optimizer state are float32 unless `master_dtype` and `optimizer_dtype` say otherwise. With
+    Weights and optimizer state are float32 unless `master_dtype` and `optimizer_dtype` differ. With
     `dtype = "bfloat16"` the forward pass runs in bfloat16, and published and exported weights are bfloat16.
 
     Args:
@@ -318,8 +318,8 @@ class TrainerCore:
         self._readers.add(until)
 
     def save(self, directory: str | Path) -> None:
-        """Write model, optimizers, version and random state. After a `load` on equally many ranks, training continues
-        bit-identically.
+        """Write model, optimizers, version and random state. After a `load` on the same number of ranks, training
+        continues bit-identically.
 
         The folder appears whole or not at all; an existing one is replaced.
 
@@ -444,7 +444,9 @@ class TrainerCore:
         pairs = zip(self._reference.model.state_dict().values(), self._model.state_dict().values(), strict=True)
         with torch.no_grad():
             for kept, current in pairs:
-                local(kept).copy_(local(current))  # both are sharded alike, but offloaded parameters are not on the GPU
+                local(kept).copy_(
+                    local(current)
+                )  # both have the same sharding, but offloaded parameters are not on the GPU
 
 
 def _check_weights(model: ModelConfig, training: TrainingConfig, world: World) -> None:
@@ -456,11 +458,11 @@ def _check_weights(model: ModelConfig, training: TrainingConfig, world: World) -
     if training.master_dtype == "bfloat16" and model.dtype != "bfloat16":
         raise ConfigError(
             f'training.master_dtype = "bfloat16" with model.dtype = "{model.dtype}": the model would compute with more '
-            'digits than its weights have; set model.dtype = "bfloat16", or leave master_dtype out'
+            'precision than its weights have; set model.dtype = "bfloat16", or leave master_dtype out'
         )
     if "parameters" in training.offload and world.size == 1:
         raise ConfigError(
-            'training.offload = ["parameters"] with one trainer process: FSDP, which moves them, takes several; '
+            'training.offload = ["parameters"] with one trainer process: FSDP, which moves them, needs several; '
             'set training.data_parallel to the number of GPUs, or leave "parameters" out'
         )
 

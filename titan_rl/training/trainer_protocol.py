@@ -28,8 +28,8 @@ class StepResult:
     `metrics` holds loss and grad_norm (means over the step's minibatches), lr, num_tokens (trained), num_samples,
     num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (seconds until the optimizer could change
     weights that were being published), the metrics of `titan_rl.training.objective.token_metrics` and, with a critic,
-    value_loss and explained_variance. A trainer of your own may leave out any of them. A step whose minibatches were
-    all skipped has no loss and no grad_norm.
+    value_loss and explained_variance. A custom trainer may leave out any of them. A step whose minibatches were all
+    skipped has no loss and no grad_norm.
     """
 
     version: int  # version of the weights after the step
@@ -120,8 +120,8 @@ class HoldingTrainer(Protocol):
     """A trainer that can keep one published version for generators that start later."""
 
     async def hold_published(self, version: int | None) -> bool:
-        """Keep a published version beside the newest ones, in place of the version held before. With None, hold no
-        version.
+        """Keep a published version in addition to the newest ones, in place of the version held before. With None, hold
+        no version.
 
         Returns:
             Whether the version is available and is now kept.

@@ -1,6 +1,6 @@
 """`Algorithm`: a learning algorithm as one value, and its description.
 
-An algorithm says how rewards become advantages, which terms the loss has, and which other models it needs:
+An algorithm defines how rewards become advantages, which terms the loss has, and which other models it needs:
 
     A_i  = advantage(rewards of the siblings)[i]
     loss = sum_t loss(t) / D  +  kl_coef * sum_t kl(t) / D  +  distill_coef * sum_t divergence(t) / T
@@ -12,9 +12,9 @@ The denominator D is counted over the whole batch. `average` names it:
     "constant"    number of sequences times model.max_context, after the sum over the tokens of each
 
 Tokens that a correction masks stay in D, so that a mask does not raise the weight of the others. T is the number of
-tokens that a teacher has scored. A critic has a loss and an optimizer of its own (`titan_rl.training.critic`).
+tokens that a teacher has scored. A critic has its own loss and optimizer (`titan_rl.training.critic`).
 
-An algorithm is a preset of settings: `training.algorithm` names it, and each of its settings may be given beside it.
+An algorithm is a preset of settings: `training.algorithm` names it, and each of its settings can be overridden.
 Importing this module imports no torch.
 """
 
@@ -53,7 +53,7 @@ class Term:
 class Algorithm:
     """A learning algorithm.
 
-    Example: `algorithms/grpo.py`, and one of your own in docs/how_to/algorithm.md.
+    Example: `algorithms/grpo.py`, and a custom algorithm in docs/how_to/algorithm.md.
 
     Args:
         about: One sentence for people who choose between algorithms.
@@ -69,7 +69,7 @@ class Algorithm:
         distill_coef: Weight of distillation from a teacher; 0 needs no teacher.
         distill: Divergence from the teacher; see `training.distill`.
         critic: Critic that computes the advantages from the rewards; see `training.critic`.
-        needs: Requirements besides the reference model, such as group sizes.
+        needs: Requirements in addition to the reference model, such as group sizes.
     """
 
     about: str
@@ -88,7 +88,7 @@ class Algorithm:
     needs: str = ""
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of `[training]` that the algorithm stands for.
+        """Return the settings of `[training]` that the algorithm sets.
 
         Raises:
             ConfigError: A function cannot be imported from a module, so other processes could not use it.
@@ -118,20 +118,20 @@ class Algorithm:
             yield Term("KL to the reference model", self.kl_coef, formula, DENOMINATORS[self.average])
         if self.distill_coef and self.distill != "sampled":
             formula = {"forward": "KL(pi_T || pi_theta)", "reverse": "KL(pi_theta || pi_T)"}[self.distill]
-            formula += " over the teacher's likeliest tokens, and all others as one"
+            formula += " over the teacher's top tokens, with all others merged"
             yield Term("divergence from the teacher", self.distill_coef, formula, "tokens that the teacher has scored")
         if self.critic != "none":
             formula = "1/2 * max((V - target)^2, (V_clip - target)^2), target = A + V before standardization"
-            yield Term("value of the critic, by an optimizer of its own", 1.0, formula, "actions of the minibatch")
+            yield Term("value of the critic, with its own optimizer", 1.0, formula, "actions of the minibatch")
 
     def requirements(self) -> Iterator[str]:
         """Models and data that the algorithm needs."""
         if self.kl_coef:
-            yield "the initial model as reference, in memory beside the policy"
+            yield "the initial model as reference, in memory in addition to the policy"
         if self.distill_coef:
             yield "a teacher with the policy's tokens: training.teacher, and sampling.temperature = 1"
         if self.critic == "model":
-            yield 'a critic, in memory beside the policy and trained with it; none with critic = "head"'
+            yield 'a critic model, in memory in addition to the policy; not needed with critic = "head"'
         if self.needs:
             yield self.needs
 

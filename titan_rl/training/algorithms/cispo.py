@@ -20,7 +20,7 @@ def cispo_loss(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
 
 
 CISPO = Algorithm(
-    about="Bounds the importance weight of a token instead of its ratio, so that rare tokens go on learning.",
+    about="Bounds the importance weight of a token instead of its ratio, so that rare tokens keep a gradient.",
     source="CISPO, arXiv:2506.13585, eq. 4 and 5",
     loss=cispo_loss,
     loss_formula="-sg[clip(r, 1 - low, 1 + high)] * A * log pi_theta",

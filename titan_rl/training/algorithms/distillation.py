@@ -4,7 +4,7 @@
     loss = -min(r_t * A_t, clip(r_t, 1 - low, 1 + high) * A_t),    r_t = pi_theta(t) / pi_prox(t)
 
 -A_t is an estimate of the reverse KL divergence KL(pi_theta || pi_T) on the sampled token, and its policy gradient
-lowers that divergence. With distill = "forward" or "reverse" the divergence over the teacher's likeliest tokens is a
+lowers that divergence. With distill = "forward" or "reverse" the divergence over the teacher's top tokens is a
 term of the loss instead:
 
     loss = distill_coef * sum_t KL(t) / T,    T the number of scored tokens
@@ -24,7 +24,7 @@ from titan_rl.training.algorithms.algorithm import Algorithm
 from titan_rl.training.algorithms.grpo import grpo_loss
 
 DISTILLATION = Algorithm(
-    about="Learns from a teacher's logprobs of the policy's own tokens. Rewards are recorded, and not learned from.",
+    about="Learns from a teacher's logprobs of the policy's own tokens. Rewards are recorded but not used.",
     source="GKD, arXiv:2306.13649; MiniLLM, arXiv:2306.08543, eq. 2; On-Policy Distillation, Thinking Machines, 2025",
     advantage=zero,
     advantage_formula="0, and A_t = log pi_T(t) - log pi_b(t) for each token",

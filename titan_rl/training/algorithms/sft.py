@@ -1,8 +1,8 @@
-"""Supervised fine-tuning: every trained token is made more probable, whatever its reward.
+"""Supervised fine-tuning: every trained token is made more probable, regardless of its reward.
 
     loss = -log pi_theta(t)
 
-`titan-rl sft` learns demonstrations with it. On rollouts from which filters keep only the best, it is rejection
+`titan-rl sft` trains on demonstrations with it. On rollouts of which filters keep only the best, it is rejection
 sampling fine-tuning (RAFT: Dong et al., 2023, arXiv:2304.06767).
 """
 

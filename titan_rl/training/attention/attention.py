@@ -49,8 +49,8 @@ class ContextRanks:
         return _GatherTokens.apply(own_PNH, self)
 
     def spread(self, own_M: torch.Tensor, at_M: torch.Tensor, size: int) -> torch.Tensor:
-        """Join a tensor whose entries are distributed over the ranks. All ranks must use the result in the same way;
-        each receives the gradient of its own entries.
+        """Join a tensor whose entries are distributed over the ranks. All ranks must use the result in the same way.
+        Each rank receives the gradient of its own entries.
 
         Args:
             own_M: This rank's entries; they may have further dimensions.
@@ -62,8 +62,8 @@ class ContextRanks:
 
 @dataclass(frozen=True, slots=True)
 class TokenShare:
-    """The tokens of a batch that one of the ranks computes. The last token of the batch may be followed by padding,
-    which repeats token 0, so that all ranks have equally many.
+    """The tokens of a batch that one of the ranks computes. The batch may be followed by padding, which repeats token
+    0, so that all ranks have the same number of tokens.
 
     Example: of 8 tokens rank 0 of 2 computes 0, 1, 6 and 7, and rank 1 the others:
 
@@ -183,8 +183,8 @@ class Layout(Protocol):
 
 
 class CurrentLayout:
-    """Layout of the batch that a decoder is computing in this thread, shared by its modules. In a thread of torch,
-    which may recompute a part for the backward pass, it is the layout of the last batch."""
+    """Layout of the batch that a decoder is computing in this thread, shared by its modules. In torch's own threads,
+    which may recompute activations for the backward pass, it is the layout of the last batch."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -247,10 +247,10 @@ class Kernel:
 
 
 def choose_kernel(device_type: str, dtype: torch.dtype, head_dim: int, *, masked: bool) -> Kernel:
-    """Choose a kernel that keeps no scores for the backward pass, if one supports these heads.
+    """Choose a kernel that saves no scores for the backward pass, if one supports these heads.
 
     By default, torch falls back to its math kernel on CUDA for grouped heads with a mask or in float32. That kernel
-    keeps 12 bytes for each score of each head and layer: tens of gigabytes for a model of 0.6B parameters.
+    saves 12 bytes for each score of each head and layer: tens of gigabytes for a model of 0.6B parameters.
     """
     if device_type != "cuda" or head_dim * dtype.itemsize % 16:
         return Kernel()
@@ -291,10 +291,10 @@ class DocumentLayout:
         """Attend within documents. Value heads may differ in size from query and key heads.
         # [B, L, N, H]"""
         q, *kv = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
-        of_all = kv
+        all_kv = kv
         if self.share is not None:
-            of_all = [self.share.ranks.gather(x) for x in kv]
-            kv = [x[self.share.here] for x in of_all]
+            all_kv = [self.share.ranks.gather(x) for x in kv]
+            kv = [x[self.share.here] for x in all_kv]
         sizes = [bucket.num_slots for bucket in self.buckets]
         slots = (_Gather.apply(x, self).split(sizes) for x in (q, *kv))
         outputs: list[torch.Tensor] = []
@@ -305,7 +305,7 @@ class DocumentLayout:
                     torch.cat(
                         [x.index_select(0, bucket.prefix_tokens).view(bucket.num_documents, -1, *x.shape[1:]), own], 1
                     )
-                    for x, own in zip(of_all, (k, v), strict=True)
+                    for x, own in zip(all_kv, (k, v), strict=True)
                 )
             if torch.is_autocast_enabled(q.device.type):  # here, so that all layers share a mask of this dtype
                 q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
@@ -352,8 +352,10 @@ def layout_documents(
             members[-1].append(piece)
         else:
             members.append([piece])
-    of_buckets = [_padded([range(piece.start, piece.start + piece.length) for piece in bucket]) for bucket in members]
-    token_of_slot = np.concatenate([tokens_DW.ravel() for tokens_DW in of_buckets])
+    tokens_of_buckets = [
+        _padded([range(piece.start, piece.start + piece.length) for piece in bucket]) for bucket in members
+    ]
+    token_of_slot = np.concatenate([tokens_DW.ravel() for tokens_DW in tokens_of_buckets])
     is_padded = token_of_slot < 0
     slot_of_token = np.empty(sum(piece.length for piece in pieces), np.int64)
     slot_of_token[token_of_slot[~is_padded]] = np.flatnonzero(~is_padded)
@@ -421,7 +423,7 @@ def _bucket(pieces: Sequence[_Piece], share: TokenShare | None, device: torch.de
         prefixes_DP = np.concatenate([prefixes_DP, _padded([pieces[0].cut])], axis=1)
     tokens_DP = torch.from_numpy(prefixes_DP).to(device)
     in_prefix = tokens_DP >= 0
-    # Padding is between the prefix and the document, so positions are counted over the tokens that are there.
+    # Padding is between the prefix and the document, so positions count only real tokens.
     own_DW = in_prefix.sum(-1, keepdim=True) + own_1W
     keys_DK = torch.cat([(in_prefix.cumsum(-1) - 1).where(in_prefix, PADDING), own_DW], dim=-1)
     tokens = tokens_DP.clamp(min=0).flatten()

@@ -33,8 +33,8 @@ NO_VARIANTS = (
 )
 
 MAX_KERNELS = 64
-"""Most kernels to compile. Each combination of dtype, number of heads, scale and use of gradients needs its own, and
-torch stops compiling after 8 by default."""
+"""Maximum number of kernels to compile. Each combination of dtype, number of heads, scale and use of gradients needs
+its own, and torch stops compiling after 8 by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class BlockLayout:
         if device == "cpu":  # torch's flex attention has no backward pass there
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(), scale=scale, enable_gqa=enable_gqa)
         else:
-            # In a block that is being compiled, the kernel is a part of the block.
+            # In a block that is being compiled, the kernel becomes part of the block.
             kernel = flex_attention if torch.compiler.is_compiling() else _compiled()
             out = kernel(q, k, v, block_mask=self.block_mask, scale=scale, enable_gqa=enable_gqa, kernel_options=KERNEL)
         return out[0].transpose(0, 1).view(*q_BLNH.shape[:-1], v_BLNH.shape[-1])

@@ -1,4 +1,4 @@
-"""Variants of attention that some families have: sliding windows, caps on scores, and sinks. This file needs only
+"""Attention variants of some model families: sliding windows, softcapped scores and sinks. This file needs only
 torch."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class Variant:
     """Differences from plain causal attention.
 
     Attributes:
-        window: Most tokens that a token attends to, itself included; None for no limit.
+        window: Maximum number of tokens that a token attends to, including itself; None for no limit.
         softcap: Bound of the scores: x becomes softcap * tanh(x / softcap) (arXiv:2408.00118, section 2).
         sinks_N: Score of a token without a value, which takes a part of the attention, for each of the N heads
             (arXiv:2309.17453, section 3).

@@ -52,8 +52,8 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTok
     Messages after the last answer are left out.
 
     Raises:
-        DataError: The conversation does not begin with a prompt, the assistant says nothing in it or speaks twice in a
-            row, or the renderer cannot render it as a rollout.
+        DataError: The conversation does not begin with a prompt, it has no assistant message or two in a row, or the
+            renderer cannot render it as a rollout.
     """
     messages = renderable(demonstration.messages)
     tools: list[Any] | None = None if demonstration.tools is None else renderable(demonstration.tools)
@@ -87,11 +87,11 @@ def _answers(messages: Sequence[Any]) -> Iterator[int]:
     """Indices of the assistant's messages."""
     answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
-        raise DataError("the assistant says nothing in it, so there is nothing to train on")
+        raise DataError("it has no assistant message, so there is nothing to train on")
     for before, at in zip([-1, *answers], answers, strict=False):
         if at == before + 1:
-            what = "begins with" if at == 0 else f"has, in messages[{at - 1}] and [{at}], two in a row of"
-            raise DataError(f"it {what} the assistant, where a rollout has a prompt before each answer")
+            problem = "it begins with" if at == 0 else f"messages[{at - 1}] and [{at}] are both from"
+            raise DataError(f"{problem} the assistant; a rollout has a prompt before each answer")
         yield at
 
 

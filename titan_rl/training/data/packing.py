@@ -16,7 +16,7 @@ no row exceeds the capacity; a family is dropped only if it is longer than a row
 more, the mean row is over half the capacity; the number of rows is a multiple of the number of ranks, unless there are
 fewer samples than ranks.
 
-It imports no torch: the controller plans, ranks compute. `step_plan.py` shares out the rows.
+This file imports no torch: the controller plans, and the ranks compute. `step_plan.py` assigns the rows to ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from titan_rl.core.arrays import common_length, token_array
 from titan_rl.training.data.sample import TrainingSample
 
 SHORTEST = 8
-"""Shortest prefix that is shared. Shorter ones do not pay for the longer attention of the suffixes."""
+"""Shortest prefix that is shared. For shorter ones, the longer attention of the suffixes costs more than it saves."""
 
 LONGEST = 4096
 """Longest sample that shares a prefix. Longer ones are laid out alone: the mask of a suffix over its prefix costs the
@@ -118,9 +118,9 @@ def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -
     """Pack families into as few rows as best-fit decreasing needs. The same input gives the same rows.
 
     Args:
-        row_tokens: Most tokens of a row.
-        multiple_of: Number of ranks that share the rows. If there are enough samples, each rank gets equally many rows,
-            so that no rank idles; the rows may then be shorter, and the longest come first.
+        row_tokens: Maximum number of tokens of a row.
+        multiple_of: Number of ranks that share the rows. If there are enough samples, all ranks get the same number of
+            rows, so that none idles; the rows may then be shorter, and the longest come first.
     """
     assert all(family.num_tokens for family in families), "a family has no tokens"
     fitting = [family for family in families if family.num_tokens <= row_tokens]

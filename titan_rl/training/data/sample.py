@@ -16,7 +16,7 @@ class SampleRewards:
     Args:
         rewards: Reward after each token.
         turns: Index of the completion that each token belongs to; -1 outside completions.
-        is_truncated: Whether rewards would have followed the last token. The value of the last state then stands for
+        is_truncated: Whether rewards would have followed the last token. The value of the last state then replaces
             them.
     """
 
@@ -39,7 +39,7 @@ class TrainingSample:
 
     `loss_weights[t]` multiplies the loss of token t; None stands for 1.
 
-    `teacher` has the likeliest tokens of a teacher, if the loss has a distillation term.
+    `teacher` has the top tokens of a teacher, if the loss has a distillation term.
 
     `episode` has the rewards, if a critic computes the advantages; the values of `advantages` are then added to the
     critic's.

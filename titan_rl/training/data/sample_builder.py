@@ -50,7 +50,7 @@ class SampleMaker:
         episodes: Placement of the rewards of each task, by its name, if a critic computes advantages from them; see
             `build_samples`.
         max_token_age: Largest age of a trained token, in versions. By default, there is no limit.
-        state: Result of an earlier call of `state`. By default, the run begins.
+        state: Result of an earlier call of `state`. By default, the state of a new run.
 
     Example: `SampleMaker({"sums": batch_mean}).samples(batch.groups, version=12)`
     """
@@ -141,13 +141,13 @@ def build_samples(
 
             masked               context, and not trained
             trained              like any other token. This is biased, because they are not the policy's own choice
-            corrected            each token of the rollout is weighed by the probability of its constrained tokens under
-                                 the policy divided by that under the constraint, prod_t Z_t. The expected gradient is
-                                 that of the policy without constraint, over the texts that the constraint allows.
-            corrected_by_token   each constrained token is weighed by its own Z_t: more is learned from improbable
-                                 texts, and the contexts stay those that the constraint leads to
+            corrected            each token of the rollout is weighted by the probability of its constrained tokens
+                                 under the policy divided by that under the constraint, prod_t Z_t. The expected
+                                 gradient is that of the unconstrained policy, over the texts that are allowed
+            corrected_by_token   each constrained token is weighted by its own Z_t: improbable texts count for more, and
+                                 the contexts keep the distribution of the constrained sampler
 
-            where Z_t <= 1 is the probability that the policy gives to what was allowed at t.
+            where Z_t <= 1 is the probability that the policy gives to the tokens allowed at t.
         distillation: Use of the teacher's scores (`Turn.teacher`). By default, they are left out.
         episodes: Placement of the rewards for a critic, which then computes the advantages; the advantage of a rollout
             must be the sum of its rewards. By default, there is no critic.
@@ -211,7 +211,7 @@ class Distillation:
     Args:
         kind: "sampled" adds `coef * (log pi_T(t) - log pi_b(t))` to the advantage of each scored token. This is the
             negated estimate of the reverse KL divergence on the sampled token, so the policy gradient lowers the
-            divergence. "forward" and "reverse" put the teacher's likeliest tokens into the samples, for a term of the
+            divergence. "forward" and "reverse" put the teacher's top tokens into the samples, for a term of the
             loss.
         coef: Weight of the distillation; 0 leaves the scores out.
     """
@@ -229,11 +229,11 @@ class RewardPlacement:
     the later rewards are placed at the end of the earlier sample.
 
     A truncated rollout has not earned its final reward: only rewards of turns are placed, and the value of its last
-    state stands for what would have followed.
+    state replaces the rewards that would have followed.
 
     Args:
         weights: Weights of the environment's rewards in the reward of a rollout, by name.
-        truncation_ends: Whether truncated rollouts have a final reward of their own, which nothing follows.
+        truncation_ends: Whether truncation ends an episode, so that truncated rollouts have their own final reward.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -342,7 +342,7 @@ class _SampleTokens:
         self._temperatures: list[tuple[float, int]] = []  # each with its number of tokens
         self._trained_at: set[float] = set()
         self._experts: list[ExpertRows | int] = []  # an int is a number of tokens for which the router chooses
-        self._scores: list[tuple[int, PromptScores]] = []  # each with the place of its first token
+        self._scores: list[tuple[int, PromptScores]] = []  # each with the position of its first token
 
     def add(self, turn: Turn) -> None:
         """Add the tokens between the turns before and this turn's completion, and those of the completion."""
@@ -360,7 +360,7 @@ class _SampleTokens:
         if experts is not None and len(experts) != num_tokens:
             raise ValueError(
                 f"rollout {self._rollout.rollout_id!r} has a completion of {num_tokens} tokens with {len(experts)} "
-                "rows of routed experts; each token needs its row"
+                "rows of routed experts; each token needs a row"
             )
         self._token_ids.extend(token_array(completion.token_ids).array())
         logprobs, begin = _policy_logprobs(completion), 0
@@ -451,28 +451,28 @@ def _temperature_of(turn: Turn, rollout: Rollout, otherwise: float | None) -> fl
     if turn.sampling is None:
         if otherwise is None:
             raise ValueError(
-                f"{turn_of} does not say how it was sampled; give the Turn its sampling, or build_samples a temperature"
+                f"{turn_of} does not record how it was sampled; set Turn.sampling, or pass build_samples a temperature"
             )
         return otherwise
     for name, value in turn.sampling.shaping.items():
         if name != "constraint":
             raise ValueError(
                 f"{turn_of} was sampled with {name} = {value!r}, which the loss cannot account for; sample with "
-                f"{name} = {getattr(UNSHAPED, name)!r} what is trained on"
+                f"{name} = {getattr(UNSHAPED, name)!r} to train on the turn"
             )
         if turn.completion.allowed_logprobs is None:
             raise ValueError(
-                f"{turn_of} was sampled under a constraint, and its completion has no allowed_logprobs, without which "
-                "the loss cannot account for that; have the GenerateFn give them, or leave the constraint out"
+                f"{turn_of} was sampled under a constraint, but its completion has no allowed_logprobs, which the loss "
+                "needs; return them from the GenerateFn, or leave the constraint out"
             )
     own = turn.sampling.temperature
     if not own > 0:
         raise ValueError(
-            f"{turn_of} was sampled with temperature = {own!r}; sample above 0 what is trained on, since greedy "
+            f"{turn_of} was sampled with temperature = {own!r}; sample above 0 to train on the turn, because greedy "
             "completions have no behaviour distribution"
         )
     if otherwise is not None and otherwise != own:
         raise ValueError(
-            f"{turn_of} was sampled with temperature = {own!r}, and build_samples was given {otherwise!r}; leave it out"
+            f"{turn_of} was sampled with temperature = {own!r}, but build_samples was given {otherwise!r}; leave it out"
         )
     return own

@@ -1,13 +1,14 @@
 """Plan of an optimizer step: its minibatches, and the micro-batches of each data-parallel rank, balanced by cost.
 
 Ranks gather the parameters of each layer together, so in every micro-batch all wait for the rank whose rows cost most.
-Rows with equally many tokens do not cost the same: attention costs the square of a document's length. So families are
-dealt to the ranks by cost, the most costly first, each to the micro-batch that costs least so far (LPT: Graham, 1969),
-and then packed into rows. Families that are too costly to be balanced are split, which computes their prefix again.
+Rows with the same number of tokens do not cost the same, because attention costs the square of a document's length.
+Families are therefore assigned to the ranks by cost, the most costly first, each to the micro-batch that costs least so
+far (LPT: Graham, 1969), and then packed into rows. Families that are too costly to be balanced are split, so that their
+prefix is computed again.
 
-Several ways are tried: the rows of all ranks packed together and dealt in turn, and families dealt by cost, with more
-and more of them split. The plan is the one that takes the least time, which is the sum over the micro-batches of
-the cost of their slowest rank. The same samples give the same plan.
+Several assignments are tried: the rows of all ranks packed together and dealt in turn, and families dealt by cost, with
+more and more of them split. The plan is the assignment that takes the least time, the sum over the micro-batches of the
+cost of their slowest rank. The same samples give the same plan.
 
 This file imports no torch: the controller plans, and the ranks compute.
 """
@@ -32,7 +33,7 @@ MicroBatch = list[list[Family]]
 
 @dataclass(frozen=True, slots=True)
 class MinibatchPlan:
-    """One optimizer step as one rank sees it. All ranks have equally many micro-batches."""
+    """One optimizer step as one rank sees it. All ranks have the same number of micro-batches."""
 
     micro_batches: list[MicroBatch]
     num_samples: int  # number of samples of all ranks
@@ -49,7 +50,7 @@ TRIED = 4
 """Number of micro-batches to compare for each family: those with the least cost so far."""
 
 ROUNDS = 24
-"""Most ways to try, each with one more family split."""
+"""Maximum number of assignments to try, each with one more family split."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ error that names the tensor, not a model that generates noise.
 No rank holds more than its part of the model and one tensor at a time: the model is built without memory, sharded over
 the ranks, and each rank then reads its part from the files.
 
-A parameter may have only another name in the folder than in the module, or may be one tensor in the module and one or
+A parameter may just have another name in the folder than in the module, or be one tensor in the module and one or
 several per row in the folder (experts, with gate and up projection in one matrix or two). The ranks that hold such a
-parameter publish it without communication. A tensor that a translation has to compute (Llama's queries and keys in
-torchtitan) is gathered, and the ranks take turns in publishing such tensors.
+parameter publish it without communication. A tensor that has to be computed (Llama's queries and keys in torchtitan) is
+gathered, and the ranks take turns in publishing such tensors.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class HFModel:
     No memory is allocated before `load`, so that the decoder can be sharded first.
 
     Args:
-        max_context: Most positions that will be used; this determines the size of the rotary caches.
+        max_context: Maximum number of positions; this determines the size of the rotary caches.
         dtype: Dtype of the trained parameters. Buffers, such as rotary caches, are float32.
-        adapter: Settings of an adapter, which is then the only part that is trained.
+        adapter: Settings of an adapter; only the adapter is trained then.
         base_dtype: Dtype of the parameters that an adapter leaves frozen.
         seed: Seed of the adapter's initial values.
         implementation: Implementation to use; see `choose_implementation`.
@@ -142,7 +142,7 @@ class HFModel:
 
     def share(self, other: HFModel, device: torch.device) -> None:
         """Allocate the decoder's memory as `load` does, but share the frozen weights of another model of the same
-        folder. Only the adapter has memory of its own. The world must have one rank.
+        folder. Only the adapter has its own memory. The world must have one rank.
 
         Args:
             other: Model that has loaded its weights, in the same dtype.
@@ -180,8 +180,8 @@ class HFModel:
         completely, so that readers notice a missing part.
 
         Args:
-            dtype: Dtype of gathered tensors, which have memory of their own. All others share the parameters' memory
-                and dtype.
+            dtype: Dtype of gathered tensors, which have their own memory. All others share the parameters' memory and
+                dtype.
         """
         if self.adapter is not None:
             return self.adapter.held_slices(dtype, self._world)
@@ -220,8 +220,8 @@ class HFModel:
 class RowPart:
     """Place of a Hugging Face tensor in a parameter that stacks several of them.
 
-    Example: the up projection of expert 3, if `gate_up_proj` stacks gates of 768 rows upon ups, is at `row` 3 from
-    `first` 768, of `size` 768.
+    Example: if `gate_up_proj` stacks 768 rows of gates above 768 rows of up projections, the up projection of expert 3
+    is at `row` 3 from `first` 768, of `size` 768.
     """
 
     row: int
@@ -276,7 +276,7 @@ class HFWeights:
 
     Args:
         expected: Shapes by tensor name, as config.json describes them.
-        optional: Names of tensors that are ignored if the folder has them, besides rotary frequencies.
+        optional: Names of tensors that are ignored if the folder has them, in addition to rotary frequencies.
         patterns: Regular expressions of further such names.
 
     Raises:

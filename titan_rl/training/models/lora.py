@@ -115,7 +115,7 @@ class AdaptedLinear(nn.Module):
 def adapt_layers(model: nn.Module, blocks: nn.Module, adapter: AdapterConfig) -> None:
     """Add an adapter to the targeted linear layers of transformers' blocks, and freeze everything else.
 
-    In a mixture of experts, linear layers beside the experts (the router, shared experts) get no adapter.
+    In a mixture of experts, linear layers next to the experts (the router, shared experts) get no adapter.
 
     Args:
         model: Model that contains the blocks. All of its parameters are frozen.
@@ -234,7 +234,7 @@ class Adapter:
         """(Hugging Face name, slice) pairs that this rank publishes, as `HFModel.held_slices` returns them.
 
         Args:
-            dtype: Dtype of matrices whose rows are reordered, which have memory of their own.
+            dtype: Dtype of matrices whose rows are reordered, which have their own memory.
         """
         held = HeldSlices(world, dtype)
         for name, each in self._matrices.items():
@@ -341,9 +341,9 @@ def read_peft(folder: Path, settings: AdapterConfig, shapes: Mapping[str, tuple[
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{where}: {WEIGHTS} cannot be read: {error}") from error
     found = {hf_name(name): each for name, each in tensors.items()}
-    if strange := sorted(found.keys() - shapes.keys()):
+    if extra := sorted(found.keys() - shapes.keys()):
         raise ModelError(
-            f"{where} has {strange[0]} and {len(strange) - 1} more, which training.adapter.targets does not name; "
+            f"{where} has {extra[0]} and {len(extra) - 1} more, which training.adapter.targets does not name; "
             "set targets to the layers of the folder, unless that is an adapter of another model"
         )
     if missing := sorted(shapes.keys() - found.keys()):

@@ -170,7 +170,7 @@ def choose_implementation(
             raise ModelError(
                 f'model.implementation = "torchtitan": {lacks}; set it to "auto" to use transformers\' implementation'
             )
-        reason = "model.implementation asks for it" if wanted == "torchtitan" else "it has this family"
+        reason = "model.implementation requests it" if wanted == "torchtitan" else "it has this family"
         return ChosenImplementation("torchtitan", reason)
     if (refused := transformers_refuses(hf)) is not None:
         if lacks is None:
@@ -183,7 +183,7 @@ def choose_implementation(
             f"{', '.join(sorted(ADAPTED))}"
         )
     if tensor_parallel > 1:
-        why = "which is asked for" if lacks is None else f"needed because {lacks}"
+        why = "which is requested" if lacks is None else f"needed because {lacks}"
         raise ModelError(
             f"training.tensor_parallel = {tensor_parallel}, and transformers' implementation of the model, {why}, "
             "does not split matrices; set training.tensor_parallel = 1 and use training.data_parallel"
@@ -198,7 +198,7 @@ def choose_implementation(
             f"training.expert_parallel = {expert_parallel}, and the experts of model_type {family!r} have not been "
             f"divided in a test; set it to 1, or use a model of another family: {', '.join(sorted(DIVIDED))}"
         )
-    return ChosenImplementation("transformers", "model.implementation asks for it" if lacks is None else lacks)
+    return ChosenImplementation("transformers", "model.implementation requests it" if lacks is None else lacks)
 
 
 def check_numbers(hf: Mapping[str, Any]) -> None:
@@ -210,7 +210,7 @@ def check_numbers(hf: Mapping[str, Any]) -> None:
     """
     for name, value in dotted(hf):
         if isinstance(value, float) and math.isnan(value):
-            raise ModelError(f"config.json has {name} = {value}, which is no number; write the model's value")
+            raise ModelError(f"config.json has {name} = {value}, which is not a number; write the model's value")
         is_base = name.rpartition(".")[2] in ("rope_theta", "rope_local_base_freq") and value is not None
         if is_base and not (isinstance(value, int | float) and 0 < value < math.inf):
             raise ModelError(f"config.json has {name} = {value!r}; it must be a number above 0")
@@ -241,7 +241,7 @@ def is_longrope(hf: Mapping[str, Any]) -> bool:
 
 
 def longest_context(hf: Mapping[str, Any]) -> int | None:
-    """Most positions of a sequence that trainer and engines compute alike; None if config.json sets no limit.
+    """Maximum number of positions of a sequence that trainer and engines compute alike; None without a limit.
 
     With longrope, the limit is that of the short sequences: if a sequence grows beyond it, transformers rotates all of
     its tokens with the other frequencies, including those whose keys a generator has cached.
@@ -297,7 +297,7 @@ def transformers_refuses(hf: Mapping[str, Any]) -> str | None:
     if name in REFUSED:
         return f"model_type {name!r} is refused: {REFUSED[name]}"
     if "text_config" in hf or "vision_config" in hf:
-        return f"model_type {name!r} reads more than text; only models of text are trained"
+        return f"model_type {name!r} reads more than text; only text models are trained"
     if hf.get("is_encoder_decoder"):
         return f"model_type {name!r} has an encoder; only decoders are trained"
     if quantization := hf.get("quantization_config"):
@@ -310,5 +310,5 @@ def transformers_refuses(hf: Mapping[str, Any]) -> str | None:
             f"it in model_type {name!r}; only those of {', '.join(sorted(RECURRENT))}"
         )
     if _rope_type(hf) == "dynamic":
-        return "rope type 'dynamic' turns the tokens of a sequence by its length, which changes as it grows"
+        return "rope type 'dynamic' rotates the tokens of a sequence by its length, which changes as it grows"
     return None

@@ -39,7 +39,7 @@ def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
         if config.get(name, expected) != expected:
             raise ModelError(f"{where} has {name} {config[name]!r}; only {expected!r} is supported")
     if other := next((name for name in _MUST_BE_EMPTY if config.get(name)), None):
-        raise ModelError(f"{where} has {other}; layers with ranks of their own are not supported")
+        raise ModelError(f"{where} has {other}; ranks per layer are not supported")
     return config
 
 

@@ -3,7 +3,8 @@
 The layer of a block that mixes tokens, the mixer, passes a state from each token to the next, so in a packed row the
 state of one document would leak into the next one. Here transformers' own mixer computes each document as a separate
 sequence, together with its shared prompt if it has one, and everything else in the model computes packed rows. The
-mixers of a family are named in `choice.RECURRENT`; a model with any other sign of a recurrent state is refused.
+mixers of a family are named in `model_implementation.RECURRENT`; a model with any other sign of a recurrent state is
+refused.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def divide_mixers(causal: Any, current_layout: CurrentLayout) -> None:
 
 
 def _sign(module: nn.Module) -> str | None:
-    """Sign that a module passes a state from token to token; None if there is none."""
+    """Sign that a module passes a state from token to token, or None."""
     if isinstance(module, nn.Conv1d):
         return "is a convolution"
     if found := [name for name in _PARAMETERS if name in module._parameters]:

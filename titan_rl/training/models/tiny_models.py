@@ -33,8 +33,8 @@ TRAINED_POSITIONS = 512
 
 MOST_EXPERTS = 8
 MOST_LAYERS = 8
-"""Most consecutive layers to keep so that a repeated pattern is whole. If the pattern is longer, the first layer of
-each kind is kept."""
+"""Maximum number of consecutive layers to keep, so that a repeated pattern is whole. If the pattern is longer, the
+first layer of each kind is kept."""
 
 MOST_PARAMETERS = 20_000_000
 

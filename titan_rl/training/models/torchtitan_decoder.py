@@ -37,7 +37,7 @@ class TorchtitanAdapter:
 
     def from_hf(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         config = copy(self._config)
-        config.enable_weight_tying = False  # otherwise an adapter also needs the embedding, whatever it translates
+        config.enable_weight_tying = False  # otherwise an adapter always needs the embedding
         return self._architecture.adapter(config, None).from_hf(state_dict)
 
 
@@ -46,10 +46,10 @@ class TorchtitanDecoder:
 
     Args:
         hf: Content of config.json.
-        max_context: Most positions that will be used; this determines the size of the rotary caches.
+        max_context: Maximum number of positions; this determines the size of the rotary caches.
         dtype: Dtype of the trained parameters. Buffers, such as rotary caches, are float32.
         splits_matrices: Whether to prepare the sharding of tensor parallelism.
-        adapter: Settings of an adapter, which is then the only part that is trained.
+        adapter: Settings of an adapter; only the adapter is trained then.
         base_dtype: Dtype of the parameters that an adapter leaves frozen.
 
     Raises:
@@ -73,7 +73,7 @@ class TorchtitanDecoder:
         config = architecture.config(hf, max_context)
         if splits_matrices:
             architecture.plan_sharding(config)
-            # The head takes inputs that every rank has whole, and joins the ranks' results itself.
+            # The head takes replicated inputs, and joins the ranks' results itself.
             held = config.lm_head.sharding_config.state_shardings
             config.lm_head.sharding_config = ShardingConfig(state_shardings=held)
         if adapter is not None:

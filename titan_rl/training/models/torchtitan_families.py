@@ -271,7 +271,7 @@ class Architecture:
 
         Args:
             hf: Content of config.json.
-            max_context: Most positions that will be used; this determines the size of the rotary caches.
+            max_context: Maximum number of positions; this determines the size of the rotary caches.
 
         Raises:
             ModelError: A field is missing, or the model has fewer positions than `max_context`.
@@ -340,4 +340,4 @@ LLAMA3 = Architecture(
 )
 
 ARCHITECTURES: dict[str, Architecture] = {"qwen3": QWEN3, "qwen3_moe": QWEN3, "llama": LLAMA3}
-"""Families by the `model_type` of their config.json. `choice.py` lists the values of its fields that they support."""
+"""Families by the `model_type` of their config.json. `TORCHTITAN_FIELDS` lists the supported values of its fields."""

@@ -1,7 +1,7 @@
 """transformers' implementation of the model of a Hugging Face folder, as a `DecoderModel`.
 
-The library's attention, output layer, packing and router replay are plugged into transformers' modeling code. If a
-model does not let one of them be plugged in, an error is raised before anything is trained.
+The library's attention, output layer, packing and router replay are plugged into transformers' modeling code. If one of
+them cannot be plugged into a model, an error is raised before training.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def attend(
         Outputs, [B, L, N, H'], and None in place of the attention weights.
 
     Raises:
-        ModelError: The model uses a feature that the library's attention does not have.
+        ModelError: The model uses a feature that the library's attention does not support.
     """
     unknown = [name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT]
     if dropout:
@@ -90,7 +90,7 @@ def attend(
     if unknown:
         raise ModelError(
             f"{type(module).__name__} of transformers passes {', '.join(unknown)} to its attention, which the "
-            "library's attention does not have; this family cannot be trained"
+            "library's attention does not support; this family cannot be trained"
         )
     layout: Layout = module.current_layout.get()
     variant = PLAIN
@@ -258,9 +258,9 @@ class TransformersDecoder:
 
     Args:
         folder: Folder with a config.json.
-        max_context: Most positions that will be used.
+        max_context: Maximum number of positions.
         dtype: Dtype of the trained parameters. Buffers, such as rotary frequencies, are float32.
-        adapter: Settings of an adapter, which is then the only part that is trained.
+        adapter: Settings of an adapter; only the adapter is trained then.
         base_dtype: Dtype of the parameters that an adapter leaves frozen.
 
     Raises:
@@ -284,7 +284,7 @@ class TransformersDecoder:
         except Exception as error:  # the code of a family may raise anything for fields that it does not expect
             raise ModelError(f"transformers cannot build the model in {folder}: {in_one_line(error)}") from error
         _check_positions(config, max_context)
-        causal.eval()  # without dropout; gradients are computed all the same
+        causal.eval()  # disables dropout; gradients are still computed
         self._causal = causal
         self._base, self._list, self._blocks = _find_blocks(causal)
         self.is_tied = bool(config.tie_word_embeddings)
@@ -306,7 +306,7 @@ class TransformersDecoder:
         head_name = next((each for each, module in causal.named_modules() if module is self.head), None)
         if head_name is None:
             raise ModelError(
-                f"{type(causal).__name__} of transformers has no output layer of its own; this family cannot be trained"
+                f"{type(causal).__name__} of transformers has no separate output layer; this family cannot be trained"
             )
         self.adapter = TransformersAdapter(causal, f"{head_name}.weight" if self.is_tied else None)
         self.optional_names = frozenset({f"{head_name}.weight"}) if self.is_tied else frozenset[str]()
@@ -405,7 +405,7 @@ def _check_positions(config: Any, max_context: int) -> None:
     if not is_longrope(hf):
         raise ModelError(f"config.json has max_position_embeddings {most}; {max_context} positions are needed")
     raise ModelError(
-        f"config.json has rope type 'longrope', which turns tokens of sequences longer than {most} in another way than "
+        f"config.json has rope type 'longrope', which rotates tokens of sequences longer than {most} differently from "
         f"those of shorter ones, and {max_context} positions are needed; set model.max_context to {most} or less"
     )
 

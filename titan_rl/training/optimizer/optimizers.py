@@ -7,7 +7,7 @@ parameters are DTensors, and torch's optimizers update each rank's part.
 Numbers are stored in few bits with stochastic rounding: up or down with probabilities that make the mean exact. With
 rounding to nearest, an average that moves by less than half a unit in each step would never change, nor would a
 bfloat16 weight at a small learning rate. The random bits are determined by the step and the position of the numbers, so
-a run that is resumed on equally many ranks gets the same bits.
+a run that is resumed on the same number of ranks gets the same bits.
 
 8-bit moments are logarithms, in steps of an eighth of a factor of two, relative to the largest of their row. The first
 moment has a sign and spans a factor of 2^15.75. The second, whose root is a divisor, spans 2^31.75 and is never rounded
@@ -305,7 +305,7 @@ class Optimizers:
             part.step()
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Parameter groups, read anew each time because loading a checkpoint replaces them."""
+        """Parameter groups, read each time because loading a checkpoint replaces them."""
         return [group for part in self.parts for group in part.param_groups]
 
 
@@ -363,6 +363,6 @@ def _checked(name: str, made: Any, parameters: NamedParameters) -> list[Optimize
         if (count := counts[id(parameter)]) != 1:
             raise ConfigError(
                 f"training.optimizer = {name!r} has {parameter_name} {count} times; it must give every parameter to "
-                "one optimizer. In a group with lr = 0 a parameter stays as it is"
+                "one optimizer. To freeze a parameter, put it in a group with lr = 0"
             )
     return list(parts)

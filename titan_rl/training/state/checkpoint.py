@@ -2,7 +2,7 @@
 
 A checkpoint is written to a hidden folder next to its final path, flushed to disk, and then renamed. A trainer that is
 cut off does not know that another trainer has replaced it, so several trainers may write the same checkpoint: each
-writes under a name of its own, and the process that started them renames one of the folders.
+writes under its own name, and the process that started them renames one of the folders.
 
 `checksums.json` lists all other files of a folder: `{"state.json": {"bytes": 4182, "crc32": 2774310163}, ...}`.
 Checksums protect against accidents, not against an adversary.
@@ -56,7 +56,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def rename_completed(written: Path, path: Path) -> None:
-    """Rename a finished folder to `path` beside it. An existing folder there stays valid until the rename.
+    """Rename a finished folder to `path` in the same parent. An existing folder there stays valid until the rename.
 
     Raises:
         NoSpaceError: The disk is full.
@@ -123,7 +123,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def latest(root: Path) -> Path | None:
-    """Newest complete checkpoint in `root`; None if there is none."""
+    """Newest complete checkpoint in `root`, or None."""
     checkpoints = list_checkpoints(root)
     return checkpoints[-1] if checkpoints else None
 
@@ -248,8 +248,8 @@ def read_checksums(folder: Path) -> dict[str, FileChecksum]:
         raise DamagedCheckpointError(f"{folder} has no {CHECKSUMS}: it is not a complete checkpoint") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error!r}") from error
-    if strange := next((name for name in checksums if not _is_inside(name)), None):
-        raise DamagedCheckpointError(f"{path} is damaged: {strange!r} is not the name of a file in it")
+    if extra := next((name for name in checksums if not _is_inside(name)), None):
+        raise DamagedCheckpointError(f"{path} is damaged: {extra!r} is not the name of a file in it")
     return checksums
 
 

@@ -7,7 +7,7 @@ A checkpoint's folder:
                          adapter
     checksums.json       checksums of all other files
 
-Reading a checkpoint executes nothing, and reads only the slices that are asked for.
+Reading a checkpoint executes no code, and reads only the requested slices.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def write_tensors(
         writer.write(memoryview(len(text).to_bytes(8, "little") + text))
         for (name, tensor), (expected, planned) in zip(tensors, layout.items(), strict=True):
             if (name, tensor.dtype, tensor.shape) != (expected, planned.dtype, planned.shape):
-                raise ValueError(f"{name} {tensor.dtype} {tuple(tensor.shape)} is written in the place of {expected}")
+                raise ValueError(f"{name} {tensor.dtype} {tuple(tensor.shape)} is written in place of {expected}")
             if tensor.numel():
                 data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 writer.write(memoryview(data))
@@ -172,7 +172,7 @@ class TensorFiles:
                     covered += size
                     by_path.setdefault(stored.path, []).append((name, stored))
             if covered != target.tensor.numel():
-                raise ValueError(f"{covered} of the {target.tensor.numel()} elements of {name} are there")
+                raise ValueError(f"{name} is incomplete: {covered} of {target.tensor.numel()} elements were found")
         for path, parts in by_path.items():
             with safe_open(path, framework="pt") as file:
                 for name, stored in parts:
@@ -262,7 +262,7 @@ class TrainStateWriter:
     """Writes model, optimizers, version and torch's random state. Each rank writes its part, one checkpoint at a time.
 
     All ranks call `begin` at the same time, and then `finish`. A thread of each rank writes to disk; these threads
-    communicate in a process group of their own.
+    communicate in their own process group.
     """
 
     def __init__(self, world: World) -> None:
@@ -322,7 +322,7 @@ class TrainStateWriter:
             if wait([self._writing], timeout=STALL_S).done:
                 return
             if self._progress.num_bytes == written and not self._with_others:
-                raise CheckpointError(f"the disk has taken nothing of a checkpoint for {STALL_S:g} s")
+                raise CheckpointError(f"the write of a checkpoint has made no progress for {STALL_S:g} s")
 
     def _write(self, directory: Path, slices: Mapping[str, TensorSlice], files: Mapping[str, str]) -> None:
         name, checksum = f"rank-{self._world.rank}{SUFFIX}", None
@@ -408,7 +408,7 @@ def _check_adapter(found: AdapterConfig | None, expected: AdapterConfig | None) 
     if describe(found) != describe(expected):
         raise ValueError(
             f"it has {describe(found)}, and [training.adapter] asks for {describe(expected)}; set the table to that of "
-            "its run, or begin a new run"
+            "its run, or start a new run"
         )
 
 
@@ -417,7 +417,7 @@ def _read(directory: Path, state: TrainState) -> int:
     if stored["format"] != FORMAT:
         raise ValueError(
             f"it has format {stored['format']}, and this titan_rl reads {FORMAT}; continue with the version that wrote "
-            "it, or begin a new run with model.path set to what titan-rl export of that version makes of it"
+            "it, or start a new run with model.path set to a folder that titan-rl export of that version writes"
         )
     files = TensorFiles([directory / name for name in read_checksums(directory) if name.endswith(SUFFIX)])
     tree = state.tree()
@@ -428,8 +428,8 @@ def _read(directory: Path, state: TrainState) -> int:
         files.read({name: local_slice(tensor) for name, tensor in tensors.items()})
     except ValueError as error:
         raise ValueError(
-            f"{error}: it is of another model or optimizer; set model.path to a model like the one that its run began "
-            "with, or begin a new run"
+            f"{error}: it belongs to another model or optimizer; set model.path to the model of its run, or start a "
+            "new run"
         ) from error
     state.load(fill(tree, values | found))
     return stored["version"]
@@ -442,8 +442,8 @@ def _without_computation(values: Mapping[str, Any]) -> dict[str, Any]:
 def _compare(found: set[str], expected: set[str]) -> None:
     if lacking := sorted(expected - found):
         raise ValueError(f"it lacks {lacking[0]} and {len(lacking) - 1} more")
-    if strange := sorted(found - expected):
-        raise ValueError(f"it has {strange[0]} and {len(strange) - 1} more, which this trainer has no place for")
+    if extra := sorted(found - expected):
+        raise ValueError(f"it has {extra[0]} and {len(extra) - 1} more, which this trainer does not have")
 
 
 def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

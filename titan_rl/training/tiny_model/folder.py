@@ -38,7 +38,7 @@ def make_tiny_model(
         level: Kind of tokens. "byte": a token for each UTF-8 byte. "word": also a token for each word of the texts, and
             for each longer phrase that at least about a tenth of the texts contain; any other text falls back to bytes.
         parameters: Approximate number of parameters.
-        max_context: Most tokens of a conversation.
+        max_context: Maximum number of tokens of a conversation.
         seed: Seed of the weights.
 
     Returns:

@@ -27,7 +27,7 @@ SCAFFOLD = (*HEADS, "system", "user", "assistant", "\n\n")
 """Text of the chat template itself."""
 
 WORD = r"\p{Lu}?\p{Ll}+|\p{Lu}+(?!\p{Ll})"
-"""Pattern of a word. A change of case begins a new word. Digits, and letters without case, are tokens of their own."""
+"""Pattern of a word. A change of case begins a new word. Digits, and letters without case, are separate tokens."""
 
 
 def build_tokenizer(texts: Iterable[str], level: Level) -> Tokenizer:
