@@ -43,7 +43,7 @@ from titan_rl.types import SamplingParams
 CONTEXT, VOCAB, SEED = 2048, 272, 7
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-CALM: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+NO_THINKING: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 class Trip(BaseModel):
@@ -123,18 +123,18 @@ def client(stage: Stage) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def of_trip(text: str | None) -> Trip:
+def parse_trip(text: str | None) -> Trip:
     return Trip.model_validate_json(text or "")
 
 
 class TestChat:
     def ask(self, client: openai.OpenAI, **more: Any) -> Any:
-        given = {"model": "policy", "messages": ASKED, "max_tokens": 400, "extra_body": CALM, **more}
+        given = {"model": "policy", "messages": ASKED, "max_tokens": 400, "extra_body": NO_THINKING, **more}
         return client.chat.completions.create(**given)
 
     def test_answer_matches_the_json_schema(self, client: openai.OpenAI) -> None:
         said = client.chat.completions.parse(
-            model="policy", messages=ASKED, response_format=Trip, max_tokens=400, extra_body=CALM
+            model="policy", messages=ASKED, response_format=Trip, max_tokens=400, extra_body=NO_THINKING
         )
         assert isinstance(said.choices[0].message.parsed, Trip)
         assert said.choices[0].finish_reason == "stop"
@@ -155,19 +155,19 @@ class TestChat:
             assert said.choices[0].finish_reason == "tool_calls"
             called.add(call.function.name)
             if call.function.name == "book":
-                of_trip(call.function.arguments)
+                parse_trip(call.function.arguments)
         assert called == {"book", "wait"}
 
     def test_named_tool_choice_calls_that_tool_when_streaming(self, client: openai.OpenAI) -> None:
         named = {"type": "function", "function": {"name": "book"}}
         with client.chat.completions.stream(
-            model="policy", messages=ASKED, tools=TOOLS, tool_choice=named, max_tokens=400, extra_body=CALM
+            model="policy", messages=ASKED, tools=TOOLS, tool_choice=named, max_tokens=400, extra_body=NO_THINKING
         ) as stream:
             for _ in stream:
                 pass
             (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
         assert call.function.name == "book"
-        of_trip(call.function.arguments)
+        parse_trip(call.function.arguments)
 
     def test_schema_with_tools_gives_schema_answer_or_tool_call(self, client: openai.OpenAI) -> None:
         schema = {"type": "json_schema", "json_schema": {"name": "trip", "schema": Trip.model_json_schema()}}
@@ -176,7 +176,7 @@ class TestChat:
             message = self.ask(client, tools=TOOLS, response_format=schema, seed=seed).choices[0].message
             kinds.add("calls" if message.tool_calls else "answers")
             if not message.tool_calls:
-                of_trip(message.content)
+                parse_trip(message.content)
         assert "answers" in kinds
 
     def test_rejects_unsupported_json_schema(self, client: openai.OpenAI) -> None:
@@ -196,7 +196,7 @@ class TestChat:
 class TestOtherProtocols:
     def test_responses_api_supports_schemas_and_tool_choice(self, client: openai.OpenAI) -> None:
         said = client.responses.parse(
-            model="policy", input="Where to?", text_format=Trip, max_output_tokens=400, extra_body=CALM
+            model="policy", input="Where to?", text_format=Trip, max_output_tokens=400, extra_body=NO_THINKING
         )
         assert isinstance(said.output_parsed, Trip)
         tools: Any = [{"type": "function", "strict": True, **TOOL}]
@@ -208,15 +208,15 @@ class TestOtherProtocols:
                 tool_choice=choice,
                 parallel_tool_calls=False,
                 max_output_tokens=400,
-                extra_body=CALM,
+                extra_body=NO_THINKING,
             )
             assert [item.type for item in called.output] == ["function_call"]
-            of_trip(called.output[0].arguments)
+            parse_trip(called.output[0].arguments)
 
     def test_messages_api_supports_schemas_and_tool_choice(self, stage: Stage) -> None:
         tool: Any = {"name": "book", "input_schema": Trip.model_json_schema()}
         with anthropic.Anthropic(base_url=stage.url, api_key="none", max_retries=0) as client:
-            more: Any = {"model": "policy", "max_tokens": 400, "messages": ASKED, "extra_body": CALM}
+            more: Any = {"model": "policy", "max_tokens": 400, "messages": ASKED, "extra_body": NO_THINKING}
             said = client.messages.parse(output_format=Trip, **more)
             assert isinstance(said.parsed_output, Trip)
             for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "book"}):
@@ -240,7 +240,7 @@ class TestOtherProtocols:
         async def run() -> Any:
             async with openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0) as client:
                 model = kind(model="policy", openai_client=client)
-                settings = agents.ModelSettings(max_tokens=600, extra_body=CALM, store=False)
+                settings = agents.ModelSettings(max_tokens=600, extra_body=NO_THINKING, store=False)
                 typed = agents.Agent(name="typed", model=model, output_type=Trip, model_settings=settings)
                 answer = await agents.Runner.run(typed, "Where to?")
                 forced = agents.Agent(
@@ -260,7 +260,7 @@ class TestOtherProtocols:
 
 class TestTraining:
     def test_trainer_sees_unconstrained_policy_logprobs(self, stage: Stage) -> None:
-        """The trainer's logprob of a token is the sampled logprob plus the log mass that the constraint allowed."""
+        """The trainer's logprob of a token is the sampled logprob plus the log probability of the allowed tokens."""
         temperature = 0.7
 
         async def open_one() -> Any:
@@ -268,7 +268,7 @@ class TestTraining:
 
         episode = stage.do(open_one())
         with openai.OpenAI(base_url=f"{stage.url}/v1", api_key=episode.key, max_retries=0) as client:
-            ask: Any = {"model": "any", "extra_body": CALM, "max_tokens": 400}
+            ask: Any = {"model": "any", "extra_body": NO_THINKING, "max_tokens": 400}
             first = client.chat.completions.parse(messages=ASKED, response_format=Trip, **ask)
             messages = [*ASKED, first.choices[0].message.model_dump(), {"role": "user", "content": "Sure?"}]
             client.chat.completions.create(messages=messages, **{**ask, "max_tokens": 5})

@@ -280,8 +280,8 @@ def test_rejects_saving_a_partially_applied_step(untied: Path, tmp_path: Path):
 POISON: dict[str, dict[str, Any]] = {
     "loss": {"advantages": [math.nan] * 24},
     "gradient": {"advantages": [0.0] * 12 + [3e38, -3e38] * 6},
-    "nothing counts": {"loss_mask": [False] * 24},
-    "token outside": {"token_ids": [128] * 24},
+    "no trained token": {"loss_mask": [False] * 24},
+    "token outside the vocabulary": {"token_ids": [128] * 24},
 }
 
 
