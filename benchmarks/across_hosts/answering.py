@@ -8,7 +8,7 @@ It prints events to standard output, one JSON object per line, until standard in
 
 `at` is the machine's monotonic clock in seconds, which all its processes share. `what` is one of
 
-- `said`: a message for the user, `text`;
+- `message`: a message for the user, `text`;
 - `serving`: the first event; from now on requests are sent;
 - `starts`: a process of this `replica` is about to be started;
 - `sent`, `heard`, `answered`, `failed`: a request was sent to a process, its first tokens arrived, all tokens arrived,
@@ -58,45 +58,45 @@ def scripted(spec: EngineSpec) -> Engine:
     return ScriptedEngine(cost=CostModel(step=0.001))
 
 
-def tell(what: str, **figures: str) -> None:
+def log_event(what: str, **figures: str) -> None:
     print(json.dumps({"at": time.monotonic(), "what": what, **figures}), flush=True)
 
 
-class Said(Console):
-    """Console that prints lines as records."""
+class EventConsole(Console):
+    """Console that prints lines as events."""
 
     def message(self, text: str) -> None:
-        tell("said", text=text)
+        log_event("message", text=text)
 
     def warning(self, text: str) -> None:
-        tell("said", text=text)
+        log_event("message", text=text)
 
 
-async def told_stream(replica: ActorReplica, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+async def logged_stream(replica: ActorReplica, request: EngineRequest, on_chunk: OnChunk) -> Completion:
     """Wrapper of `ActorReplica.stream` that logs events."""
-    of = {"request": request.request_id.partition("~")[0], "replica": replica.name, "process": replica.remote.id}
-    heard = False
+    labels = {"request": request.request_id.partition("~")[0], "replica": replica.name, "process": replica.remote.id}
+    has_tokens = False
 
-    def hear(chunk: TokenChunk) -> None:
-        nonlocal heard
-        if not heard:
-            heard = True
-            tell("heard", **of)
+    def on_first_chunk(chunk: TokenChunk) -> None:
+        nonlocal has_tokens
+        if not has_tokens:
+            has_tokens = True
+            log_event("heard", **labels)
         on_chunk(chunk)
 
-    tell("sent", **of)
+    log_event("sent", **labels)
     try:
-        completion = await _stream(replica, request, hear)
+        completion = await _stream(replica, request, on_first_chunk)
     except BaseException:
-        tell("failed", **of)
+        log_event("failed", **labels)
         raise
-    tell("answered", **of)
+    log_event("answered", **labels)
     return completion
 
 
-async def told_spawn(processes: GeneratorProcesses, process: ProcessId, *arguments: Any, **options: Any) -> Any:
+async def logged_spawn(processes: GeneratorProcesses, process: ProcessId, *arguments: Any, **options: Any) -> Any:
     """Spawn a generator and record that it starts; see `GeneratorProcesses.spawn`."""
-    tell("starts", replica=str(process))
+    log_event("starts", replica=str(process))
     return await _spawn(processes, process, *arguments, **options)
 
 
@@ -112,19 +112,19 @@ async def ask(router: GeneratorRouter, place: int, in_flight: int, tokens: int) 
 
 async def answer(config: RunConfig, folder: Path, in_flight: int, tokens: int) -> None:
     """Send requests until standard input ends."""
-    generating = start_processes(config, RunDirectory(folder), PublishedWeights(), Said(), trains=False)
+    generating = start_processes(config, RunDirectory(folder), PublishedWeights(), EventConsole(), trains=False)
     async with contextlib.AsyncExitStack() as opened:
         processes = await opened.enter_async_context(generating)
         router = processes.router = processes.make_router()
         opened.push_async_callback(router.close)
         opened.enter_context(status_kept(folder, begins=True))
-        tell("serving")
+        log_event("serving")
         watch = watcher(config, HostFiles(folder), processes)
         async with asyncio.TaskGroup() as tasks:
-            going_on = [tasks.create_task(watch())]
-            going_on += [tasks.create_task(ask(router, place, in_flight, tokens)) for place in range(in_flight)]
+            background = [tasks.create_task(watch())]
+            background += [tasks.create_task(ask(router, place, in_flight, tokens)) for place in range(in_flight)]
             await asyncio.to_thread(sys.stdin.read)
-            for task in going_on:
+            for task in background:
                 task.cancel()
 
 
@@ -142,10 +142,10 @@ def main() -> None:
     with (
         run.joinpath("lock").open("w") as lock,
         run_environment(config.pythonpath),
-        patched((ActorReplica, "stream", told_stream), (GeneratorProcesses, "spawn", told_spawn)),
+        patched((ActorReplica, "stream", logged_stream), (GeneratorProcesses, "spawn", logged_spawn)),
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)  # shows other processes that the run is still running
-        use_monarch(config.hosts, Said())
+        use_monarch(config.hosts, EventConsole())
         asyncio.run(answer(config, run, int(in_flight), int(tokens)))
 
 

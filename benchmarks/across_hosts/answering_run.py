@@ -67,7 +67,7 @@ class AnsweringRun:
         with self._told:
             self._told.wait_for(lambda: self._ended or found(), limit_s)
             if (event := found()) is None:
-                messages = "\n".join(event.text for event in self._events if event.what == "said")
+                messages = "\n".join(event.text for event in self._events if event.what == "message")
                 raise RuntimeError(
                     f"the run {'has ended' if self._ended else 'makes no progress'}; its messages:\n{messages}"
                 )
