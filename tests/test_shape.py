@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -99,3 +100,13 @@ def test_unknown_commit_is_named(tiny: Path) -> None:
 def test_docstrings_open_with_a_noun_or_a_verb() -> None:
     figures = shape.measure(Path(__file__).parents[1] / "titan_rl")
     assert figures.share_of_openings <= 0.01, figures
+
+
+RELATIVE = re.compile(r"def (test_(?:what|whatever|who|whom|whose|which|how|where|that|those|of|as)_\w*)")
+
+
+def test_test_names_open_with_their_subject() -> None:
+    """A test is named `test_<subject>_<behaviour>`, so that its name can be found by the words of its subject."""
+    tests = Path(__file__).parent
+    names = [(path.relative_to(tests), RELATIVE.findall(path.read_text())) for path in tests.rglob("*.py")]
+    assert not [f"{path}: {name}" for path, found in names for name in found]
