@@ -122,7 +122,7 @@ INVALID: dict[str, tuple[Callable[[], object], str]] = {
         "has 0.5 among its rewards; it must be a reward, such as Reward(fun",
     ),
     "a rubric's timeout": (lambda: Rubric([half], timeout_s="5"), "timeout_s is '5'"),
-    "a reward that is not a function": (lambda: Reward(0.5), "Reward is given 0.5"),
+    "a reward that is not a function": (lambda: Reward(0.5), "Reward got 0.5"),
     "a fractional number of threads": (lambda: Reward(half, max_threads=1.5), "max_threads 1.5"),
     "a timeout of nan": (lambda: Reward(half, timeout_s=NAN), "timeout_s nan"),
     "an infinite backoff": (lambda: FailurePolicy(backoff_s=INF), "backoff_s is inf"),
