@@ -11,7 +11,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.generation.adaptive_batch import AdaptiveLimit, Growth, LengthsSeen
+from titan_rl.generation.adaptive_batch import AdaptiveLimit, Growth, ObservedLengths
 
 PROMPT = 100
 
@@ -22,29 +22,29 @@ def new(count: int, most: int = 10_000) -> list[Growth]:
 
 @pytest.mark.parametrize("share_interrupted", [0.0, 0.5])
 def test_survival_estimate_is_accurate_despite_interruptions(share_interrupted: float) -> None:
-    seen, draws = LengthsSeen(20_000), random.Random(0)
+    lengths, draws = ObservedLengths(20_000), random.Random(0)
     for _ in range(4000):
         start, end = PROMPT, PROMPT + round(draws.expovariate(1 / 1000))
         while draws.random() < share_interrupted and start < end:
             until = draws.randint(start, end)
-            seen.ended(Growth(start, until, 20_000), was_aborted=True)
+            lengths.ended(Growth(start, until, 20_000), was_aborted=True)
             start = until  # it continues after its tokens so far
-        seen.ended(Growth(start, end, 20_000), was_aborted=False)
-    (alive,) = seen.survival([], new(1, 20_000))
-    expected = np.exp(-seen.horizon / 1000)
+        lengths.ended(Growth(start, end, 20_000), was_aborted=False)
+    (alive,) = lengths.survival([], new(1, 20_000))
+    expected = np.exp(-lengths.horizon / 1000)
     assert np.abs(alive - expected).max() < 0.06
 
 
 def test_long_running_requests_raise_the_survival_estimate() -> None:
-    seen = LengthsSeen(10_000)
-    unknown = seen.survival([], new(1))
-    assert (seen.survival([Growth(PROMPT, 9000, 10_000)] * 20, new(1)) >= unknown).all()
+    lengths = ObservedLengths(10_000)
+    unknown = lengths.survival([], new(1))
+    assert (lengths.survival([Growth(PROMPT, 9000, 10_000)] * 20, new(1)) >= unknown).all()
 
 
 def test_survival_is_zero_beyond_the_maximum_length() -> None:
-    seen = LengthsSeen(10_000)
-    (alive,) = seen.survival([], [Growth(PROMPT, 400, 500)])
-    assert not alive[seen.horizon > 100].any()
+    lengths = ObservedLengths(10_000)
+    (alive,) = lengths.survival([], [Growth(PROMPT, 400, 500)])
+    assert not alive[lengths.horizon > 100].any()
 
 
 def test_one_request_joins_an_empty_batch_regardless_of_its_size() -> None:

@@ -55,7 +55,7 @@ def test_default_kv_cache_fills_the_engine_share_of_the_gpu(
     assert fills * 80 * GB == pytest.approx(part * GB)
 
 
-def test_no_room_for_a_kv_cache_error_names_the_fix() -> None:
+def test_error_without_room_for_a_kv_cache_names_the_fix() -> None:
     with pytest.raises(ModelError, match=r"14\.9 GiB .* of the 16\.8 GiB .*\b4 engines on a GPU.*\.num_generators"):
         kv_bytes_of(80 * GB, 80 * GB, weight_bytes=16 * GB, share=None, neighbours=3)
 

@@ -73,7 +73,7 @@ async def test_pull_reaches_replicas_even_when_they_are_too_few():
     await router.close()
 
 
-async def test_drain_is_no_trouble_when_every_replica_is_required():
+async def test_router_reports_no_trouble_while_draining():
     a, b = Gated("a", is_open=False), Gated("b", is_open=False)
     router = GeneratorRouter([a, b], least_replicas=2)
     first, second = ask(router, "1"), ask(router, "2")

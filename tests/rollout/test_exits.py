@@ -67,7 +67,7 @@ def raising_later(error: BaseException) -> Callable[..., Any]:
 @kinds
 @pytest.mark.parametrize("where", ["make_env", "reset", "step"])
 @pytest.mark.parametrize("how", ["sync", "async", "sync in a thread", "async in a thread"])
-def test_exit_in_an_environment_is_its_error(kind: type[BaseException], where: str, how: str) -> None:
+def test_exit_in_an_environment_is_an_environment_error(kind: type[BaseException], where: str, how: str) -> None:
     def make(sample: Any) -> Env:
         error = kind("over")
         if where == "make_env":

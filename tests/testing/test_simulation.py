@@ -105,7 +105,7 @@ def test_generator_idle_share_covers_only_measured_steps():
 
 
 @pytest.mark.parametrize("num_lent", [0, 1, 4])
-def test_lent_engines_do_not_idle_while_they_generate(num_lent):
+def test_idle_shares_account_for_lent_engines(num_lent):
     """With equal lengths all engines have the same work, so only the time to lend and return them remains."""
     cluster = Cluster(4, CostModel(step=0.02), max_running=64, train_s=30.0, num_lent=num_lent, move_below=0.5)
     result = run(Workload(equal(400), group_size=4), cluster, max_staleness=0, num_steps=3)

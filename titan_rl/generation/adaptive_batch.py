@@ -21,7 +21,7 @@ class Growth(NamedTuple):
     most: int
 
 
-class LengthsSeen:
+class ObservedLengths:
     """Life table of contexts: for each length, the share of the requests reaching it that ended there.
 
     A request is observed from the length at which it joined to its present length, so that neither prompts, nor the
@@ -115,7 +115,7 @@ class AdaptiveLimit:
         self._most = most
         self._kv_tokens = kv_tokens
         self._block_tokens = block_tokens
-        self._lengths = LengthsSeen(kv_tokens)
+        self._lengths = ObservedLengths(kv_tokens)
 
     def ended(self, growth: Growth, *, was_aborted: bool) -> None:
         """Record that a joined request has left the engine."""

@@ -109,7 +109,7 @@ def spread(
 ) -> torch.Tensor:
     """Repeat the value of each request for each of its tokens, and replace one value by another.
 
-    vLLM's CPU replacement of the kernel that copies temperature, top_p and top_k to guessed tokens writes to a
+    vLLM's CPU replacement of the kernel that copies temperature, top_p and top_k to draft tokens writes to a
     temporary copy (vLLM 0.32). The values are then uninitialized memory, and logprobs are wrong by several nats.
 
     Args:

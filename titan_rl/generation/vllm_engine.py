@@ -76,7 +76,7 @@ class VLLMEngine:
         self._external: dict[str, EngineRequest] = {}  # requests by core id
         self._adapter_ids: dict[str, int] = {}  # vLLM's ids of their adapters by core id
         self._ahead: list[TokenDelta] = []  # deltas of steps in which sequences were scored
-        self._guesses = spec.speculative is not None
+        self._speculates = spec.speculative is not None
         self._num_prompt_tokens = self._num_cached_tokens = 0
         arguments = engine_arguments(spec, on_cpu=self._on_cpu)
         gc.freeze()  # vLLM collects garbage five times while it starts; this spares the modules loaded so far
@@ -92,7 +92,7 @@ class VLLMEngine:
             if spec.max_context > limit:
                 raise ValueError(f"max_context is {spec.max_context}, but the model has {limit} positions")
             vocab_size = config.model_config.get_vocab_size()
-            self._requests = VLLMRequests(spec.max_context, vocab_size, guesses=self._guesses)
+            self._requests = VLLMRequests(spec.max_context, vocab_size, speculative=self._speculates)
             self._tied: bool = getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)
             self._core = InprocClient(config, _executor(config), log_stats=False)
             assert isinstance(self._core.engine_core.scheduler, ScoringScheduler)
@@ -201,7 +201,7 @@ class VLLMEngine:
         if self._has_cache:
             gauges["prefix_cache_queries_total"] = self._num_prompt_tokens
             gauges["prefix_cache_hits_total"] = self._num_cached_tokens
-        if self._guesses:
+        if self._speculates:
             gauges["drafts_total"] = self._scheduler.num_drafts
             gauges["draft_tokens_total"] = self._scheduler.num_draft_tokens
             gauges["accepted_tokens_total"] = self._scheduler.num_accepted_tokens

@@ -199,12 +199,12 @@ class VLLMRequests:
     Args:
         max_context: Largest number of tokens of prompt and completion together.
         vocab_size: Number of tokens in the model's vocabulary.
-        guesses: Whether the engine uses speculative decoding.
+        speculative: Whether the engine uses speculative decoding.
     """
 
-    def __init__(self, max_context: int, vocab_size: int, *, guesses: bool = False) -> None:
+    def __init__(self, max_context: int, vocab_size: int, *, speculative: bool = False) -> None:
         self._max_context = max_context
-        self._guesses = guesses
+        self._speculative = speculative
         self._vocab_size = vocab_size
         self._ids = map(str, itertools.count())  # the core's own request ids, never used twice
         self._cache_epochs = Counter[str]()  # number of `leave_cache` calls by adapter
@@ -223,7 +223,7 @@ class VLLMRequests:
         Raises:
             RequestError: the request can never run.
         """
-        if self._guesses:
+        if self._speculative:
             _check_speculation(request.request_id, request.sampling)
         prompt = self._token_ids(f"request {request.request_id!r}", request.prompt_token_ids)
         room = self._max_context - len(prompt)

@@ -118,7 +118,7 @@ class ScoringScheduler(Scheduler):
         self.num_preemptions += 1
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """Count drafts. vLLM calls this once for each request of a step that had guessed tokens."""
+        """Count drafts. vLLM calls this once for each request of a step that had draft tokens."""
         invalid = (kwargs["num_invalid_spec_tokens"] or {}).get(kwargs["request_id"], 0)
         self.num_drafts += 1
         self.num_draft_tokens += kwargs["num_draft_tokens"] - invalid

@@ -118,7 +118,7 @@ def where(error: BaseException) -> str | None:
     The path is relative to the current directory if the file is below it.
     """
     for one in _chain(error):
-        location = innermost(traceback.extract_tb(one.__traceback__)) or getattr(one, _STOOD_AT, None)
+        location = innermost(traceback.extract_tb(one.__traceback__)) or getattr(one, _LOCATION_ATTRIBUTE, None)
         if location is not None:
             return location
     return None
@@ -127,7 +127,7 @@ def where(error: BaseException) -> str | None:
 def record_location(error: BaseException, location: str | None) -> None:
     """Record the line at which a call was abandoned, for `where`: the traceback has no line of user code."""
     if location is not None:
-        setattr(error, _STOOD_AT, location)
+        setattr(error, _LOCATION_ATTRIBUTE, location)
 
 
 def thread_location(thread_id: int | None) -> str | None:
@@ -176,7 +176,7 @@ def callers(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[str, str
         is_below = is_below or not _is_library(frame.filename)
 
 
-_STOOD_AT = "_titan_rl_stood_at"
+_LOCATION_ATTRIBUTE = "_titan_rl_location"
 
 
 def source_location(function: Callable[..., object]) -> str | None:

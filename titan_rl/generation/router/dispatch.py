@@ -337,7 +337,7 @@ class Moves:
         movable = dict[PooledReplica, list[RequestInFlight]]()
         for target in sorted((replica for replica in counts if not replica.failures), key=counts.__getitem__):
             count, is_taking = counts[target], False
-            have_none = list[tuple[int, int, PooledReplica]]()
+            exhausted = list[tuple[int, int, PooledReplica]]()
             while fullest and count + 1 <= mean and count + 2 <= -fullest[0][0]:
                 most, index, source = fullest[0]
                 if not is_taking and count > self._below * -most:
@@ -345,12 +345,12 @@ class Moves:
                 if source not in movable:
                     movable[source] = self._movable(source)
                 if (request := _last_for(target, movable[source])) is None:
-                    have_none.append(heapq.heappop(fullest))
+                    exhausted.append(heapq.heappop(fullest))
                     continue
                 yield source, request, target
                 heapq.heapreplace(fullest, (most + 1, index, source))
                 count, is_taking = count + 1, True
-            for one in have_none:
+            for one in exhausted:
                 heapq.heappush(fullest, one)
 
     def _movable(self, replica: PooledReplica) -> list[RequestInFlight]:

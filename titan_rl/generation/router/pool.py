@@ -65,7 +65,7 @@ class PooledReplica:
         self.last_error: Exception | None = None
         self.num_served = 0  # answers and chunks of tokens so far
         self.last_seen_at = 0.0  # time of the last sign of life, by the event loop's clock
-        self.takes_aborts = True  # whether the last abort succeeded
+        self.accepts_aborts = True  # whether the last abort succeeded
         self.pulling = asyncio.Lock()
         self.pull_limit: asyncio.Timeout | None = None  # time limit of the pull in flight
         self.pausing = asyncio.Lock()
@@ -143,7 +143,7 @@ class Aborts:
         self._tasks = tasks
         self._call_s = call_s
         self._orphans: dict[PooledReplica, list[str]] = {}  # orphans of this iteration of the event loop
-        self._untaken: dict[PooledReplica, list[str]] = {}  # orphans whose abort failed
+        self._unaccepted: dict[PooledReplica, list[str]] = {}  # orphans whose abort failed
         self._maybe_running = Counter[str]()  # all orphans that their replica may still run
 
     async def send(self, replica: PooledReplica, engine_ids: Sequence[str]) -> bool:
@@ -152,12 +152,12 @@ class Aborts:
             async with limited(self._call_s, "the abort"):
                 await replica.calls.abort(engine_ids)
         except Exception as error:
-            if replica.takes_aborts:
+            if replica.accepts_aborts:
                 count = len(engine_ids)
                 logger.warning("replica %s did not accept an abort of %d requests: %r", replica.name, count, error)
-            replica.takes_aborts = False
+            replica.accepts_aborts = False
             return False
-        replica.takes_aborts = True
+        replica.accepts_aborts = True
         return True
 
     def send_soon(self, replica: PooledReplica, engine_id: str) -> None:
@@ -178,7 +178,7 @@ class Aborts:
 
     def forget(self, replica: PooledReplica) -> None:
         """Drop the aborts of a removed replica."""
-        self._note_ended(self._untaken.pop(replica, ()))
+        self._note_ended(self._unaccepted.pop(replica, ()))
 
     def _send_orphans(self) -> None:
         orphans, self._orphans = self._orphans, {}
@@ -186,14 +186,14 @@ class Aborts:
             self._start(replica, engine_ids)
 
     def _start(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
-        if engine_ids := [*self._untaken.pop(replica, ()), *engine_ids]:
+        if engine_ids := [*self._unaccepted.pop(replica, ()), *engine_ids]:
             self._tasks.start(self._end_orphans(replica, engine_ids), f"abort {len(engine_ids)} on {replica.name}")
 
     async def _end_orphans(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
         if await self.send(replica, engine_ids) or replica.removed:
             self._note_ended(engine_ids)
         else:  # the engine may still run them
-            self._untaken.setdefault(replica, []).extend(engine_ids)
+            self._unaccepted.setdefault(replica, []).extend(engine_ids)
 
     def _note_ended(self, engine_ids: Sequence[str]) -> None:
         """Note that no engine runs these requests any more."""
