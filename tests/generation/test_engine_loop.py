@@ -77,7 +77,7 @@ async def test_hot_swap_keeps_tokens_and_records_their_versions() -> None:
         call = request(loop, "a", 8)
         await blocked(engine)
         pull = asyncio.create_task(loop.pull(5, lambda: WEIGHTS))
-        await in_state(loop, lambda: loop._state._pulls)
+        await until(lambda: loop._state._pulls)
         engine.release.set()
         completion, result = await call, await pull
         assert loop.version == 5
@@ -90,7 +90,7 @@ async def test_hot_swap_keeps_tokens_and_records_their_versions() -> None:
     assert list(completion.logprobs) == expected
 
 
-async def in_state(loop: EngineLoop, condition: Callable[[], object]) -> None:
+async def until(condition: Callable[[], object]) -> None:
     """Return once a call made in another task has reached the loop."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -102,7 +102,7 @@ async def test_pending_pulls_load_only_the_newest_version() -> None:
         call = request(loop, "a")
         await blocked(engine)
         pulls = [asyncio.create_task(loop.pull(version, lambda: WEIGHTS)) for version in (1, 3, 2)]
-        await in_state(loop, lambda: len(loop._state._pulls) == 3)
+        await until(lambda: len(loop._state._pulls) == 3)
         engine.release.set()
         assert [(await pull).version for pull in pulls] == [3, 3, 3]
         await call
@@ -145,7 +145,7 @@ async def test_pull_during_verification_of_a_newer_version_returns_the_newer() -
         newer = asyncio.create_task(loop.pull(7, lambda: WEIGHTS, verify))
         assert await asyncio.to_thread(verifying.wait, 10)
         late = asyncio.create_task(loop.pull(6, lambda: WEIGHTS))
-        await in_state(loop, lambda: len(loop._state._pulls) == 2)
+        await until(lambda: len(loop._state._pulls) == 2)
         go.set()
         assert [(await newer).version, (await late).version] == [7, 7]
     assert engine.versions == [0, 7]
@@ -280,9 +280,9 @@ async def test_close_resolves_every_pending_call() -> None:
     calls.append(request(loop, "queued"))
     pull = asyncio.create_task(loop.pull(1, lambda: WEIGHTS))
     pause = asyncio.create_task(loop.pause("wait"))
-    await in_state(loop, lambda: loop._state._pulls)
+    await until(lambda: loop._state._pulls)
     closing = asyncio.create_task(loop.close())
-    await in_state(loop, lambda: loop._state._closing)
+    await until(lambda: loop._state._closing)
     engine.release.set()
     outcomes = await asyncio.gather(*calls, pull, pause, return_exceptions=True)
     assert all(isinstance(outcome, EngineDeadError) for outcome in outcomes)
@@ -453,7 +453,7 @@ async def test_unverified_weights_are_not_served() -> None:
         call = request(loop, "a", 6)
         await blocked(engine)
         pull = asyncio.create_task(loop.pull(1, lambda: WEIGHTS, reject))
-        await in_state(loop, lambda: loop._state._pulls)
+        await until(lambda: loop._state._pulls)
         engine.release.set()
         with pytest.raises(VerificationError, match=r"3\.2"):
             await pull
@@ -547,7 +547,7 @@ async def test_weight_source_close_error_is_logged_and_ignored(
         await blocked(engine)
         late = asyncio.create_task(loop.pull(1, open_late))
         pulls = [asyncio.create_task(loop.pull(version, lambda: Source(error))) for version in (1, 2)]
-        await in_state(loop, lambda: len(loop._state._pulls) == 2)
+        await until(lambda: len(loop._state._pulls) == 2)
         engine.release.set()
         assert [pulled.version for pulled in await asyncio.gather(*pulls)] == [2, 2]
         is_loaded.set()

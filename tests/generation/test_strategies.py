@@ -177,8 +177,7 @@ def test_siblings_share_the_replica_of_their_first_turn(three: list[Candidate]) 
         (lambda: GroupAffinity(max_groups=0), "max_groups"),
     ],
 )
-def test_invalid_setting_is_named(build: object, field: str) -> None:
-    assert callable(build)
+def test_invalid_setting_is_named(build: Callable[[], object], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         build()
 
