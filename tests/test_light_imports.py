@@ -77,3 +77,19 @@ def test_package_and_commands_import_only_what_they_use():
     )
 
     assert done.returncode == 0, done.stderr
+
+
+DRY_RUN = f"""
+import sys
+from titan_rl.cli.main import main
+
+assert main(["train", "examples/alphabet_sort/cpu.toml", "--dry-run"]) == 0
+assert not {{*{HEAVY!r}, "huggingface_hub", "openai"}} & sys.modules.keys(), sys.modules.keys()
+"""
+
+
+def test_dry_run_of_a_model_made_by_sft_imports_no_heavy_package():
+    done = subprocess.run([sys.executable, "-c", DRY_RUN], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    assert done.returncode == 0, done.stderr
+    assert "alphabet_sort: 4 rollouts of a mock policy" in done.stderr

@@ -10,6 +10,7 @@ from titan_rl.cli.main import main
 from titan_rl.config.experimental import EXPERIMENTAL, experimental_warning
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
+from titan_rl.config.settings_reference import field_docstrings
 
 KUBERNETES = {
     "hosts.provider": "kubernetes",
@@ -65,4 +66,4 @@ def test_help_of_experimental_settings_says_so() -> None:
         table, _, key = name.partition(".")
         section = RunConfig.model_fields[table].annotation
         assert section is not None
-        assert "xperimental" in (section.model_fields[key].description or ""), name
+        assert "xperimental" in field_docstrings(section)[key], name

@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from titan_rl import ChatTemplateRenderer, Demonstration
-from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer, load_transformers_tokenizer
 from titan_rl.training.data.demonstration_tokens import DemonstrationTokens, encode
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.tiny_model import make_tiny_model
@@ -123,7 +123,7 @@ def test_sft_step_matches_trl_sft_trainer(
         model=Qwen3ForCausalLM.from_pretrained(folder),
         args=settings,
         train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=load_tokenizer(folder),
+        processing_class=load_transformers_tokenizer(folder),
     )
     trainer.train()
     assert seen == [pytest.approx(losses[0], abs=1e-5)]

@@ -10,14 +10,15 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.renderer.tokenizer import load_transformers_tokenizer
 
 BASE = Path(__file__).parents[2] / "examples" / "alphabet_sort" / "base"
 
 
 @pytest.mark.parametrize("text", ["", "\n", "<|im_start|>assistant\n", "Sort these names alphabetically. " * 4])
 def test_cached_encoding_cannot_be_modified(text: str):
-    tokenizer, plain = load_tokenizer(BASE), transformers.TokenizersBackend.from_pretrained(BASE, local_files_only=True)
+    tokenizer = load_transformers_tokenizer(BASE)
+    plain = transformers.TokenizersBackend.from_pretrained(BASE, local_files_only=True)
     for special in (True, False):
         expected = plain.encode(text, add_special_tokens=special)
         for _ in range(2):

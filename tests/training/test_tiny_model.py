@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from safetensors import safe_open
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
-from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer, load_transformers_tokenizer
 from titan_rl.training.tiny_model import make_tiny_model
 from titan_rl.training.tiny_model.folder import fitting_shape
 from titan_rl.training.tiny_model.tokenizer import build_tokenizer
@@ -95,7 +95,7 @@ def test_transformers_loads_every_weight(folder: Path) -> None:
     assert not any(about.values())
     with safe_open(folder / "model.safetensors", "np") as weights:
         assert set(weights.keys()) == set(model.state_dict())
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_transformers_tokenizer(folder)
     config = json.loads((folder / "config.json").read_text())
     assert config["vocab_size"] == len(tokenizer) == len(model.lm_head.weight)
     assert model.generation_config.eos_token_id == config["eos_token_id"] == tokenizer.eos_token_id

@@ -80,14 +80,15 @@ class Parser(argparse.ArgumentParser):
     def add_options(self, section: type[Section], leave_out: Sequence[str] = ()) -> None:
         """Accept the fields of `section` as options, such as `max_tokens` as --max-tokens, and set `options` to the
         given values by field name."""
-        from titan_rl.config.settings_reference import setting_entry
+        from titan_rl.config.settings_reference import field_docstrings, setting_entry
 
         self.set_defaults(options={})
+        about = field_docstrings(section)
         group = self.add_argument_group("options of this command")
         for name, field in section.model_fields.items():
             if name in leave_out:
                 continue
-            _add_option(group, setting_entry(name.replace("_", "-"), field), _Option)
+            _add_option(group, setting_entry(name.replace("_", "-"), field, about.get(name, "")), _Option)
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  overloaded
         self, args: Sequence[str] | None = None, namespace: Any = None

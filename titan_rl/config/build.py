@@ -17,7 +17,7 @@ from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, MissingExtraError, ModelError
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.rollout.renderer.registry import find_renderer, fit_template
+from titan_rl.rollout.renderer.registry import find_renderer, fit_template, load_tokenizer_for
 from titan_rl.rollout.renderer.tokenizer import TokenTexts, load_tokenizer
 from titan_rl.rollout.rewards.advantages import find_advantage
 from titan_rl.rollout.rewards.rubric import Rubric
@@ -42,7 +42,7 @@ def make_renderer(model: ModelConfig, *, single_turn: bool = False) -> Renderer:
         ConfigError: The renderer does not exist, it refuses the tokenizer, or its result is not a renderer.
     """
     make = find_renderer(model.renderer, single_turn=single_turn)
-    tokenizer = load_tokenizer(model.path)
+    tokenizer = load_tokenizer_for(model.renderer, model.path)
     try:
         renderer: Any = make(tokenizer)
         lacking = [

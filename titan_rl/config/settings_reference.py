@@ -6,9 +6,13 @@ settings` and the options of commands.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
@@ -75,6 +79,7 @@ def tables_of(root: type[Section]) -> Iterator[TableEntry]:
 
 def _tables(section: type[Section], name: str, title: str, prefix: str) -> Iterator[TableEntry]:
     below: list[tuple[type[Section], str, str, str]] = []
+    about_fields = field_docstrings(section)
     entries: list[SettingEntry] = []
     for field_name, field in section.model_fields.items():
         key, kind = f"{prefix}{field_name}", cast(Any, field.annotation)
@@ -86,9 +91,10 @@ def _tables(section: type[Section], name: str, title: str, prefix: str) -> Itera
         elif field_name == "task" and section is TaskSource:
             entries.append(SettingEntry(f"{prefix}type", "name", "required", TASK))
         elif field_name == "curriculum":
-            entries.append(SettingEntry(f"{key}.type", "name", "", _one_line(field.description or "")))
+            entries.append(SettingEntry(f"{key}.type", "name", "", about_fields[field_name]))
         else:
-            entries.append(setting_entry(key, field, function_name(section, field_name)))
+            about = about_fields.get(field_name, "")
+            entries.append(setting_entry(key, field, about, function_name(section, field_name)))
     paragraph = (inspect.getdoc(section) or "").partition("\n\n")[0]
     about = "Settings that are in no table." if not prefix else _one_line(paragraph)
     yield TableEntry(name, title, about, tuple(entries))
@@ -96,10 +102,30 @@ def _tables(section: type[Section], name: str, title: str, prefix: str) -> Itera
         yield from _tables(*inner)
 
 
-def setting_entry(key: str, field: FieldInfo, function: FunctionName | None = None) -> SettingEntry:
+@cache
+def field_docstrings(section: type[Section]) -> Mapping[str, str]:
+    """Docstrings of the fields of a table, in one line each. They are read from the source when they are shown, because
+    reading them takes longer than making the class."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__):
+        if not issubclass(kind, Section):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                    found[name] = _one_line(docstring)
+                case _:
+                    pass
+    return found
+
+
+def setting_entry(key: str, field: FieldInfo, about: str, function: FunctionName | None = None) -> SettingEntry:
     """Describe one field.
 
     Args:
+        about: Docstring of the field.
         function: Annotation of the setting, if it names a function.
     """
     if field.is_required():
@@ -108,7 +134,6 @@ def setting_entry(key: str, field: FieldInfo, function: FunctionName | None = No
         default = ""
     else:
         default = _toml(field.default)
-    about = _one_line(field.description or "")
     if function:
         choices = ", ".join(f"`{one}`" for one in function.names)
         about = f"{about} One of {choices}, or your own as `module:function`.".strip()

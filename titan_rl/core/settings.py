@@ -34,7 +34,6 @@ class Section(BaseModel):
         extra="forbid",
         allow_inf_nan=False,
         validate_default=True,
-        use_attribute_docstrings=True,
     )
 
 

@@ -21,7 +21,7 @@ from titan_rl.rollout.renderer.renderers_package import (
     renderers_module,
     template_keywords,
 )
-from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer, load_transformers_tokenizer
 from titan_rl.rollout.renderer.types import Renderer, require_tool_support
 from titan_rl.rollout.types import Message
 
@@ -150,6 +150,17 @@ def find_renderer(name: str, *, single_turn: bool = False) -> RendererFn:
     return partial(renderer_of_class, cast("Any", make))
 
 
+def load_tokenizer_for(name: str, folder: str | Path) -> Any:
+    """Load the tokenizer of a folder for the renderer that `model.renderer` names. One that is not built in may use
+    everything that a tokenizer of transformers has.
+
+    Raises:
+        ModelError: the folder is missing, or has no tokenizer that can be loaded.
+        MissingExtraError: tokenizers or transformers is not installed.
+    """
+    return load_tokenizer(folder) if name in BY_NAME else load_transformers_tokenizer(folder)
+
+
 def with_template_kwargs(renderer: Renderer, kwargs: Mapping[str, Any], tokenizer: Any) -> Renderer:
     """Copy of a renderer with other template keywords. Renderers of the `renderers` package have them in their config.
 
@@ -219,7 +230,7 @@ def fit_template(folder: str | Path, renderer: str) -> TemplateFit:
     Raises nothing. A template that cannot be compared counts as fitting.
     """
     try:
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer_for(renderer, folder)
         return _fit(tokenizer, find_renderer(renderer)(tokenizer))
     except Exception as error:
         logger.info("the chat template of %s cannot be compared with what is trained: %r", folder, error)

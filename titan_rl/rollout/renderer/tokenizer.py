@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import MissingExtraError, ModelError
+from titan_rl.rollout.renderer.plain_tokenizer import PlainTokenizer
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 """Key of a warning of transformers that is suppressed, because model.max_context is the limit."""
@@ -22,29 +23,50 @@ _FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*", "spiece.
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer of a Hugging Face folder.
+    """Load the tokenizer of a Hugging Face folder, for code that uses no more of it than `PlainTokenizer` has.
+    transformers is not imported for a folder that can be read without it.
+
+    Raises:
+        ModelError: the folder is missing, or has no tokenizer that can be loaded.
+        MissingExtraError: tokenizers or transformers is not installed.
+    """
+    folder = _folder_with_tokenizer(path)
+    try:
+        plain = PlainTokenizer.of_folder(folder)
+    except ImportError as error:
+        raise MissingExtraError("tokenizers", "cpu") from error
+    return load_transformers_tokenizer(path) if plain is None else plain
+
+
+def load_transformers_tokenizer(path: str | Path) -> Any:
+    """Load the tokenizer of a Hugging Face folder as an object of transformers, as users' code expects.
 
     Raises:
         ModelError: the folder is missing, or has no tokenizer that can be loaded.
         MissingExtraError: transformers is not installed.
     """
+    folder = _folder_with_tokenizer(path)
     try:
         import transformers
     except ImportError as error:
         raise MissingExtraError("transformers", "cpu") from error
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ModelError(f"model folder {str(path)!r} does not exist")
-    if not any(path for pattern in _FILES for path in folder.glob(pattern)):
-        raise ModelError(f"model folder {str(path)!r} has no tokenizer (such as tokenizer.json)")
     try:
-        loader: Any = transformers.TokenizersBackend if _is_plain(folder) else transformers.AutoTokenizer
+        loader: Any = transformers.TokenizersBackend if _needs_no_class(folder) else transformers.AutoTokenizer
         tokenizer = loader.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many types here
         raise ModelError(f"the tokenizer in model folder {str(path)!r} cannot be loaded: {error}") from error
     tokenizer.deprecation_warnings[_TOO_LONG] = True
     _remember_short_texts(tokenizer)
     return tokenizer
+
+
+def _folder_with_tokenizer(path: str | Path) -> Path:
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(f"model folder {str(path)!r} does not exist")
+    if not any(path for pattern in _FILES for path in folder.glob(pattern)):
+        raise ModelError(f"model folder {str(path)!r} has no tokenizer (such as tokenizer.json)")
+    return folder
 
 
 def _remember_short_texts(tokenizer: Any) -> None:
@@ -64,7 +86,7 @@ def _remember_short_texts(tokenizer: Any) -> None:
     tokenizer.encode = encode_short
 
 
-def _is_plain(folder: Path) -> bool:
+def _needs_no_class(folder: Path) -> bool:
     """Whether the tokenizer has no special class. Searching for one makes transformers import torch, which costs
     seconds in every process that renders."""
     config = folder / "tokenizer_config.json"
