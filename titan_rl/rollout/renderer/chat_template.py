@@ -139,7 +139,7 @@ class ChatTemplateRenderer:
 
         Raises:
             ModelError: the folder, its tokenizer or its chat template is missing, or the template cannot be used.
-            MissingExtraError: transformers is not installed.
+            MissingExtraError: tokenizers or transformers is not installed.
         """
         tokenizer = load_tokenizer(path)
         if not tokenizer.chat_template:

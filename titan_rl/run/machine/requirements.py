@@ -221,7 +221,7 @@ def check_policy(config: RunConfig) -> None:
 
 def describe_chat(config: RunConfig) -> list[str]:
     """Describe, in lines, the renderer of a run and the reason for it, its turns, tool calls and stop tokens. There are
-    no lines if transformers is not installed.
+    no lines if the package that reads the tokenizer is not installed.
 
     Raises:
         ModelError: The chat template cannot be extended turn by turn, but a rollout may have several turns.
