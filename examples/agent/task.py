@@ -43,9 +43,9 @@ class CompanyQuestions(AgentTask):
 
     @asynccontextmanager
     async def open(self, run: RunContext) -> AsyncGenerator[None]:
-        """Context manager: serve the policy and, without a command, run the harness."""
+        """Context manager: serve the policy and, without a command, run the harness, except in a dry run."""
         async with super().open(run):
-            if self.command:
+            if self.command or run.dry:
                 yield
                 return
             harness = await asyncio.create_subprocess_exec(

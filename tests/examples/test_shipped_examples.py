@@ -22,3 +22,9 @@ def test_dry_run_of_shipped_example(name: str, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "base", texts=(), level="byte", parameters=100_000, max_context=context)
     made = [(key, str(tmp_path / "base")) for key in ("model.path", "training.teacher")]
     assert play_dry_run(load_config(path, made if name == "distillation" else made[:1]), LOG)
+
+
+def test_dry_run_of_agents_starts_no_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("asyncio.create_subprocess_exec", None)
+    assert play_dry_run(load_config("examples/agent/cpu.toml"), LOG) == []

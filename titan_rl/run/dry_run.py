@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice, takewhile
 from pathlib import Path
@@ -121,9 +121,12 @@ def play_dry_run(config: RunConfig, console: Console) -> list[DryRunResult]:
         DEMONSTRATED_CALL_S.set(min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S))
         with asyncio.Runner() as runner:
             runner.get_loop().set_default_executor(UsersThreads())  # threads that hang do not delay the end
-            return runner.run(_play_parts(config, Path(folder), console))
+            return runner.run(_play_parts(parts, console))
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        parts = {Path(folder, str(number)): part for number, part in enumerate(_parts_of(config))}
+        for run_folder in parts:
+            run_folder.mkdir()
         try:
             return call_within(play, LIMIT_S + GRACE_S, "a group of each task")
         except OutOfTimeError as error:  # code that blocks the event loop also blocks its time limits
@@ -165,11 +168,9 @@ def _parts_of(config: RunConfig) -> list[RunConfig]:
     return list(parts.values()) or [config]
 
 
-async def _play_parts(config: RunConfig, folder: Path, console: Console) -> list[DryRunResult]:
-    parts = _parts_of(config)
-    return [
-        result for number, part in enumerate(parts) for result in await _play_tasks(part, folder / str(number), console)
-    ]
+async def _play_parts(parts: Mapping[Path, RunConfig], console: Console) -> list[DryRunResult]:
+    """Play the tasks of configs, by the folders of their runs."""
+    return [result for folder, part in parts.items() for result in await _play_tasks(part, folder, console)]
 
 
 async def _play_tasks(config: RunConfig, folder: Path, console: Console) -> list[DryRunResult]:
