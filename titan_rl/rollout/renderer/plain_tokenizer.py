@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_rl.core.calls.parsing import parse_json
 
@@ -83,14 +83,15 @@ class PlainTokenizer:
             return None
         try:
             settings: Any = parse_json(config.read_text(encoding="utf-8"))
-            named = _named_tokens(settings)
+            if (named := _named_tokens(settings)) is None:
+                return None
             template = folder / TEMPLATE
             text = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
-            tokenizer = Tokenizer.from_file(str(vocabulary))
+            tokenizer: Any = Tokenizer.from_file(str(vocabulary))
         except Exception:  # transformers reports what is wrong
             return None
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-        if named is None or not special.issuperset(named.values()) or tokenizer.padding or tokenizer.truncation:
+        if not special.issuperset(named.values()) or tokenizer.padding or tokenizer.truncation:
             return None
         if not (text is None or (isinstance(text, str) and _GENERATION_TAG.search(text) is None)):
             return None
@@ -221,10 +222,9 @@ def compiled(template: str) -> Any:
     def strftime_now(style: str) -> str:
         return datetime.now().strftime(style)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment: Any = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
-    added = cast("dict[str, Any]", environment.globals)
-    added.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
     return environment.from_string(template)
