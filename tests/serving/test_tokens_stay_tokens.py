@@ -93,7 +93,7 @@ class Agent:
             acts += [
                 self._take_turns,
                 self._take_turns,
-                self._go_on,
+                self._continue,
                 self._ask_again,
                 self._edit,
                 self._compact,
@@ -120,7 +120,7 @@ class Agent:
             self._say_more(conversation)
             self._answer()
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         self._say_more(self._one())
 
     def _say_more(self, conversation: Conversation) -> None:

@@ -127,7 +127,7 @@ class Agent:
         return completion
 
     async def act(self, client: httpx.AsyncClient) -> None:
-        acts = [self._begin, self._go_on, self._go_on, self._go_on, self._ask_again, self._edit, self._compact]
+        acts = [self._begin, self._continue, self._continue, self._continue, self._ask_again, self._edit, self._compact]
         for chosen in self._draw(st.lists(st.sampled_from([*acts, self._at_once]), min_size=1, max_size=8)):
             if not self._conversations:
                 await self._begin(client)
@@ -139,7 +139,7 @@ class Agent:
         self._conversations.append(conversation)
         await self._ask(client, conversation)
 
-    async def _go_on(self, client: httpx.AsyncClient) -> None:
+    async def _continue(self, client: httpx.AsyncClient) -> None:
         conversation = self._one()
         conversation.said.append(conversation.user(self._text()))
         await self._ask(client, conversation)

@@ -45,7 +45,7 @@ from titan_rl.run.terminal.standard_streams import OutputError, StderrConsole, p
 from titan_rl.serving.api_keys import Keys
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.exchange import ServerLimits
-from titan_rl.serving.server import listener_of, seen_from_elsewhere, serve
+from titan_rl.serving.server import external_url, listener_of, serve
 from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.types import PublishedWeights, StateDictTransport
 
@@ -264,7 +264,7 @@ class PolicyService:
         if adapters:
             named = ", ".join(f"{each} (version {adapter.version})" for each, adapter in adapters.items())
             name += f", and the adapter{'s' * (len(adapters) > 1)} {named}"
-        text = greeting(name, seen_from_elsewhere(url), self.config.server.model, chat=chat, keyed=self.keys.required)
+        text = greeting(name, external_url(url), self.config.server.model, chat=chat, keyed=self.keys.required)
         with contextlib.suppress(OSError, OutputError):
             print_result(text)
 

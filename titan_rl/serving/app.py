@@ -116,7 +116,7 @@ def make_app(
         *status_routes(policy, trouble, version),
         stored.route(),
         *(admin_routes(control) if control is not None else ()),
-        *(episode_routes(open_episode or _none_to_open) if episodes is not None else ()),
+        *(episode_routes(open_episode or _refuse_to_open) if episodes is not None else ()),
     ]
     endpoints = _Endpoints(_generating(backend, stored), others, with_keys=keys.required)
     admission = Admission(keys, conversations, episodes)
@@ -171,7 +171,7 @@ class _Endpoints:
         raise ApiError(404, f"unknown path; the paths are {', '.join(self._names)}", code="unknown_path")
 
 
-async def _none_to_open(wait_s: float) -> Opened:
+async def _refuse_to_open(wait_s: float) -> Opened:
     raise ApiError(404, "this server does not open episodes for harnesses")
 
 

@@ -102,7 +102,7 @@ class HttpEndpoint:
         num_attempts = 1
         while True:
             response = await self._send(body, headers)
-            pause_s = _full_for(response)
+            pause_s = _retry_after_s(response)
             if pause_s is not None and clock() + pause_s >= ends_at:
                 return response  # its message explains more than a time limit after a pause that is too long
             if pause_s is None:
@@ -136,7 +136,7 @@ def _growing_pause(attempt: int) -> float:
     return min(2.0, 0.05 * 2**attempt)
 
 
-def _full_for(response: httpx.Response) -> float | None:
+def _retry_after_s(response: httpx.Response) -> float | None:
     """Seconds after which a full server wants the request again; None if the response is final."""
     after = response.headers.get("retry-after", "")
     return max(0.01, float(after)) if response.status_code == 429 and after.isdecimal() else None

@@ -47,7 +47,7 @@ class Connections(httpx.AsyncBaseTransport):
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
         return httpx.AsyncHTTPTransport(verify=self._ssl, trust_env=False, limits=limits)
 
-    async def give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
+    async def release(self, connection: httpx.AsyncHTTPTransport) -> None:
         """Keep a connection for the next request. httpcore closes it if its answer was not read to the end."""
         self._busy.discard(connection)
         self._slots.release()
@@ -85,4 +85,4 @@ class _Answer(httpx.AsyncByteStream):
         try:
             await self._stream.aclose()
         finally:
-            await self._connections.give_back(connection)
+            await self._connections.release(connection)

@@ -73,7 +73,7 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
             listener.close()
 
 
-def seen_from_elsewhere(url: str) -> str:
+def external_url(url: str) -> str:
     """Replace 0.0.0.0 or [::], which stand for all addresses of the machine, in a URL by the machine's host name."""
     scheme, _, address = url.partition("://")
     host, _, port = address.rpartition(":")

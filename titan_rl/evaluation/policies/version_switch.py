@@ -77,7 +77,7 @@ class VersionSwitch:
         if self._loaded != name or self._waiting or self._loading is not None:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(name, []).append(turn)
-            self._go_on()
+            self._load_next()
             try:
                 await turn  # counts as running from here on
             except asyncio.CancelledError:
@@ -93,9 +93,9 @@ class VersionSwitch:
 
     def _ended(self) -> None:
         self._running -= 1
-        self._go_on()
+        self._load_next()
 
-    def _go_on(self) -> None:
+    def _load_next(self) -> None:
         """Load the version that has waited longest, if no request runs."""
         if self._running == 0 and self._waiting and self._loading is None:
             self._loading = asyncio.create_task(self._load(next(iter(self._waiting))), name="load a version")
@@ -120,4 +120,4 @@ class VersionSwitch:
                 turn.set_result(None)
             else:
                 turn.set_exception(GenerationError(f"version {name or 'of the start'} cannot be loaded: {error}"))
-        self._go_on()
+        self._load_next()

@@ -270,7 +270,7 @@ class ConversationTree:
         for turn in self._turns[self._num_in_prefixes :]:
             self._prefixes.add(turn.token_ids, turn)
         self._num_in_prefixes = len(self._turns)
-        parent = min(self._prefixes.longest(token_ids), key=_first_to_go_on_from, default=None)
+        parent = min(self._prefixes.longest(token_ids), key=_continuation_order, default=None)
         added = list(token_ids[0 if parent is None else len(parent.token_ids) :])
         new_messages = (
             [NewMessage.of(identity_of_tokens(added), {"role": "user", "content": show(added)})] if added else []
@@ -337,7 +337,7 @@ class ConversationTree:
         for number, identity in enumerate(identities, 1):
             nodes = [child for node in nodes for child in node.same(identity)]
             if turns := [turn for node in nodes for turn in node.turns]:
-                found = min(turns, key=_first_to_go_on_from), number
+                found = min(turns, key=_continuation_order), number
             elif not nodes:
                 break
         return found
@@ -373,7 +373,7 @@ def _render(renderer: Renderer | None, messages: Sequence[Message], tools: Tools
         raise RequestError(f"messages cannot be rendered for this model: {summary(error)}") from error
 
 
-def _first_to_go_on_from(turn: TurnNode) -> tuple[int, int]:
+def _continuation_order(turn: TurnNode) -> tuple[int, int]:
     return len(turn.children), -turn.index
 
 

@@ -171,11 +171,11 @@ class ReplyBlocks:
 
     def take(self, delta: Delta) -> None:
         if delta.reasoning:
-            if not self._goes_on("thinking"):
+            if not self._has_open("thinking"):
                 self._begin({"type": "thinking", "thinking": "", "signature": ""})
             self._add("thinking", delta.reasoning, "thinking_delta")
         if delta.content:
-            if not self._goes_on("text"):
+            if not self._has_open("text"):
                 self._begin({"type": "text", "text": "", "citations": None})
             self._add("text", delta.content, "text_delta")
         for call in delta.tool_calls:
@@ -189,7 +189,7 @@ class ReplyBlocks:
             self._emit({"type": "content_block_stop", "index": len(self.blocks) - 1})
             self._is_open = False
 
-    def _goes_on(self, kind: str) -> bool:
+    def _has_open(self, kind: str) -> bool:
         return self._is_open and self.blocks[-1]["type"] == kind
 
     def _begin(self, block: dict[str, Any]) -> None:

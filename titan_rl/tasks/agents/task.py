@@ -43,7 +43,7 @@ from titan_rl.serving.episode_store import EpisodeStore, Opened
 from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.policy import uninterrupted
-from titan_rl.serving.server import seen_from_elsewhere, serve
+from titan_rl.serving.server import external_url, serve
 from titan_rl.tasks.agents.program import AgentProgram, agent_environment, agent_processes, make_folder
 from titan_rl.tasks.agents.settings import AgentSettings, check_command, fields_of, filled_in
 from titan_rl.tasks.rows import read_json_lines
@@ -201,7 +201,7 @@ async def serve_agents(settings: AgentSettings, run: RunContext) -> AsyncGenerat
     tokenizer = await in_thread(load_tokenizer, run.model)  # not the renderer's, which another thread may be using
     key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
     app = make_app(
-        _nobody,
+        _refuse_to_generate,
         model="policy",
         any_model=True,
         max_context=run.max_context,
@@ -218,13 +218,13 @@ async def serve_agents(settings: AgentSettings, run: RunContext) -> AsyncGenerat
         )
         host = AgentHost(settings, url, run.folder / "agents", Path.cwd(), store, program, waiting)
         if settings.command:
-            run.tell(f"agents ask the policy at {seen_from_elsewhere(url)}")
+            run.tell(f"agents ask the policy at {external_url(url)}")
             yield host
             return
         address = run.folder / f"agents-{socket.gethostname()}-{os.getpid()}.json"
         address.touch(0o600)
-        address.write_text(json.dumps({"url": seen_from_elsewhere(url), "key": key}), encoding="utf-8")
-        run.tell(f"harnesses open episodes at {seen_from_elsewhere(url)}/episodes, with the key in {address}")
+        address.write_text(json.dumps({"url": external_url(url), "key": key}), encoding="utf-8")
+        run.tell(f"harnesses open episodes at {external_url(url)}/episodes, with the key in {address}")
         try:
             yield host
         finally:
@@ -247,7 +247,7 @@ async def _served(app: PolicyApp, settings: AgentSettings) -> AsyncGenerator[str
         yield url
 
 
-async def _nobody(request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
+async def _refuse_to_generate(request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
     raise RequestError("this key can only open episodes; use the key of an episode for requests")
 
 

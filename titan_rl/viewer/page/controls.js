@@ -15,13 +15,13 @@ export function choice(label, choices, chosen, change) {
 
 /** A button that copies `text()` to the clipboard and briefly shows whether that worked. */
 export function copyButton(label, text, props = {}) {
-  const said = button(label, async () => {
+  const copy = button(label, async () => {
     const worked = await copied(text());
-    said.focus();
-    said.textContent = worked ? "Copied" : "Not allowed";
-    setTimeout(() => { said.textContent = label; }, 1200);
+    copy.focus();
+    copy.textContent = worked ? "Copied" : "Not allowed";
+    setTimeout(() => { copy.textContent = label; }, 1200);
   }, { class: "quiet", ...props });
-  return said;
+  return copy;
 }
 
 async function copied(text) {

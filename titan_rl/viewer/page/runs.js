@@ -29,9 +29,9 @@ export class RunList {
     this.order = h("select", { "aria-label": "Sort runs", onchange: () => this.#set({ "runs.sort": this.order.value }) }, ORDERS.map(([value, label]) => h("option", { value }, label)));
     this.group = h("select", { "aria-label": "Group runs by", onchange: () => this.#set({ "runs.group": this.group.value }, true) });
     this.mean = button("mean of each group", () => this.#set({ "runs.mean": this.state.get("runs.mean") ? null : 1 }, true), { title: "Draw a curve for each group: the mean of its selected runs, and the range they span" });
-    this.said = h("p", { class: "soft filter-note", role: "status" });
+    this.status = h("p", { class: "soft filter-note", role: "status" });
     this.bar = h("div", { class: "run-bar" }, this.search, h("div", { class: "run-choices" }, this.order, this.group),
-      h("div", { class: "run-choices" }, button("all", () => this.#selectShown(true), { class: "quiet", title: "Select all that are listed" }), button("none", () => this.#selectShown(false), { class: "quiet", title: "Select none of those listed" }), this.mean), this.said);
+      h("div", { class: "run-choices" }, button("all", () => this.#selectShown(true), { class: "quiet", title: "Select all that are listed" }), button("none", () => this.#selectShown(false), { class: "quiet", title: "Select none of those listed" }), this.mean), this.status);
     this.element = h("aside", { class: "runs folded", "aria-label": "Runs", hidden: true }, h("h2", {}, this.title), this.bar, this.list);
   }
 
@@ -70,10 +70,10 @@ export class RunList {
       const named = this.runs.filter(run => run.named).slice(0, COLOURS);
       this.state.set({ runs: (named.length ? named : this.runs.slice(0, 1)).map(run => run.id).join(",") });
     }
-    const asked = this.state.get("runs", "").split(",");
+    const wanted = this.state.get("runs", "").split(",");
     const known = new Set(this.runs.map(run => run.id));
-    this.chosen = new Set(asked.filter(id => known.has(id)));
-    this.missing = asked.filter(id => id && id !== "none" && !known.has(id));
+    this.chosen = new Set(wanted.filter(id => known.has(id)));
+    this.missing = wanted.filter(id => id && id !== "none" && !known.has(id));
     this.element.hidden = this.runs.length < 2 && (this.chosen.size > 0 || !this.runs.length);
     this.#mark();
   }
@@ -104,7 +104,7 @@ export class RunList {
     this.group.value = by;
     this.mean.hidden = !by;
     this.mean.setAttribute("aria-pressed", String(Boolean(this.state.get("runs.mean"))));
-    this.said.textContent = shown.length < this.runs.length ? `${shown.length} of ${this.runs.length} fit the filter` : "";
+    this.status.textContent = shown.length < this.runs.length ? `${shown.length} of ${this.runs.length} fit the filter` : "";
     const sections = by ? groupsOf(shown, by, this.settings).map(({ name, runs }) => this.#section(name, runs)) : [shown.map(run => this.items.get(run.id).element)];
     this.list.replaceChildren(...sections.flat());
   }

@@ -74,7 +74,7 @@ export class Shell {
       let first = true;
       setTimeout(resolve, LISTENING_MS);
       this.source.listen(word => {
-        if (!first) this.acting = this.acting.then(() => this.#heard(word)).catch(console.error);
+        if (!first) this.acting = this.acting.then(() => this.#onEvent(word)).catch(console.error);
         first = false;
         resolve();
       }, connected => this.#connected(connected));
@@ -167,7 +167,7 @@ export class Shell {
     return this.list.missing.length ? `There is no run ${this.list.missing.join(", ")} here.` : "No run is selected.";
   }
 
-  async #heard(word) {
+  async #onEvent(word) {
     const before = this.list.selected();
     await this.refreshRuns().catch(() => {});
     const runs = this.list.selected();

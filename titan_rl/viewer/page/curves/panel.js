@@ -179,11 +179,11 @@ export class Panel {
 
   #inWords(lines) {
     if (!lines.length) return `${this.spec.title}: nothing to show`;
-    const said = lines.slice(0, 6).map(({ label, y }) => {
+    const parts = lines.slice(0, 6).map(({ label, y }) => {
       const values = y.filter(value => value !== null);
       return `${label}: last ${short(values.at(-1))}, from ${short(Math.min(...values))} to ${short(Math.max(...values))}`;
     });
-    return `${this.spec.title}. ${said.join("; ")}. Arrow keys read single points.`;
+    return `${this.spec.title}. ${parts.join("; ")}. Arrow keys read single points.`;
   }
 }
 

@@ -85,16 +85,16 @@ function labelled(wanted, known) {
 function panel(title, curves, known, taken) {
   curves.forEach(({ name }) => taken.add(name));
   const of = curves.map(({ name }) => known.get(name));
-  const help = of.slice(0, 3).map(told).filter(Boolean).join("\n\n");
+  const help = of.slice(0, 3).map(helpOf).filter(Boolean).join("\n\n");
   return { title, unit: of[0]?.unit ?? "", help, curves };
 }
 
-function told({ name, help, normal, otherwise }) {
+function helpOf({ name, help, normal, otherwise }) {
   if (!help) return "";
   return [`${name}: ${help}`, normal && `Normal: ${normal}`, otherwise && `If not: ${otherwise}`].filter(Boolean).join("\n");
 }
 
 function single(metric) {
   const { name, unit } = metric;
-  return { title: name, unit: unit ?? "", help: told(metric), curves: [{ name, label: name.split("/").pop().replaceAll("_", " ") }] };
+  return { title: name, unit: unit ?? "", help: helpOf(metric), curves: [{ name, label: name.split("/").pop().replaceAll("_", " ") }] };
 }

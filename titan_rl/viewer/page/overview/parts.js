@@ -13,14 +13,14 @@ export function headline(run, summary) {
   const left = run.seconds_left ?? summary.seconds_left;
   const running = state === "running";
   const share = planned ? Math.min(steps / planned, 1) : 0;
-  const said = [
+  const details = [
     planned ? `step ${whole(steps)} of ${whole(planned)}` : `${whole(steps)} steps`,
     duration(seconds), running && left > 0 && Number.isFinite(left) ? `${duration(left)} left` : null,
     run.tasks?.length ? run.tasks.join(", ") : null, run.began ? `began ${moment(run.began)}` : null,
   ];
   return h("div", { class: "headline" },
     h("div", { class: "name" }, h("h1", {}, run.name), h("span", { class: `pill ${state}` }, state)),
-    h("p", { class: "soft" }, said.filter(Boolean).join(" · ")),
+    h("p", { class: "soft" }, details.filter(Boolean).join(" · ")),
     running && planned ? h("div", { class: "progress", role: "progressbar", "aria-label": "Steps done", "aria-valuenow": Math.round(share * 100), "aria-valuemin": "0", "aria-valuemax": "100" }, h("span", { style: { width: `${share * 100}%` } })) : null);
 }
 

@@ -37,17 +37,17 @@ export class Prompts {
   }
 
   #place() {
-    const said = this.answer.prompts.findIndex(({ prompt }) => prompt === this.state.get("prompt"));
-    return said >= 0 ? said : this.answer.median ?? 0;
+    const chosen = this.answer.prompts.findIndex(({ prompt }) => prompt === this.state.get("prompt"));
+    return chosen >= 0 ? chosen : this.answer.median ?? 0;
   }
 
   async #draw() {
-    const asked = this.asked = {};
+    const request = this.request = {};
     const { same, prompts, median } = this.answer;
     const place = this.#place();
     const line = prompts[place];
     const answers = await Promise.allSettled(line.steps.map(({ index }) => this.source.rollout(this.run.id, index)));
-    if (asked !== this.asked || this.closed) return;
+    if (request !== this.request || this.closed) return;
     const found = line.steps.map((at, i) => ({ at, record: answers[i].value })).filter(({ record }) => record);
     this.element.hidden = !found.length;
     if (!found.length) return;

@@ -11,7 +11,7 @@ const ROLLOUTS = 200;
 export class StepCard {
   constructor({ source, store, cursor }) {
     Object.assign(this, { source, store, cursor });
-    this.asked = null;
+    this.request = null;
     this.head = h("header", {});
     this.stages = h("div", { class: "stages" });
     this.rows = h("ul", { class: "step-rollouts" });
@@ -58,10 +58,10 @@ export class StepCard {
 
   async #rollouts() {
     if (!this.run) return;
-    const asked = this.asked = {};
+    const request = this.request = {};
     const step = this.#step();
     const answer = await this.source.rollouts(this.run.id, { phase: "train", step_min: step, step_max: step, sort: "reward", descending: true, limit: ROLLOUTS }).catch(() => null);
-    if (asked !== this.asked || this.closed) return;
+    if (request !== this.request || this.closed) return;
     const scored = (answer?.rows ?? []).filter(row => typeof row.reward === "number");
     const chosen = scored.length < 3 ? scored.map(row => ["", row]) : [["best", scored[0]], ["median", scored[scored.length >> 1]], ["worst", scored.at(-1)]];
     const more = this.several ? { "rollouts.run": this.run.id } : {};

@@ -9,19 +9,19 @@ const MARKS = { good: "✓", warn: "!", bad: "✗", "": "…" };
 /** A card with the verdicts on a run, each with its link. Of several runs, a line each, with the signs against it. Null without verdicts. */
 export function verdicts(runs, summaries) {
   const several = runs.length > 1;
-  const told = runs.map((run, i) => ({ run, all: summaries[i].verdicts ?? [] })).filter(({ all }) => all.length);
-  if (!told.length) return null;
+  const judged = runs.map((run, i) => ({ run, all: summaries[i].verdicts ?? [] })).filter(({ all }) => all.length);
+  if (!judged.length) return null;
   const item = (run, { tone, title, text, link: to }) => h("li", { class: `verdict ${tone}` },
     h("span", { class: "mark", "aria-hidden": "true" }, MARKS[tone] ?? "…"),
     h("div", {}, several ? h("span", { class: "dotted soft", style: { "--run": run.colour } }, run.name) : null, several ? " " : null, h("b", {}, title), text ? h("p", {}, text) : null),
     to && link(to.label, to.tab, { ...to.values, ...(several && to.tab === "rollouts" ? { "rollouts.run": run.id } : {}) }, { class: "see" }));
   const title = several ? "Do they learn?" : "Does it learn?";
-  const others = told.flatMap(({ run, all }) => all.slice(1).map(verdict => item(run, verdict)));
-  const said = runs.flatMap((run, i) => (summaries[i].verdicts?.length ? (summaries[i].warnings ?? []).filter(isOfStep) : []).map(text => (several ? `${run.name}, ${text}` : text)));
-  const learns = told.every(({ all }) => all[0].tone === "good");
-  return h("section", { class: `card verdicts${several ? " several" : ""}`, "aria-label": title }, h("h2", {}, title), h("ul", {}, told.map(({ run, all }) => item(run, all[0]))),
+  const others = judged.flatMap(({ run, all }) => all.slice(1).map(verdict => item(run, verdict)));
+  const warningsOfSteps = runs.flatMap((run, i) => (summaries[i].verdicts?.length ? (summaries[i].warnings ?? []).filter(isOfStep) : []).map(text => (several ? `${run.name}, ${text}` : text)));
+  const learns = judged.every(({ all }) => all[0].tone === "good");
+  return h("section", { class: `card verdicts${several ? " several" : ""}`, "aria-label": title }, h("h2", {}, title), h("ul", {}, judged.map(({ run, all }) => item(run, all[0]))),
     others.length ? h("h2", {}, learns ? "What to look at" : "Why not") : null, others.length ? h("ul", {}, others) : null,
-    said.length ? h("details", { open: true }, h("summary", { class: "soft" }, "Warnings of the run"), said.map(text => h("p", { class: "soft" }, text))) : null);
+    warningsOfSteps.length ? h("details", { open: true }, h("summary", { class: "soft" }, "Warnings of the run"), warningsOfSteps.map(text => h("p", { class: "soft" }, text))) : null);
 }
 
 /** A table with a line for each task of each run; null if no run has several tasks. `curves`: rewards by run and task, "run/task". */

@@ -26,27 +26,27 @@ export class Detail {
 
   /** Shows a rollout of a run. Of several calls the last counts. */
   async open(run, index) {
-    const asked = this.asked = {};
+    const request = this.request = {};
     let record;
     try {
       record = await this.source.rollout(run.id, index);
     } catch (error) {
-      if (asked === this.asked) this.#fail(error);
+      if (request === this.request) this.#fail(error);
       return;
     }
-    if (asked !== this.asked) return;
+    if (request !== this.request) return;
     Object.assign(this, { run, index, record: { ...record, index }, siblings: null });
     this.#draw();
     const rows = await siblingRows(this.source, run.id, record).catch(() => []);
-    if (asked !== this.asked) return;
+    if (request !== this.request) return;
     this.siblings = rows;
     this.#drawNeighbours();
     if (this.view() === "siblings") this.show("siblings");
   }
 
   view() {
-    const said = this.state.get("rollouts.view");
-    return VIEWS.some(([name]) => name === said) ? said : "messages";
+    const chosen = this.state.get("rollouts.view");
+    return VIEWS.some(([name]) => name === chosen) ? chosen : "messages";
   }
 
   /** Shows messages, tokens or siblings. */
@@ -72,7 +72,7 @@ export class Detail {
   }
 
   close() {
-    this.asked = null;
+    this.request = null;
     this.tokens?.close();
   }
 
@@ -118,7 +118,7 @@ export class Detail {
   }
 
   async #showSiblings() {
-    const asked = this.asked;
+    const request = this.request;
     if (!this.siblings) {
       this.body.replaceChildren(h("p", { class: "empty" }, "Reading the siblings …"));
       return;
@@ -126,7 +126,7 @@ export class Detail {
     const records = new Map([[this.index, this.record]]);
     const others = this.siblings.filter(row => row.index !== this.index);
     const answers = await Promise.allSettled(others.map(row => this.source.rollout(this.run.id, row.index)));
-    if (asked !== this.asked || this.view() !== "siblings") return;
+    if (request !== this.request || this.view() !== "siblings") return;
     answers.forEach((answer, i) => { if (answer.status === "fulfilled") records.set(others[i].index, answer.value); });
     if (records.size < 2) this.body.replaceChildren(h("p", { class: "empty" }, "No sibling of this rollout was kept."), ...this.#messages());
     else this.body.replaceChildren(siblingColumns(this.siblings, records, this.index, index => this.go(index)));
@@ -149,13 +149,13 @@ function failure(record) {
 }
 
 function facts(record) {
-  const told = [["tokens", record.num_completion_tokens], ["turns", (record.turns ?? []).length], ["versions", (record.versions ?? []).join(", ") || "–"]];
-  for (const [name, value] of Object.entries(record.metrics ?? {})) told.push([name.replaceAll("_", " "), name.endsWith("seconds") || name.endsWith("_s") ? seconds(value) : number(value)]);
+  const entries = [["tokens", record.num_completion_tokens], ["turns", (record.turns ?? []).length], ["versions", (record.versions ?? []).join(", ") || "–"]];
+  for (const [name, value] of Object.entries(record.metrics ?? {})) entries.push([name.replaceAll("_", " "), name.endsWith("seconds") || name.endsWith("_s") ? seconds(value) : number(value)]);
   const breakdown = Object.entries(record.reward_breakdown ?? {});
   const most = Math.max(1e-9, ...breakdown.map(([, value]) => Math.abs(value ?? 0)));
   return h("div", { class: "facts" },
     breakdown.length > 0 && h("table", { class: "breakdown" }, h("caption", { class: "offscreen" }, "Reward by component"), h("tbody", {}, breakdown.map(([name, value]) =>
       h("tr", {}, h("th", { scope: "row" }, visible(name)), h("td", {}, number(value)),
         h("td", { class: "bar", "aria-hidden": "true" }, h("i", { class: value < 0 ? "below" : "", style: { width: `${100 * Math.abs(value ?? 0) / most}%` } })))))),
-    h("dl", {}, told.map(([name, value]) => h("div", {}, h("dt", {}, visible(name)), h("dd", {}, visible(String(value ?? "–")))))));
+    h("dl", {}, entries.map(([name, value]) => h("div", {}, h("dt", {}, visible(name)), h("dd", {}, visible(String(value ?? "–")))))));
 }

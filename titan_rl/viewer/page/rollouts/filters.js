@@ -37,8 +37,8 @@ export class Filters {
   /** The filters in the form of the API. */
   query() {
     const [sort, direction] = (this.#get("order") ?? "").split(" ");
-    const said = Object.fromEntries(NAMES.map(name => [name, this.#get(name)]).filter(([, value]) => value !== null));
-    return sort ? { ...said, sort, descending: direction === "desc" } : said;
+    const filters = Object.fromEntries(NAMES.map(name => [name, this.#get(name)]).filter(([, value]) => value !== null));
+    return sort ? { ...filters, sort, descending: direction === "desc" } : filters;
   }
 
   /** Shows the facets and ranges of an answer. */
@@ -78,8 +78,8 @@ export class Filters {
 
   #input(name) {
     const words = { text: ["search", "Search the text   ( / )"], group: ["text", "its id"] }[name] ?? ["number", ""];
-    const heard = settled(() => this.#set({ [name]: input.value.trim() || null }), 150);
-    const input = h("input", { type: words[0], step: "any", placeholder: words[1], "aria-label": name.replaceAll("_", " "), autocomplete: "off", spellcheck: "false", oninput: heard });
+    const update = settled(() => this.#set({ [name]: input.value.trim() || null }), 150);
+    const input = h("input", { type: words[0], step: "any", placeholder: words[1], "aria-label": name.replaceAll("_", " "), autocomplete: "off", spellcheck: "false", oninput: update });
     input.value = this.#get(name) ?? "";
     return input;
   }

@@ -15,11 +15,11 @@ export class RolloutList {
     this.at = -1;
     this.pages = new Map();
     this.canvas = h("div", { class: "rows", role: "presentation" });
-    this.said = h("div", { class: "list-count", role: "status" });
+    this.status = h("div", { class: "list-count", role: "status" });
     this.box = h("div", {
       class: "list", role: "listbox", tabindex: "0", "aria-label": "Rollouts", onscroll: () => this.draw(), onkeydown: event => this.#key(event),
     }, this.canvas);
-    this.element = h("div", { class: "list-column" }, this.said, this.box);
+    this.element = h("div", { class: "list-column" }, this.status, this.box);
     this.watch = new ResizeObserver(() => this.draw());
     this.watch.observe(this.box);
   }
@@ -31,7 +31,7 @@ export class RolloutList {
     this.ranges = answer.ranges ?? {};
     const place = answer.rows.findIndex(row => row.index === index);
     this.at = place >= 0 ? place : keep ? Math.min(this.at, this.total - 1) : -1;
-    this.said.textContent = count(this.total, "rollout");
+    this.status.textContent = count(this.total, "rollout");
     this.canvas.style.setProperty("height", `${this.total * HEIGHT}px`);
     if (!keep) this.box.scrollTop = 0;
     this.draw();
@@ -93,7 +93,7 @@ export class RolloutList {
 
   async #fetch(page) {
     const pages = this.pages;
-    pages.set(page, "asked for");
+    pages.set(page, "requested");
     const answer = await this.load(page * PAGE, PAGE).catch(() => null);
     if (pages !== this.pages) return; // the answer belongs to an earlier filter
     if (answer) pages.set(page, answer.rows);

@@ -31,9 +31,9 @@ export function messageCard(message, turn, draw = text => visible(text)) {
 
 /** A message as plain text, for copying and comparing. */
 export function plainText(message) {
-  const said = contentOf(message).map(part => part.text ?? json(part.other));
+  const texts = contentOf(message).map(part => part.text ?? json(part.other));
   const calls = (message.tool_calls ?? []).map(call => `${call.function?.name ?? "?"}(${argumentsOf(call)})`);
-  return [...said, ...calls].join("\n");
+  return [...texts, ...calls].join("\n");
 }
 
 function turnsByMessage({ messages = [], turns = [] }) {
@@ -43,12 +43,12 @@ function turnsByMessage({ messages = [], turns = [] }) {
 
 function aboutTurn({ number, num_completion_tokens: tokens, finish_reason: finish, version_spans: spans = [], rewards = {} }) {
   const versions = [...new Set(spans.map(([version]) => version))];
-  const told = [`turn ${number}`];
-  if (tokens != null) told.push(count(tokens, "token"));
-  if (finish && finish !== "stop") told.push(`ended by ${finish}`);
-  if (versions.length) told.push(`version ${versions.join(" → ")}`);
-  for (const [name, value] of Object.entries(rewards)) told.push(`${name} ${value}`);
-  return told.join(" · ");
+  const parts = [`turn ${number}`];
+  if (tokens != null) parts.push(count(tokens, "token"));
+  if (finish && finish !== "stop") parts.push(`ended by ${finish}`);
+  if (versions.length) parts.push(`version ${versions.join(" → ")}`);
+  for (const [name, value] of Object.entries(rewards)) parts.push(`${name} ${value}`);
+  return parts.join(" · ");
 }
 
 function contentOf({ content }) {
@@ -59,15 +59,15 @@ function contentOf({ content }) {
 }
 
 function reasoning(message, draw) {
-  const said = message.reasoning_content ?? message.reasoning ?? message.thinking;
-  if (typeof said !== "string" || !said) return [];
-  return [h("details", { class: "reasoning", open: true }, h("summary", {}, "reasoning"), text(said, draw))];
+  const content = message.reasoning_content ?? message.reasoning ?? message.thinking;
+  if (typeof content !== "string" || !content) return [];
+  return [h("details", { class: "reasoning", open: true }, h("summary", {}, "reasoning"), text(content, draw))];
 }
 
-function text(said, draw) {
-  if (said.length <= LONG) return h("pre", {}, draw(said));
-  const pre = h("pre", {}, draw(said.slice(0, LONG)));
-  const more = button(`Show ${(said.length - LONG).toLocaleString("en")} characters more`, () => { pre.replaceChildren(...draw(said)); more.remove(); });
+function text(content, draw) {
+  if (content.length <= LONG) return h("pre", {}, draw(content));
+  const pre = h("pre", {}, draw(content.slice(0, LONG)));
+  const more = button(`Show ${(content.length - LONG).toLocaleString("en")} characters more`, () => { pre.replaceChildren(...draw(content)); more.remove(); });
   return h("div", {}, pre, more);
 }
 

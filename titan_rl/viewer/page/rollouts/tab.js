@@ -18,7 +18,7 @@ class RolloutsTab {
   constructor(source, runs, state, cursor) {
     Object.assign(this, { source, runs, state, cursor });
     this.run = runs.find(run => run.id === state.get("rollouts.run")) ?? runs[0];
-    this.asked = 0;
+    this.request = 0;
     this.filters = new Filters(state, () => this.ask());
     this.list = new RolloutList({
       load: (offset, limit) => this.#load(offset, limit),
@@ -37,26 +37,26 @@ class RolloutsTab {
 
   /** Resolves when the first rows and the rollout of the link are shown. */
   async start() {
-    const said = this.state.number("rollouts.index");
+    const index = this.state.number("rollouts.index");
     await this.ask();
     const first = innerWidth > WIDE ? this.answer?.rows[0]?.index ?? null : null;
-    if (said !== null) await this.openRollout(said, { entry: false });
+    if (index !== null) await this.openRollout(index, { entry: false });
     else if (this.cursor.chosen !== null && await this.#goToStep(this.cursor.chosen)) return;
     else if (first !== null) await this.#open(first);
   }
 
   /** Requests the rollouts that match the filters. An answer that comes after a later request is dropped. */
   async ask({ keep = false } = {}) {
-    const asked = ++this.asked;
+    const request = ++this.request;
     this.element.setAttribute("aria-busy", "true");
     let answer;
     try {
       answer = await this.#load(0, 100);
     } catch (error) {
-      if (asked === this.asked) this.note.textContent = `The rollouts could not be read: ${error.message}`;
+      if (request === this.request) this.note.textContent = `The rollouts could not be read: ${error.message}`;
       return;
     }
-    if (asked !== this.asked) return;
+    if (request !== this.request) return;
     this.element.removeAttribute("aria-busy");
     this.answer = answer;
     this.filters.show(answer);
@@ -78,7 +78,7 @@ class RolloutsTab {
   }
 
   close() {
-    this.asked++;
+    this.request++;
     document.removeEventListener("keydown", this.keys);
     this.cursor.removeEventListener("change", this.pointer);
     this.list.close();

@@ -8,8 +8,8 @@ export class TokenCard {
     this.rows = h("dl", {});
     this.piece = h("code", { class: "piece" });
     this.box = h("div", { class: "token-card", "aria-hidden": "true", hidden: true }, this.piece, this.rows);
-    this.said = h("div", { class: "offscreen", role: "status" });
-    this.element = h("div", {}, this.box, this.said);
+    this.status = h("div", { class: "offscreen", role: "status" });
+    this.element = h("div", {}, this.box, this.status);
   }
 
   /** Shows the card below or above the span. `say`: whether to tell a screen reader, too. */
@@ -19,7 +19,7 @@ export class TokenCard {
     this.rows.replaceChildren(...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
     this.box.hidden = false;
     this.move(span);
-    if (say) this.said.textContent = `${quoted(token.text)}: ${facts.map(fact => fact.join(" ")).join(", ")}`;
+    if (say) this.status.textContent = `${quoted(token.text)}: ${facts.map(fact => fact.join(" ")).join(", ")}`;
   }
 
   hide() {

@@ -53,18 +53,18 @@ export class HttpSource {
     return `${this.base}/api/runs/${encodeURIComponent(run)}/trace.json`;
   }
 
-  /** Calls `heard({run, changed})` on each change, and `connected(bool)` when the connection comes or goes. Returns a function that stops this. */
-  listen(heard, connected = () => {}) {
+  /** Calls `onEvent({run, changed})` on each change, and `connected(bool)` when the connection comes or goes. Returns a function that stops this. */
+  listen(onEvent, connected = () => {}) {
     const events = new EventSource(`${this.base}/api/events`);
     events.onopen = () => connected(true);
     events.onerror = () => connected(false);
-    events.onmessage = event => heard(JSON.parse(event.data));
+    events.onmessage = event => onEvent(JSON.parse(event.data));
     return () => events.close();
   }
 
   async #get(path, query = {}) {
-    const said = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
-    const search = said.length ? `?${new URLSearchParams(said)}` : "";
+    const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
+    const search = given.length ? `?${new URLSearchParams(given)}` : "";
     const answer = await fetch(this.base + path + search, { headers: { accept: "application/json" } });
     if (!answer.ok) throw new Error(`${path}: ${answer.status} ${(await answer.text()).slice(0, 300)}`);
     return answer.json();

@@ -94,9 +94,9 @@ export class TimelineChart {
   }
 
   draw() {
-    if (this.asked || !this.width) return;
-    this.asked = requestAnimationFrame(() => {
-      this.asked = null;
+    if (this.frame || !this.width) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = null;
       const pen = this.canvas.getContext("2d");
       pen.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
       paint(pen, {
@@ -108,7 +108,7 @@ export class TimelineChart {
 
   close() {
     this.sized.disconnect();
-    cancelAnimationFrame(this.asked);
+    cancelAnimationFrame(this.frame);
     this.tip.hide();
   }
 

@@ -13,7 +13,7 @@ const OF_ALL = ["host", "controller"]; // kinds of lanes that belong to no host
  */
 export function grouped(lanes, idle, seen) {
   const groups = new Map();
-  const waiting = new Map(idle.map(({ lane, ...told }) => [lane, { ...told, seen }]));
+  const waiting = new Map(idle.map(({ lane, ...counted }) => [lane, { ...counted, seen }]));
   for (const lane of lanes) {
     const kind = lane.kind ?? "other";
     const host = OF_ALL.includes(kind) ? "" : lane.host ?? "";
@@ -33,14 +33,14 @@ export function grouped(lanes, idle, seen) {
 }
 
 /** Sorts spans by start, outer spans before inner ones, each with its nesting depth. */
-function prepared(lane, told) {
+function prepared(lane, counted) {
   const spans = lane.spans.map(([start, end, name, args]) => [start, end, name, args ?? {}, args?.depth ?? 0]);
   spans.sort((a, b) => a[0] - b[0] || a[4] - b[4]);
   const label = lane.kind === "host" ? lane.lane.replace(/^host /, "") : lane.lane && lane.lane !== lane.process ? `${lane.process} · ${lane.lane}` : lane.process;
   const from = spans[0]?.[0] ?? 0;
   const to = spans.reduce((last, [, end]) => Math.max(last, end), 0);
   const depth = spans.reduce((most, [, , , , one]) => Math.max(most, one), 0) + 1;
-  return { ...lane, id: `${lane.process}/${lane.lane}`, label, told, waits: told !== undefined, from, to, spans, depth };
+  return { ...lane, id: `${lane.process}/${lane.lane}`, label, counted, waits: counted !== undefined, from, to, spans, depth };
 }
 
 /** Seconds of [from, to] in which the lane was busy. A joined span counts with its share. */
@@ -69,20 +69,20 @@ export function idleShareOf(lanes, from, to) {
 
 /** Seconds of [from, to] in which the lane existed and was idle: as counted by the server, or else according to the drawn spans. */
 export function idleSeconds(lane, from, to) {
-  if (isCounted(lane, from, to)) return lane.told.seconds;
+  if (isCounted(lane, from, to)) return lane.counted.seconds;
   const [begin, end] = [Math.max(from, lane.from), Math.min(to, lane.to)];
   return end > begin ? Math.max(0, end - begin - busySeconds(lane, begin, end)) : 0;
 }
 
 /** Idle seconds as a share of the time in which the lane existed. */
 export function idleShare(lane, from, to) {
-  if (isCounted(lane, from, to)) return lane.told.share;
+  if (isCounted(lane, from, to)) return lane.counted.share;
   const there = Math.min(to, lane.to) - Math.max(from, lane.from);
   return there > 0 ? idleSeconds(lane, from, to) / there : 0;
 }
 
-function isCounted({ told }, from, to) {
-  return told?.seen !== undefined && Math.abs(told.seen[0] - from) < 1e-6 && Math.abs(told.seen[1] - to) < 1e-6;
+function isCounted({ counted }, from, to) {
+  return counted?.seen !== undefined && Math.abs(counted.seen[0] - from) < 1e-6 && Math.abs(counted.seen[1] - to) < 1e-6;
 }
 
 /** Whether the args of a span say that its lane waits. */

@@ -74,9 +74,9 @@ function group(pen, view, { group: { kind, label, lanes, waits }, folded, height
   pen.fillText(clipped(pen, `${folded ? "▸" : "▾"} ${name}`, gutter - 50), 8, top + HEADER / 2 + 1);
   pen.font = SMALL;
   pen.fillStyle = colours.soft;
-  const told = waits && kind !== "controller" ? percent(idleShareOf(lanes, window.from, window.to)) : "";
+  const idle = waits && kind !== "controller" ? percent(idleShareOf(lanes, window.from, window.to)) : "";
   pen.textAlign = "right";
-  pen.fillText(told, gutter - 8, top + HEADER / 2 + 1);
+  pen.fillText(idle, gutter - 8, top + HEADER / 2 + 1);
   pen.textAlign = "left";
   if (!folded) return;
   const parts = Math.max(1, Math.floor((width - gutter) / 2));

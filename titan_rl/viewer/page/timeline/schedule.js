@@ -41,8 +41,8 @@ export class Schedule {
 
   /** Marks a time in seconds; null removes the mark. The pointer takes precedence. */
   point(seconds) {
-    if (seconds === this.told) return;
-    this.told = seconds;
+    if (seconds === this.marked) return;
+    this.marked = seconds;
     this.draw();
   }
 
@@ -105,7 +105,7 @@ export class Schedule {
   }
 
   #at() {
-    return this.at ?? this.told ?? null;
+    return this.at ?? this.marked ?? null;
   }
 
   #step() {

@@ -26,7 +26,7 @@ class TimelineTab {
     this.run = runs.find(run => run.id === state.get("timeline.run")) ?? runs[0];
     this.window = new TimeWindow();
     this.window.follow = this.run.state === "running";
-    this.asked = 0;
+    this.request = 0;
     this.chart = new TimelineChart(this.window, { moved: () => this.#moved(), selected: range => this.select(range), pointed: seconds => this.#point(seconds), clicked: seconds => this.#choose(seconds) });
     this.schedule = new Schedule(this.window, () => this.view.hidden ? { gutter: 60, width: this.schedule.element.clientWidth } : this.chart, { pointed: seconds => this.#point(seconds), clicked: seconds => this.#choose(seconds) });
     this.sentence = h("p", { class: "bottleneck", role: "status" }, "Reading the trace …");
@@ -81,7 +81,7 @@ class TimelineTab {
   }
 
   close() {
-    this.asked++;
+    this.request++;
     this.cursor.removeEventListener("change", this.pointer);
     this.chart.close();
     this.schedule.close();
@@ -89,19 +89,19 @@ class TimelineTab {
 
   /** Until the trace is read, draws the steps according to the metrics, and the lanes as far as they are known. */
   async #refresh() {
-    const asked = ++this.asked;
-    const told = this.source.curves(this.run.id, { names: [...NAMES, ...TIMES], points: 2000 }).then(answer => answer.curves).catch(() => ({}));
+    const request = ++this.request;
+    const pending = this.source.curves(this.run.id, { names: [...NAMES, ...TIMES], points: 2000 }).then(answer => answer.curves).catch(() => ({}));
     const answer = this.#timeline();
-    const curves = await told;
-    if (asked !== this.asked) return;
+    const curves = await pending;
+    if (request !== this.request) return;
     if (!this.shown) this.#showSteps(curves);
     let timeline = await answer;
-    while (asked === this.asked && timeline?.read < 1 && timeline.lanes) {
+    while (request === this.request && timeline?.read < 1 && timeline.lanes) {
       this.#showAll(timeline, curves);
       await new Promise(resolve => setTimeout(resolve, READ_AGAIN_MS));
       timeline = await this.#timeline();
     }
-    if (asked !== this.asked) return;
+    if (request !== this.request) return;
     this.#showAll(timeline, curves);
     if (this.shown && !this.window.isWhole) await this.#ask();
   }
@@ -182,11 +182,11 @@ class TimelineTab {
 
   /** Requests the visible range, in the detail that fits the screen. */
   async #ask() {
-    const asked = ++this.asked;
+    const request = ++this.request;
     const { from, to } = this.window;
     const margin = (to - from) / 2;
     const answer = await this.source.timeline(this.run.id, { from: Math.max(0, from - margin), to: to + margin, width: 2 * this.#pixels(), seen_from: from, seen_to: to }).catch(() => null);
-    if (answer && asked === this.asked) this.#draw(answer);
+    if (answer && request === this.request) this.#draw(answer);
   }
 
   /** Width of the time axis in pixels, also before it is drawn for the first time. */

@@ -6,8 +6,8 @@ import { visible } from "viewer/rollouts/visible_text";
 export class SpanTip {
   constructor() {
     this.box = h("div", { class: "span-tip", "aria-hidden": "true", hidden: true });
-    this.said = h("div", { class: "offscreen", role: "status" });
-    this.element = h("div", {}, this.box, this.said);
+    this.status = h("div", { class: "offscreen", role: "status" });
+    this.element = h("div", {}, this.box, this.status);
   }
 
   /** Shows the card at a point of the screen. `say`: whether to tell a screen reader, too. */
@@ -15,7 +15,7 @@ export class SpanTip {
     const facts = factsOf(lane, span);
     const name = span[3].share === undefined ? span[2] : "several";
     this.#place([h("b", {}, visible(String(name))), h("dl", {}, facts.map(([label, value]) => [h("dt", {}, visible(label)), h("dd", {}, visible(value))]))], x, y);
-    if (say) this.said.textContent = `${lane.label}: ${name}, ${facts.map(fact => fact.join(" ")).join(", ")}`;
+    if (say) this.status.textContent = `${lane.label}: ${name}, ${facts.map(fact => fact.join(" ")).join(", ")}`;
   }
 
   /** Shows the card for a gap. */
