@@ -212,8 +212,6 @@ def test_moe_gets_adapters_in_attention_only(tmp_path: Path) -> None:
 
 
 def test_bfloat16_keeps_the_base_in_bfloat16_and_the_adapter_in_float32(tmp_path: Path) -> None:
-    from titan_rl.training.settings import ModelConfig, TrainingConfig
-
     base = make_tiny_qwen3(tmp_path / "model")
     training = TrainingConfig.model_validate({"adapter": ADAPTER, "lr": 1e-2, "activation_checkpointing": "full"})
     trainer = TrainerCore(ModelConfig(path=str(base), dtype="bfloat16"), training, seed=0)

@@ -61,17 +61,12 @@ def step(trainer: TrainerCore, samples: Any) -> dict[str, float]:
     return metrics
 
 
-def make_publisher(trainer: TrainerCore, transport: SharedMemoryTransport, folder: Path) -> WeightPublisher:
-    return WeightPublisher(trainer, transport, num_probes=1)
-
-
 def test_forward_overlaps_the_copy_and_optimizer_waits_for_it(tmp_path: Path) -> None:
-    folder = make_tiny_qwen3(tmp_path)
-    trainer = make_trainer(folder, lr=1e-2, loss=f"{__name__}:noting_loss")
+    trainer = make_trainer(make_tiny_qwen3(tmp_path), lr=1e-2, loss=f"{__name__}:noting_loss")
     samples = on_policy_samples(trainer, 24, 33)
     before = {name: tensor.clone() for name, tensor in weights(trainer).items()}
     with LateTransport("test-publishing") as transport, ThreadPoolExecutor(1) as thread:
-        publisher = make_publisher(trainer, transport, folder)
+        publisher = WeightPublisher(trainer, transport, num_probes=1)
         transport.late = True
         publisher.begin()
         metrics = thread.submit(step, trainer, samples)
@@ -86,11 +81,10 @@ def test_forward_overlaps_the_copy_and_optimizer_waits_for_it(tmp_path: Path) ->
 
 
 def test_publish_failure_is_raised_and_does_not_stop_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_tiny_qwen3(tmp_path)
-    trainer = make_trainer(folder, loss=f"{__name__}:noting_loss")
+    trainer = make_trainer(make_tiny_qwen3(tmp_path), loss=f"{__name__}:noting_loss")
     samples = on_policy_samples(trainer, 24)
     with FullTransport("test-publishing-full") as transport:
-        publisher = make_publisher(trainer, transport, folder)
+        publisher = WeightPublisher(trainer, transport, num_probes=1)
         publisher.begin()
         with monkeypatch.context() as patch:
             patch.setattr(publishing, "READ_LIMIT_S", 0.01)

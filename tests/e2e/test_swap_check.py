@@ -44,8 +44,7 @@ class Run:
         return self.verify()
 
     def verify(self) -> ProbeFigures:
-        manifest = self.manifest
-        return self.swaps.verify(manifest, self.engine.score)
+        return self.swaps.verify(self.manifest, self.engine.score)
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,7 @@ def test_algorithms_command_prints_formula_terms_and_source(capsys: pytest.Captu
     for name, algorithm in BY_NAME.items():
         assert f"{name}: {algorithm.about}" in output
     for word in ("advantage", "term", "divided by the", "source", "settings"):
-        assert output.count(f"{word}") >= len(BY_NAME)
+        assert output.count(word) >= len(BY_NAME)
     assert main(["algorithms", "gspo"]) == 0
     assert capsys.readouterr().out.startswith("gspo: ")
 
@@ -193,8 +193,7 @@ def test_critic_samples_carry_rewards_to_the_trainer(project: Path):
     samples = make_sample_maker(config).samples([group], version=0)
     ((minibatch,),) = pickle.loads(pickle.dumps(plan_step(samples, config.training)))
 
-    ((row,),) = minibatch.micro_batches
-    ((family,),) = (row,)
+    (((family,),),) = minibatch.micro_batches
     (sample,) = family.samples
     assert sample.episode is not None
     assert list(sample.episode.rewards) == [0.0, 0.0, 0.0, 0.5]

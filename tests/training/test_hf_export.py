@@ -48,9 +48,8 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
     layout = {name: torch.empty(300, 2, dtype=torch.bfloat16, device="meta") for name in names}
     export_hf(tmp_path / "out", layout, gathered(), source=tmp_path, dtype="bfloat16")
     found = load_file(tmp_path / "out/model.safetensors")
-    assert [
-        name for name, index in zip(names, range(4), strict=True) if torch.equal(found[name], expected * index)
-    ] == names
+    assert list(found) == names
+    assert all(torch.equal(found[name], expected * index) for index, name in enumerate(names))
 
 
 def test_rejects_tensors_that_do_not_match_the_layout(tmp_path: Path) -> None:

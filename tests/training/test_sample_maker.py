@@ -72,8 +72,10 @@ def test_failing_batch_advantage_is_named(value: float | None):
             return rewards
 
         def compare_batch(self, groups: Sequence[RolloutGroup]) -> None:
+            if value is None:
+                raise KeyError(0)
             for rollout in groups[0].rollouts:
-                rollout.advantage = {1.0: value}[rollout.reward or 0.0] if value is not None else {}[0]
+                rollout.advantage = value
 
     with pytest.raises(RewardError, match="advantage 'Broken'"):
         SampleMaker({"": Broken()}).samples([group_of("a", "", 1.0)], version=0)

@@ -88,14 +88,7 @@ def test_families_are_split_when_fewer_than_ranks() -> None:
     samples = [sample(4 * group + i, 40, group, prompt=32) for group in range(3) for i in range(4)]
     plans = planned(samples, ranks=4, row_tokens=128)
     assert [len(row) for plan in plans for row in rows_of(plan)] == [1, 1, 1, 1]
-    assert sorted(
-        len(family.samples) for plan in plans for rows in rows_of(plan) for row in rows for family in row
-    ) == [
-        2,
-        2,
-        4,
-        4,
-    ]
+    assert sorted(len(family.samples) for family in families(plans)) == [2, 2, 4, 4]
 
 
 prompted = st.lists(st.tuples(st.integers(10, 30), st.lists(st.integers(1, 30), min_size=1, max_size=9)), max_size=6)
@@ -113,14 +106,7 @@ def test_no_rank_idles_while_work_can_be_split(
     plans = planned(
         samples, ranks=ranks, minibatches=minibatches, row_tokens=48, rows=rows, share_prompts=share_prompts
     )
-    trained = Counter(
-        s.rollout_id
-        for plan in plans
-        for part in rows_of(plan)
-        for row in part
-        for family in row
-        for s in family.samples
-    )
+    trained = Counter(s.rollout_id for family in families(plans) for s in family.samples)
     assert trained == Counter(s.rollout_id for s in samples if len(s.token_ids) <= 48)
     for minibatch in zip(*map(rows_of, plans), strict=True):
         assert all(sum(family.num_tokens for family in row) <= 48 for part in minibatch for row in part)
@@ -163,9 +149,7 @@ def test_rank_with_a_long_answer_gets_fewer_short_ones() -> None:
         TrainingConfig(row_tokens=4096, data_parallel=2, rows_per_micro_batch=1),
         Costs(pair=1 / 500),
     )
-    tokens = sorted(
-        sum(family.num_tokens for rows in rows_of(plan) for row in rows for family in row) for plan in plans
-    )
+    tokens = sorted(sum(family.num_tokens for family in families([plan])) for plan in plans)
     assert tokens == [1600, 2400]
 
 

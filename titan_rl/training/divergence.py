@@ -37,9 +37,7 @@ def k3(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Te
     return d_N.exp() - d_N - 1
 
 
-KLFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-ESTIMATES: dict[KLEstimate, KLFn] = {"k2": k2, "k3": k3}
+ESTIMATES: dict[KLEstimate, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k2": k2, "k3": k3}
 """Estimates by their names in `training.kl`."""
 
 LEAST_REST = 1e-6

@@ -444,9 +444,7 @@ class TrainerCore:
         pairs = zip(self._reference.model.state_dict().values(), self._model.state_dict().values(), strict=True)
         with torch.no_grad():
             for kept, current in pairs:
-                local(kept).copy_(
-                    local(current)
-                )  # both have the same sharding, but offloaded parameters are not on the GPU
+                local(kept).copy_(local(current))  # sharded alike; offloaded parameters are not on the GPU
 
 
 def _check_weights(model: ModelConfig, training: TrainingConfig, world: World) -> None:

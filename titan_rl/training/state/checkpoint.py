@@ -248,8 +248,8 @@ def read_checksums(folder: Path) -> dict[str, FileChecksum]:
         raise DamagedCheckpointError(f"{folder} has no {CHECKSUMS}: it is not a complete checkpoint") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error!r}") from error
-    if extra := next((name for name in checksums if not _is_inside(name)), None):
-        raise DamagedCheckpointError(f"{path} is damaged: {extra!r} is not the name of a file in it")
+    if invalid := next((name for name in checksums if not _is_inside(name)), None):
+        raise DamagedCheckpointError(f"{path} is damaged: {invalid!r} is not the name of a file in it")
     return checksums
 
 
