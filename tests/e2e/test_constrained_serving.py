@@ -133,26 +133,26 @@ class TestChat:
         return client.chat.completions.create(**given)
 
     def test_answer_matches_the_json_schema(self, client: openai.OpenAI) -> None:
-        said = client.chat.completions.parse(
+        response = client.chat.completions.parse(
             model="policy", messages=ASKED, response_format=Trip, max_tokens=400, extra_body=NO_THINKING
         )
-        assert isinstance(said.choices[0].message.parsed, Trip)
-        assert said.choices[0].finish_reason == "stop"
+        assert isinstance(response.choices[0].message.parsed, Trip)
+        assert response.choices[0].finish_reason == "stop"
 
     def test_json_object_mode_returns_json(self, client: openai.OpenAI) -> None:
         closing = {
             "chat_template_kwargs": {"enable_thinking": False},
             "logit_bias": {str(TOKENIZER.encode("}")[0]): 100},
         }
-        said = self.ask(client, response_format={"type": "json_object"}, extra_body=closing)
-        assert said.choices[0].message.content == "{}"
+        response = self.ask(client, response_format={"type": "json_object"}, extra_body=closing)
+        assert response.choices[0].message.content == "{}"
 
     def test_required_tool_choice_calls_a_tool(self, client: openai.OpenAI) -> None:
         called = set()
         for seed in range(6):
-            said = self.ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=seed)
-            (call,) = said.choices[0].message.tool_calls
-            assert said.choices[0].finish_reason == "tool_calls"
+            response = self.ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=seed)
+            (call,) = response.choices[0].message.tool_calls
+            assert response.choices[0].finish_reason == "tool_calls"
             called.add(call.function.name)
             if call.function.name == "book":
                 parse_trip(call.function.arguments)
@@ -188,17 +188,17 @@ class TestChat:
 
     def test_logprobs_are_normalized_over_allowed_tokens(self, client: openai.OpenAI) -> None:
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a"]}}}
-        said = self.ask(client, response_format=schema, logprobs=True, top_logprobs=5)
-        for token in said.choices[0].logprobs.content:
+        response = self.ask(client, response_format=schema, logprobs=True, top_logprobs=5)
+        for token in response.choices[0].logprobs.content:
             assert sum(torch.tensor([each.logprob for each in token.top_logprobs]).exp()) == pytest.approx(1, abs=1e-5)
 
 
 class TestOtherProtocols:
     def test_responses_api_supports_schemas_and_tool_choice(self, client: openai.OpenAI) -> None:
-        said = client.responses.parse(
+        response = client.responses.parse(
             model="policy", input="Where to?", text_format=Trip, max_output_tokens=400, extra_body=NO_THINKING
         )
-        assert isinstance(said.output_parsed, Trip)
+        assert isinstance(response.output_parsed, Trip)
         tools: Any = [{"type": "function", "strict": True, **TOOL}]
         for choice in ("required", {"type": "function", "name": "book"}):
             called: Any = client.responses.create(
@@ -217,8 +217,8 @@ class TestOtherProtocols:
         tool: Any = {"name": "book", "input_schema": Trip.model_json_schema()}
         with anthropic.Anthropic(base_url=stage.url, api_key="none", max_retries=0) as client:
             more: Any = {"model": "policy", "max_tokens": 400, "messages": ASKED, "extra_body": NO_THINKING}
-            said = client.messages.parse(output_format=Trip, **more)
-            assert isinstance(said.parsed_output, Trip)
+            response = client.messages.parse(output_format=Trip, **more)
+            assert isinstance(response.parsed_output, Trip)
             for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "book"}):
                 called: Any = client.messages.create(tools=[tool], tool_choice=choice, **more)
                 assert called.stop_reason == "tool_use"
@@ -327,17 +327,17 @@ class TestTraining:
 
 class TestPenaltiesAndBiases:
     def reference(
-        self, logits: torch.Tensor, prompt: list[int], said: list[int], asked: SamplingParams
+        self, logits: torch.Tensor, prompt: list[int], sampled: list[int], asked: SamplingParams
     ) -> torch.Tensor:
-        """Log distribution of the token after `said`."""
+        """Log distribution of the token after `sampled`."""
         logits = logits.clone()
         for token, value in asked.logit_bias:
             logits[token] += value
-        for token in {*prompt, *said}:
+        for token in {*prompt, *sampled}:
             by = asked.repetition_penalty
             logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
-        for token in set(said):
-            logits[token] -= asked.frequency_penalty * said.count(token) + asked.presence_penalty
+        for token in set(sampled):
+            logits[token] -= asked.frequency_penalty * sampled.count(token) + asked.presence_penalty
         return (logits / asked.temperature).log_softmax(-1)
 
     @pytest.mark.parametrize(
@@ -357,14 +357,14 @@ class TestPenaltiesAndBiases:
             return await stage.router.generate(prompt, request_id=f"{more}", sampling=asked)
 
         done = stage.do(ask())
-        said = list(done.token_ids)
-        logits = stage.logits([*prompt, *said])
-        for at, (token, logprob) in enumerate(zip(said, done.logprobs, strict=True)):
-            expected = self.reference(logits[len(prompt) + at - 1], prompt, said[:at], asked)
+        sampled = list(done.token_ids)
+        logits = stage.logits([*prompt, *sampled])
+        for at, (token, logprob) in enumerate(zip(sampled, done.logprobs, strict=True)):
+            expected = self.reference(logits[len(prompt) + at - 1], prompt, sampled[:at], asked)
             assert logprob == pytest.approx(expected[token].item(), abs=1e-4)
 
     def test_client_penalties_and_biases_are_applied(self, client: openai.OpenAI) -> None:
-        said: Any = client.chat.completions.create(
+        response: Any = client.chat.completions.create(
             model="policy",
             messages=ASKED,
             max_tokens=4,
@@ -373,6 +373,6 @@ class TestPenaltiesAndBiases:
             logit_bias={"65": 100},
             extra_body={"repetition_penalty": 1.1, "return_token_ids": True},
         )
-        assert said.choices[0].token_ids == [65] * 4
+        assert response.choices[0].token_ids == [65] * 4
         with pytest.raises(openai.BadRequestError, match="logit_bias for token 5000"):
             client.chat.completions.create(model="policy", messages=ASKED, max_tokens=4, logit_bias={"5000": 1})

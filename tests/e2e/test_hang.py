@@ -74,6 +74,6 @@ def test_stopped_failed_or_dying_generators_are_replaced(
     (gate := tmp_path / "gate").mkdir()
     (gate / "open").touch()
     program = f"from background import HANG_S, in_background\n{REPLACED}"
-    said = run_controller(program, str(tmp_path / "run"), str(gate), timeout_s=HANG_S)
-    assert "it has been stopped by a signal for 3 s" in said
-    assert said.count("serving generator-0 generator-1") == 2
+    output = run_controller(program, str(tmp_path / "run"), str(gate), timeout_s=HANG_S)
+    assert "it has been stopped by a signal for 3 s" in output
+    assert output.count("serving generator-0 generator-1") == 2

@@ -72,13 +72,13 @@ def assert_trained_once_and_in_order(folder: Path, steps: int) -> None:
 
 def stop_within_a_step(run: Run, gate: Path, log: Path, signum: signal.Signals) -> int:
     """Send a signal while the trainer is held in the middle of a step, and return the version at its start."""
-    said = re.compile(r"stopped at version (\d+), with the trainer at work")
-    times = len(said.findall(log.read_text()))
+    pattern = re.compile(r"stopped at version (\d+), with the trainer at work")
+    times = len(pattern.findall(log.read_text()))
     (gate / "held").unlink(missing_ok=True)
     wait_until((gate / "held").exists, run)
     run.process.send_signal(signum)
-    wait_until(lambda: len(said.findall(log.read_text())) > times, run)
-    return int(said.findall(log.read_text())[-1])
+    wait_until(lambda: len(pattern.findall(log.read_text())) > times, run)
+    return int(pattern.findall(log.read_text())[-1])
 
 
 def paths_accessible_to_others(run: Run) -> list[str]:
