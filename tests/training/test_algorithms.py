@@ -153,7 +153,7 @@ def test_algorithms_command_prints_formula_terms_and_source(capsys: pytest.Captu
 
 def test_algorithms_command_rejects_an_unknown_name(capsys: pytest.CaptureFixture[str]):
     assert main(["algorithms", "gsop"]) == 2
-    assert "none of grpo, dr_grpo" in capsys.readouterr().err
+    assert "must be one of grpo, dr_grpo" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         find_algorithm("gsop")
 
