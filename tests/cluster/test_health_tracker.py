@@ -96,7 +96,7 @@ def test_silence_counts_from_the_last_sign_of_life(looks: list[tuple[bool, bool,
     assert signs.still_s is None
 
 
-def test_used_cpu_means_a_tenth_of_a_core_disk_io_or_a_new_child():
+def test_used_cpu_counts_cpu_time_disk_io_and_new_children():
     before = TreeUse({7: 1.0, 8: 0.0}, on_disk=False)
     assert not used_cpu_between(before, TreeUse({7: 1.05, 8: 0.04}, on_disk=False), 1.0)
     assert used_cpu_between(before, TreeUse({7: 1.05, 8: 0.05}, on_disk=False), 1.0)

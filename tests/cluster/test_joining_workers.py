@@ -106,7 +106,7 @@ async def test_joining_host_replaces_lost_rollout_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["drained", "lost"])
-async def test_workers_a_host_brought_leave_with_it_and_return_with_the_next(tmp_path: Path, end: str) -> None:
+async def test_workers_of_a_joined_host_leave_with_it_and_return(tmp_path: Path, end: str) -> None:
     async with running(tmp_path) as cluster:
         brought = await cluster.join("c")
         await worker_hosts(cluster.supervisor, 2)

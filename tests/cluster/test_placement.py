@@ -247,7 +247,7 @@ def weights_of(folder: Path, parameters: int) -> None:
         ({"hosts": {"addresses": ["a", "b"]}}, "0", "1", 80, ("tcp", "several hosts")),
     ],
 )
-def test_auto_transport_is_cuda_ipc_if_gpus_share_a_host_and_have_room(
+def test_auto_transport_is_cuda_ipc_on_one_host_with_room(
     tmp_path: Path,
     settings: dict[str, Any],
     trainer: str,

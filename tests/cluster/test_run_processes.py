@@ -448,7 +448,7 @@ class Pulling(ActorReplica):
         self._calls, self._known_layouts = Counter(), {}
 
 
-async def test_generator_deaths_past_the_limit_stop_the_causing_adapter_and_reset_the_count(
+async def test_generator_deaths_past_the_limit_stop_the_causing_adapter(
     tmp_path: Path,
 ) -> None:
     console, router = ConsoleLines(), Suspecting()

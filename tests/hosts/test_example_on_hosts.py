@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def test_example_is_bitwise_equal_on_three_hosts_with_a_drain_and_a_death(
+def test_example_is_bitwise_equal_on_hosts_that_leave_and_die(
     hosts: Namespaces, workers: list[HostProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     roles: dict[str, Any] = {
