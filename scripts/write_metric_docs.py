@@ -35,7 +35,9 @@ def page() -> str:
     sections = [HEAD]
     for group, metrics in groupby(METRICS, key=lambda metric: metric.group):
         rows = "\n".join(row(metric) for metric in metrics)
-        sections.append(f"## {group}\n\n| metric | unit | meaning | normal | if not |\n|---|---|---|---|---|\n{rows}\n")
+        sections.append(
+            f"## {group}\n\n| metric | unit | meaning | normal | otherwise |\n|---|---|---|---|---|\n{rows}\n"
+        )
     return "\n".join(sections)
 
 

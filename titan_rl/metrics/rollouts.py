@@ -51,8 +51,8 @@ ROLLOUT_METRICS = (
     REWARD.metric(
         "league/win_rate",
         "share",
-        "Estimated chance of the policy to win against a version of its league, draws counting half: the mean over "
-        "the versions, from recent games.",
+        "Estimated probability that the policy beats a version of its league, from recent games; mean over the "
+        "versions. A draw counts as half a win.",
         "Above 0.5.",
         "If it stays below 0.5, the policy forgets how to beat earlier versions: lower self_play or training.lr.",
     ),
@@ -182,8 +182,8 @@ ROLLOUT_METRICS = (
         "rollout/constrained_fraction",
         "share",
         "Share of completion tokens that were restricted by a forced tool or a schema. Absent if there are none.",
-        "Depends on the agent. correction.constrained sets how these tokens are trained.",
-        'Near 1 with correction.constrained = "masked", almost no tokens are trained.',
+        "Depends on the agent. correction.constrained sets how these tokens are trained on.",
+        'If it is near 1 and correction.constrained = "masked", almost no tokens are trained on.',
     ),
     ENDS.metric(
         "rollout/constraint_weight_mean",
@@ -191,7 +191,7 @@ ROLLOUT_METRICS = (
         "Mean probability, over constrained rollouts, that the policy assigns to the outputs that the constraint "
         'allows. It is the weight used by correction.constrained = "corrected".',
         "Rises as the policy learns to satisfy the constraints by itself.",
-        'Near 0 with correction.constrained = "corrected", almost nothing is learned from these rollouts.',
+        'If it is near 0 and correction.constrained = "corrected", almost nothing is learned from these rollouts.',
     ),
     ENDS.metric("rollout/metrics/seconds", "s", "Mean time from a rollout's reset to its end."),
     ENDS.metric(
@@ -226,7 +226,11 @@ ROLLOUT_METRICS = (
         "1 if the environment of a rollout failed to close; absent otherwise.",
     ),
     ENDS.metric("rollout/metrics/branches", "samples", "Mean number of branches of an agent's conversation."),
-    ENDS.metric("rollout/metrics/completion_tokens", "tokens", "Tokens that an endpoint reports for its completions."),
+    ENDS.metric(
+        "rollout/metrics/completion_tokens",
+        "tokens",
+        "Completion tokens of a rollout, as reported by the API endpoint that answers.",
+    ),
     ENDS.metric("rollout/metrics/<metric>", "", "Mean of a metric that your environment reports."),
     ENDS.metric(
         "rollout/values_left_out",

@@ -25,7 +25,7 @@ SPEED_METRICS = (
         "time/wait_for_rollouts_s",
         "s",
         "Part of time/step_s spent waiting for the groups of a batch to finish.",
-        "Near 0 if training takes longer than generation; otherwise the part of the step that training does not use.",
+        "Near 0 if training takes longer than generation; otherwise about time/step_s minus time/train_s.",
         "If it is most of the step, generation or environments are the bottleneck: raise "
         "scheduling.max_staleness, add generators, or speed up the environment (rollout/metrics/own_seconds).",
     ),
@@ -163,8 +163,8 @@ SYNC_METRICS = (
         "share",
         "sync/received_bytes divided by the size of the version: 1 if it was sent as a whole.",
         "Far below 1 in bfloat16, except for every statedict.anchor_interval-th version.",
-        "Expected in float32, where nearly every number changes. In bfloat16 the learning rate is large, or a "
-        "host has just joined.",
+        "Normal in float32, where nearly every number changes. Likely causes in bfloat16: a large learning rate, or "
+        "a host that has just joined.",
     ),
     SYNC.metric(
         "sync/begin_publish_s",
@@ -193,7 +193,7 @@ SYNC_METRICS = (
         "over the generators.",
         "Below 0.5, so that a pull that loads nothing fails.",
         "Steps change the logprobs little compared with rounding: raise statedict.num_probes. Above 0.5, a "
-        "version is compared only with earlier versions.",
+        "version cannot be checked against the previous one, only against versions further back.",
     ),
     SYNC.metric(
         "sync/probe_missed",
@@ -287,7 +287,11 @@ ENGINE_METRICS = (
         "resumes",
         "Number of times that a request was sent again with its tokens so far. Absent without resumes.",
     ),
-    ENGINES.metric("completion/completion_tokens", "tokens", "Tokens that an endpoint reports for its completions."),
+    ENGINES.metric(
+        "completion/completion_tokens",
+        "tokens",
+        "Tokens of a completion, as reported by the API endpoint that answers.",
+    ),
     ENGINES.metric("completion/<metric>", "", "Mean of a metric that your engine reports for its completions."),
     ENGINES.metric("engine/running_requests_mean", "requests", "Mean number of requests in the batch of one engine."),
     ENGINES.metric("engine/running_requests_max", "requests", "Largest number of requests in the batch of one engine."),
@@ -306,9 +310,9 @@ ENGINE_METRICS = (
     ENGINES.metric(
         "engine/places_mean",
         "requests",
-        "Mean limit on the number of requests that one engine runs at a time: generation.max_running, or the "
-        'value chosen by "auto".',
-        "Equal to engine/running_requests_mean.",
+        "Maximum number of requests that one engine runs at a time, averaged: generation.max_running, or the value "
+        'chosen by "auto".',
+        "Close to engine/running_requests_mean: the engine is full.",
         "If requests wait, raise generation.kv_cache_gib.",
     ),
     ENGINES.metric(
@@ -346,7 +350,7 @@ ENGINE_METRICS = (
     ENGINES.metric(
         "engine/accepted_per_draft",
         "tokens",
-        "Mean number of accepted tokens per draft: the tokens that a forward pass yields in addition to the usual one.",
+        "Mean number of accepted tokens per draft, which a forward pass yields in addition to one token.",
         "Steady; above 0.5.",
         "If it falls in a run with a draft model, training is moving the policy away from the draft model.",
     ),

@@ -45,7 +45,7 @@ VALIDATION_METRICS = (
     VALIDATION.metric(
         "validation/unscored",
         "rollouts",
-        "Held-out rollouts that have no reward, or that failed for a reason other than the policy.",
+        "Held-out rollouts that have no reward, or that failed through no fault of the policy.",
         "0.",
         "Look them up in rollouts.jsonl, where their phase is validation.",
     ),
@@ -92,7 +92,11 @@ TASK_METRICS = (
 )
 
 ADAPTER_METRICS = (
-    TASKS.metric("adapter/<adapter>/step", "steps", "Trained steps of one of several adapters, in the run's folder."),
+    TASKS.metric(
+        "adapter/<adapter>/step",
+        "steps",
+        "Number of steps that one of several adapters has trained; in the folder of their run.",
+    ),
     TASKS.metric(
         "adapter/<adapter>/trainer_share",
         "share",

@@ -43,8 +43,8 @@ TRAINING_METRICS = (
     OPTIMIZATION.metric(
         "train/recovery_s",
         "s",
-        "Time from the trainer's death until it has reached the same version again: it is started, loads the "
-        "checkpoint and repeats the steps since.",
+        "Time from the trainer's death until it has reached the same version again, which includes starting it, "
+        "loading the checkpoint and repeating the steps since that checkpoint.",
         "Absent.",
         "If it takes minutes, lower checkpoint.interval, so that fewer steps are repeated.",
     ),
@@ -102,7 +102,7 @@ TRAINING_METRICS = (
         "tokens",
         "Tokens that were excluded because one of their logprobs is not finite.",
         "0.",
-        "The model's dtype is too coarse, or its weights are damaged: see sync/probe_diff.",
+        "The model's dtype has too little precision or range, or its weights are damaged: see sync/probe_diff.",
     ),
     OPTIMIZATION.metric(
         "train/padding_fraction",
