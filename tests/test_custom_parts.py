@@ -116,7 +116,10 @@ def test_custom_filter_names_the_reason_for_dropping_a_group() -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("own_parts:number", "filter 'own_parts:number' gave 3 for group 'g'; it must give a metric's name, or None"),
+        (
+            "own_parts:number",
+            "filter 'own_parts:number' returned 3 for group 'g'; it must return a metric's name, or None",
+        ),
         ("own_parts:broken", r"filter 'own_parts:broken' failed on group 'g': KeyError: 'answer' \(.*own_parts.py:"),
     ],
 )

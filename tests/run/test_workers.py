@@ -117,11 +117,11 @@ async def no_block(spec: ProviderSpec) -> list[str]:
     ("workers", "problem"),
     [
         ([], "giving yielded no workers"),
-        (None, "giving gave None; have it yield a list of addresses"),
-        ("10.0.0.2", "giving gave '10.0.0.2'; have it yield a list of addresses"),
-        (["0.0.0.0:22222"], "giving gave '0.0.0.0:22222' stands for all interfaces"),
-        ([22222], "giving gave 22222, which must be HOST or HOST:PORT"),
-        (["10.0.0.2", "10.0.0.2:22222"], "giving gave 10.0.0.2:22222 more than once"),
+        (None, "giving yielded None; have it yield a list of addresses"),
+        ("10.0.0.2", "giving yielded '10.0.0.2'; have it yield a list of addresses"),
+        (["0.0.0.0:22222"], "giving yielded '0.0.0.0:22222' stands for all interfaces"),
+        ([22222], "giving yielded 22222, which must be HOST or HOST:PORT"),
+        (["10.0.0.2", "10.0.0.2:22222"], "giving yielded 10.0.0.2:22222 more than once"),
     ],
 )
 async def test_invalid_provider_addresses_are_rejected(tmp_path: Path, workers: object, problem: str):

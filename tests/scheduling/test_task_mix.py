@@ -399,8 +399,8 @@ class Huge(InOrder):
         (Careless(), r"state.*task.*comes back from JSON as .*names must be strings"),
         (Raising(), "curriculum.next_sample, 'task' of the task failed: LookupError: no more"),
         (Eager(), "curriculum.next_sample, 'task' .*: it changed the state"),
-        (Negative(), "it gave -1; it must give the number of a sample"),
-        (Huge(), "it gave 1180591620717411303424; it must give the number of a sample"),
+        (Negative(), "it returned -1; it must return the number of a sample"),
+        (Huge(), "it returned 1180591620717411303424; it must return the number of a sample"),
     ],
 )
 def test_invalid_curriculum_error_names_the_problem(curriculum: Curriculum, message: str):

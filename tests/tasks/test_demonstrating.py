@@ -168,7 +168,7 @@ def test_close_timeout_ends_demonstrations_with_the_source_line() -> None:
 
 
 def test_rejects_a_player_reply_that_is_neither_text_nor_message() -> None:
-    with pytest.raises(DataError, match=r"the player of .*test_demonstrating.py:\d+ in <lambda> gave 5; text or a"):
+    with pytest.raises(DataError, match=r"the player of .*test_demonstrating.py:\d+ in <lambda> returned 5; text or a"):
         played(Env(), lambda messages: 5, 60.0)
 
 

@@ -209,7 +209,7 @@ async def test_judge_failure_error_gives_the_reason():
         (down, length, "judge 'judge' has failed for 120 s: 503"),
         (refused, length, "judge 'judge' refuses a question: too long"),
         (lambda: None, lambda text: "good!", "cannot be parsed: ValueError: .*; it said 'good!'"),
-        (lambda: None, lambda text: "inf", "it must give 1 finite numbers"),
+        (lambda: None, lambda text: "inf", "it must return 1 finite numbers"),
     ):
         judge = Judge(ScriptedJudge(says, fails), said, float, outage_s=120)
         with pytest.raises(RewardError, match=reason):

@@ -89,7 +89,7 @@ def test_samples_are_deterministic_and_validation_is_held_out() -> None:
 
 
 def test_too_few_distinct_samples_error_gives_the_fix() -> None:
-    with pytest.raises(DataError, match=r"Sums.sample gave no held-out sample in 1000 draws.*set held_out = 0"):
+    with pytest.raises(DataError, match=r"Sums.sample returned no held-out sample in 1000 draws.*set held_out = 0"):
         Sums(largest=0).validation_samples(1)
 
 

@@ -50,7 +50,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> str:
     [
         ("raising", "ValueError: boom"),
         ("summed", r"loss_N has the shape \(\); it must have a value for each token, \(4,\)"),
-        ("bare", "it gave Tensor; it must give a TokenLoss"),
+        ("bare", "it returned Tensor; it must return a TokenLoss"),
         ("detached", "loss_N has no gradient"),
         ("infinite", "each must be finite"),
     ],

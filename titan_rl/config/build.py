@@ -177,7 +177,7 @@ def find_rubric(source: TaskSource) -> Rubric:
     with calling("rubric()", source.name):
         rubric: Any = source.task.rubric()
         if not isinstance(rubric, Rubric):
-            raise wrong_result(source.task, "rubric", f"it gave {rubric!r}; it must give a titan_rl.Rubric")
+            raise wrong_result(source.task, "rubric", f"it returned {rubric!r}; it must return a titan_rl.Rubric")
     return rubric
 
 

@@ -95,7 +95,7 @@ async def _enter_provider(
         if inspect.iscoroutine(workers):
             workers.close()
         raise ConfigError(
-            f"hosts.provider {name} gives {_a(workers)}, and must give an async context manager of workers: "
+            f"hosts.provider {name} returns {_a(workers)}, and must return an async context manager of workers: "
             "decorate an `async def` that yields them with contextlib.asynccontextmanager"
         )
 
@@ -141,24 +141,24 @@ def _addresses_of(name: str, started: object) -> tuple[str, ...]:
         ConfigError: A value is not an address of a worker, an address occurs twice, or there is no address.
     """
     if isinstance(started, str) or not isinstance(started, Iterable):
-        raise ConfigError(f"hosts.provider {name} gave {_a(started)}; have it yield a list of addresses, HOST:PORT")
+        raise ConfigError(f"hosts.provider {name} yielded {_a(started)}; have it yield a list of addresses, HOST:PORT")
     addresses: list[str] = []
     with _of_provider(name):
         given = list[Any](started)
     for each in given:
         if not isinstance(each, str):
-            raise ConfigError(f"hosts.provider {name} gave {_a(each)}, which {NOT_AN_ADDRESS}")
+            raise ConfigError(f"hosts.provider {name} yielded {_a(each)}, which {NOT_AN_ADDRESS}")
         try:
             addresses.append(join_address(*split_address(each)))
         except ValueError as error:
-            raise ConfigError(f"hosts.provider {name} gave {error}") from None
+            raise ConfigError(f"hosts.provider {name} yielded {error}") from None
     if not addresses:
         raise ConfigError(
             f"hosts.provider {name} yielded no workers; wait in the function until there are some, or "
             "raise an exception"
         )
     if twice := sorted({address for address in addresses if addresses.count(address) > 1}):
-        raise ConfigError(f"hosts.provider {name} gave {', '.join(twice)} more than once; yield each worker once")
+        raise ConfigError(f"hosts.provider {name} yielded {', '.join(twice)} more than once; yield each worker once")
     return tuple(addresses)
 
 

@@ -509,5 +509,5 @@ class TaskMix:
                     "it changed the state, and may be called again; only `given` and `finished` may change it"
                 )
             if not isinstance(sample, int) or not 0 <= sample < 2**63:  # the journal stores it in 64 bits
-                raise TypeError(f"it gave {sample!r}; it must give the number of a sample, from 0 to 2**63 - 1")
+                raise TypeError(f"it returned {sample!r}; it must return the number of a sample, from 0 to 2**63 - 1")
         return sample

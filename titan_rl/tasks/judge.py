@@ -281,5 +281,5 @@ def _numbers(given: Any, count: int) -> list[float]:
     values = [float_or_none(value) for value in given]
     numbers = [value for value in values if value is not None and abs(value) < float("inf")]
     if len(numbers) != count or len(values) != count:
-        raise ValueError(f"parse gave {given!r}; it must give {count} finite numbers")
+        raise ValueError(f"parse returned {given!r}; it must return {count} finite numbers")
     return numbers

@@ -166,7 +166,7 @@ class MessageTask(Section):
                 return sample
         side = "held-out" if held_out else "training"
         raise DataError(
-            f"{type(self).__name__}.sample gave no {side} sample in {MOST_DRAWS} draws with held_out = "
+            f"{type(self).__name__}.sample returned no {side} sample in {MOST_DRAWS} draws with held_out = "
             f"{self.held_out}; have it draw from more different ones, or set held_out = 0"
         )
 
@@ -354,7 +354,7 @@ class _Game:
                 return {"role": "assistant", "content": answer}
             if not isinstance(answer, Mapping):
                 raise TypeError(
-                    f"the player of {source_location(self._player)} gave {answer!r}; text or a message is expected"
+                    f"the player of {source_location(self._player)} returned {answer!r}; text or a message is expected"
                 )
         return cast("Message", answer)
 

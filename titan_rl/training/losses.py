@@ -142,7 +142,7 @@ def loss_problem(name: str, clip: ClipRange) -> str | None:
 
 def _problem(made: Any, num_tokens: int) -> str | None:
     if not isinstance(made, TokenLoss):
-        return f"it gave {type(made).__name__}; it must give a TokenLoss"
+        return f"it returned {type(made).__name__}; it must return a TokenLoss"
     for field in ("loss_N", "clipped_N"):
         shape = tuple(getattr(made, field).shape)
         if shape != (num_tokens,):

@@ -228,7 +228,7 @@ def _checked(name: str, function: Callable[[SinkSpec], Any]) -> Callable[[SinkSp
         sink = function(spec)
         if not isinstance(sink, MetricSink):
             raise ConfigError(
-                f"logging.sinks = {name!r} gave {sink!r}, which is not a MetricSink: it needs log and close"
+                f"logging.sinks = {name!r} returned {sink!r}, which is not a MetricSink: it needs log and close"
             )
         return sink
 

@@ -107,7 +107,7 @@ def make_transport(name: str, spec: TransportSpec) -> StateDictTransport:
     transport: Any = find_transport(name)(spec)
     if not isinstance(transport, StateDictTransport):
         raise ConfigError(
-            f"statedict.transport = {name!r} gave {transport!r}, which is not a StateDictTransport; see "
+            f"statedict.transport = {name!r} returned {transport!r}, which is not a StateDictTransport; see "
             "titan_rl.weights.types"
         )
     return transport
