@@ -338,8 +338,8 @@ def test_mock_policy_answers_with_the_demonstration(dry_run, monkeypatch: pytest
         ("RaisesRubric", "titan-rl: rubric() of task 'raises_rubric' failed: ValueError: no words (say_task.py:"),
         (
             "NoRubric",
-            "titan-rl: rubric() of task 'no_rubric' failed: TypeError: it returned None; it must return a titan_rl.Rubric "
-            "(say_task.py:",
+            "titan-rl: rubric() of task 'no_rubric' failed: TypeError: it returned None; it must return a "
+            "titan_rl.Rubric (say_task.py:",
         ),
         (
             "NoRewards",

@@ -145,7 +145,7 @@ async def test_provider_error_names_the_provider_and_its_line(tmp_path: Path, na
 
 
 async def test_provider_must_be_an_async_context_manager(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no_block gives a coroutine.*contextlib\.asynccontextmanager"):
+    with pytest.raises(ConfigError, match=r"no_block returns a coroutine.*contextlib\.asynccontextmanager"):
         async with start_workers(config(provider=f"{__name__}:no_block"), tmp_path):
             pytest.fail("the run began")
 

@@ -97,7 +97,7 @@ def _reason(name: str, check: GroupFilter, group: RolloutGroup) -> str | None:
         raise DataError(f"filter {name!r} failed on group {group.group_id!r}: {describe(error)}") from error
     if reason is not None and not isinstance(reason, str):
         raise DataError(
-            f"filter {name!r} returned {reason!r} for group {group.group_id!r}; it must return a metric's name, or None to "
-            "train on the group"
+            f"filter {name!r} returned {reason!r} for group {group.group_id!r}; it must return a metric's name, or "
+            "None to train on the group"
         )
     return reason
