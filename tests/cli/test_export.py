@@ -86,4 +86,7 @@ def test_unwritable_output_folder_is_rejected(
     (tmp_path / "file").write_text("")
     assert main(["export", str(run), str(tmp_path / "file" / "out")]) == 2
     assert f"{tmp_path / 'file'} is not writable" in capfd.readouterr().err
+    (tmp_path / "link").symlink_to("gone")
+    assert main(["export", str(run), str(tmp_path / "link")]) == 2
+    assert "link already exists and is not overwritten" in capfd.readouterr().err
     assert written == []

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -57,6 +58,52 @@ def test_report_contains_the_given_runs(tmp_path: Path, capsys: pytest.CaptureFi
     assert out.stat().st_mode & 0o777 == 0o600, "private, like the run's own files"
     assert main(["view", *folders, "--report", str(tmp_path / "no" / "folder.html")]) == 2
     assert "--report" in capsys.readouterr().err
+
+
+def test_report_follows_links(tmp_path: Path) -> None:
+    run = str(write_run(tmp_path / "a", steps=2, rollouts=0))
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    (folder / "old.html").write_text("old")
+    for name in ("old.html", "new.html"):
+        link = tmp_path / name
+        link.symlink_to(folder / name)
+        assert main(["view", run, "--report", str(link)]) == 0
+        assert link.is_symlink()
+        assert '"id":"a"' in (folder / name).read_text()
+    assert sorted(path.name for path in folder.iterdir()) == ["new.html", "old.html"]
+
+
+def test_report_writes_to_a_pipe(tmp_path: Path) -> None:
+    run = str(write_run(tmp_path / "a", steps=2, rollouts=0))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert main(["view", run, "--report", str(pipe)]) == 0
+    assert pipe.is_fifo()
+    reader.join(20)
+    assert '"id":"a"' in read[0]
+
+
+def test_report_rejects_what_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(write_run(tmp_path / "a", steps=2, rollouts=0))
+    folder, loop = tmp_path / "folder", tmp_path / "loop"
+    folder.mkdir()
+    loop.symlink_to(loop)
+    for path, problem in {folder: "Is a directory", loop: "Too many levels of symbolic links"}.items():
+        assert main(["view", run, "--report", str(path)]) == 2
+        assert f"--report {path}: {problem}; name a file" in capsys.readouterr().err
+    assert loop.is_symlink()
+
+
+def test_report_of_a_folder_without_a_run_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    out = tmp_path / "page.html"
+    assert main(["view", str(tmp_path / "empty"), "--report", str(out)]) == 2
+    assert f"there is no run in {tmp_path / 'empty'}; name the folder of a run" in capsys.readouterr().err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.core.errors import ConfigError, MissingExtraError
+from titan_rl.core.files import write_output
 from titan_rl.run.machine.process_environment import file_modes
 from titan_rl.run.terminal.standard_streams import print_result, print_stderr
-from titan_rl.viewer.report import write_report
+from titan_rl.viewer.report import make_report
 from titan_rl.viewer.runs import Runs
 from titan_rl.viewer.timeline import chrome_trace
 
@@ -55,8 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         folders = [*runs.folders().values()]
         if arguments.report is not None:
-            with _writing(f"--report {arguments.report}"):
-                print_result(f"{write_report(folders, Path(arguments.report))}\n")
+            _write_report(arguments.runs or [USUAL], folders, Path(arguments.report))
             return 0
         if arguments.trace is not None:
             _write_trace(folders, Path(arguments.trace))
@@ -72,6 +72,14 @@ def _writing(option: str) -> Generator[None]:
             yield
     except OSError as error:
         raise ConfigError(f"{option}: {error.strerror}; name a file in a folder that you can write to") from None
+
+
+def _write_report(given: Sequence[str], folders: Sequence[Path], out: Path) -> None:
+    if not folders:
+        raise ConfigError(f"--report {out}: there is no run in {', '.join(given)}; name the folder of a run")
+    with _writing(f"--report {out}"):
+        write_output(out, make_report(folders))
+    print_result(f"{out}\n")
 
 
 def _write_trace(folders: Sequence[Path], out: Path) -> None:

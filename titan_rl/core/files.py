@@ -1,4 +1,5 @@
-"""Reading of files that another process or user writes: JSON with NaN, files that grow, untrusted links.
+"""Reading of files that another process or user writes (JSON with NaN, files that grow, untrusted links), and writing
+of files in one step.
 
 A run's folder may come from anyone: a link in it may lead anywhere, and a pipe never ends. Python writes NaN and
 Infinity, which JSON lacks; they are read as null.
@@ -58,6 +59,37 @@ def _check(path: Path, status: os.stat_result) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return status
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that the user has named. A regular file is replaced atomically; links are followed, and a pipe or a
+    device receives the bytes.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    try:
+        is_replaced = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        is_replaced = True
+    if is_replaced:
+        replace_file(Path(os.path.realpath(path)), data)
+    else:
+        path.write_bytes(data)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file atomically, without following a link at `path`.
+
+    Raises:
+        OSError: The file cannot be written; it is unchanged.
+    """
+    fresh = path.with_name(f".{path.name}.part")
+    try:
+        fresh.write_bytes(data)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 _STRICT = msgspec.json.Decoder()

@@ -4,7 +4,6 @@ results."""
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import DataError
+from titan_rl.core.files import replace_file
 from titan_rl.evaluation.statistics import Estimate, averages_at_k, clustered_mean, passes_at_k
 from titan_rl.rollout.types import RolloutStatus
 
@@ -78,9 +78,7 @@ class Evaluation:
 
 def write_json(path: Path, content: object) -> None:
     """Replace a file of results atomically."""
-    fresh = path.with_name(f"{path.name}.part")
-    fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(fresh, path)
+    replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def read_evaluation(path: str | Path) -> Evaluation:

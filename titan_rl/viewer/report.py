@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from titan_rl.core.files import replace_file
 from titan_rl.viewer.html import report_page
 from titan_rl.viewer.metric_columns import described
 from titan_rl.viewer.runs import RunReader
@@ -34,14 +34,21 @@ _MORE = "titan-rl view shows all of them"
 def write_report(
     folders: Sequence[Path], out: Path, *, most_bytes: int = MAX_BYTES, patience_s: float = math.inf
 ) -> Path:
-    """Write the page of some runs in one step. Missing files of a run do not matter.
+    """Write the page of `make_report` in one step, without following a link at `out`.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    replace_file(out, make_report(folders, most_bytes=most_bytes, patience_s=patience_s))
+    return out
+
+
+def make_report(folders: Sequence[Path], *, most_bytes: int = MAX_BYTES, patience_s: float = math.inf) -> bytes:
+    """Make the page of some runs. Missing files of a run do not matter.
 
     Args:
         most_bytes: Approximate limit of the data in bytes. The page says what is left out.
         patience_s: Longest time for which a run's rollouts are read, in seconds. The others are left out.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     data: dict[str, Any] = {"runs": [], "left_out": [], "of": {}}
     for folder in folders:
@@ -50,16 +57,7 @@ def write_report(
             data["runs"].append({"id": run, **describe_run(folder), "named": True})
             data["of"][run], left_out = _data_of(reader, most_bytes // len(folders), patience_s)
         data["left_out"] += left_out if len(folders) == 1 else [f"{run}: {text}" for text in left_out]
-    if not folders:
-        data["left_out"].append("there is no run")
-    title = ", ".join(folder.name for folder in folders)
-    fresh = out.with_name(f".{out.name}.part")
-    try:
-        fresh.write_bytes(report_page(data, title))
-        os.replace(fresh, out)
-    finally:
-        fresh.unlink(missing_ok=True)
-    return out
+    return report_page(data, ", ".join(folder.name for folder in folders))
 
 
 def _data_of(reader: RunReader, most_bytes: int, patience_s: float) -> tuple[dict[str, Any], list[str]]:

@@ -107,7 +107,7 @@ def _saved(given: str) -> PolicySource:
 
 
 def _check_free(out: Path) -> None:
-    if out.exists():
+    if os.path.lexists(out):
         raise ConfigError(f"{out} already exists and is not overwritten; name a new folder")
     above = next(folder for folder in out.parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
