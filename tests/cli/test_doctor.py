@@ -4,6 +4,7 @@ import json
 import os
 from email.message import Message
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from titan_rl.cli import doctor
 from titan_rl.cli.main import main
 from titan_rl.core.errors import MissingExtraError, install_command
-from titan_rl.run.machine.machine_checks import Finding, check_up, try_out
+from titan_rl.run.machine.machine_checks import TRIALS, Finding, check_up, try_out
 
 
 def test_trials_report_success_failure_crash_and_hang():
@@ -19,15 +20,61 @@ def test_trials_report_success_failure_crash_and_hang():
         "works": "print('chatter'); found = 'device cpu'",
         "fails": "import no_such_package_anywhere",
         "crashes": "import os; os.abort()",
+        "meets an unknown instruction": "import os, signal; os.kill(os.getpid(), signal.SIGILL)",
     }
     hangs = try_out({"hangs": "while True: pass"}, "install it", timeout_s=0.5)
     found = {finding.subject: finding for finding in [*try_out(trials, "install it", timeout_s=60.0), *hangs]}
     assert found["works"] == Finding("works", "ok", "device cpu")
     reported = {subject: finding.found for subject, finding in found.items()}
     assert "No module named 'no_such_package_anywhere'" in reported["fails"]
-    assert reported["crashes"] == "ended with code -6"
+    assert reported["crashes"] == "killed by SIGABRT"
+    assert reported["meets an unknown instruction"] == "killed by SIGILL"
+    assert "built for this CPU" in (found.pop("meets an unknown instruction").fix or "")
     assert reported["hangs"] == "did not end within 0.5 s"
     assert {(f.state, f.fix) for f in found.values() if f.subject != "works"} == {("missing", "install it")}
+
+
+def test_trials_do_not_import_files_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("queue.py", "json.py"):
+        (tmp_path / name).write_text("raise ImportError('of the current folder')\n")
+    monkeypatch.chdir(tmp_path)
+    (finding,) = try_out({"queue": "import queue, titan_rl; found = 'works'"}, "install it", timeout_s=60.0)
+    assert finding == Finding("queue", "ok", "works")
+
+
+@pytest.mark.parametrize(
+    ("torch", "kernels"),
+    [
+        ("avx512 = bf16 = False", "_C_AVX2.abi3.so"),
+        ("avx512 = True; bf16 = False", "_C_AVX512.abi3.so"),
+        ("avx512 = bf16 = True", "_C.abi3.so"),
+    ],
+)
+def test_kernels_of_vllm_are_those_that_it_chooses_for_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, kernels: str
+) -> None:
+    (tmp_path / "torch.py").write_text(
+        f"from types import SimpleNamespace as N\n{torch}\nversion, ops = N(cuda=None), N(load_library=print)\n"
+        "cpu = N(_is_avx512_supported=lambda: avx512, _is_avx512_bf16_supported=lambda: bf16)\n"
+    )
+    (tmp_path / "platform.py").write_text("def machine(): return 'x86_64'\n")
+    (tmp_path / "vllm").mkdir()
+    for name in ("__init__.py", "_C.abi3.so", "_C_AVX2.abi3.so", "_C_AVX512.abi3.so"):
+        (tmp_path / "vllm" / name).touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (finding,) = try_out({"vllm kernels": TRIALS["vllm kernels"]}, "install it", timeout_s=60.0)
+    assert finding == Finding("vllm kernels", "ok", f"{kernels}, which fits torch")
+
+
+def test_deleted_current_folder_is_the_only_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "deleted"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr() == ("", "titan-rl: the current folder has been deleted; go to another one\n")
 
 
 def test_checks_the_machine_and_the_packages(monkeypatch: pytest.MonkeyPatch):

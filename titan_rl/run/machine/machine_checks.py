@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,8 @@ from titan_rl.weights.shard_files import shard_root
 LEAST_SHARED_MEMORY = 1 << 30  # bytes; for two versions of the weights, and for memory that engines share
 LEAST_MEMORY = 6 << 30  # bytes; an engine and a trainer with a tiny model need nearly as much
 LEAST_OPEN_FILES = 1024
+_ROOT = Path(__file__).parents[3]  # folder of this package, which may not be installed
+_OTHER_BUILD = "install packages that are built for this CPU, which lacks an instruction that these use"
 
 State = Literal["ok", "warning", "missing", "absent"]
 
@@ -52,7 +55,7 @@ def check_up() -> Iterator[Finding]:
     """Run all checks: of the machine, of the versions of packages, and of their imports, which begin first and take
     longest."""
     extra = _extra()
-    imports = try_out({**_TRIALS, **(_CUDA if extra == "gpu" else {})}, install_command(extra, "--force-reinstall"))
+    imports = try_out({**TRIALS, **(_CUDA if extra == "gpu" else {})}, install_command(extra, "--force-reinstall"))
     yield from _machine()
     try:
         yield from _packages(extra)
@@ -65,7 +68,8 @@ def check_up() -> Iterator[Finding]:
 
 def try_out(trials: Mapping[str, str], fix: str, timeout_s: float = 300.0) -> Iterator[Finding]:
     """Run each trial in its own Python process, so that a crash or a hang is also a result. The trials run at the same
-    time, and have begun when this returns.
+    time, and have begun when this returns. They do not search for modules in the current folder, where a file may have
+    the name of one.
 
     Args:
         trials: Code that sets `found` to a text, by subject.
@@ -80,7 +84,8 @@ def try_out(trials: Mapping[str, str], fix: str, timeout_s: float = 300.0) -> It
 
 def _try(subject: str, code: str, fix: str, timeout_s: float) -> Finding:
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
-    command = [sys.executable, "-c", f"{code}\nimport json; print(json.dumps(found))"]
+    code = f"import sys; sys.path.append({str(_ROOT)!r})\n{code}\nimport json; print(json.dumps(found))"
+    command = [sys.executable, "-P", "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
     except subprocess.TimeoutExpired:
@@ -88,6 +93,10 @@ def _try(subject: str, code: str, fix: str, timeout_s: float) -> Finding:
     if done.returncode == 0:
         return Finding(subject, "ok", json.loads(done.stdout.splitlines()[-1]))
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode < 0:
+        killed = f"killed by {signal.Signals(-done.returncode).name}"
+        fix = _OTHER_BUILD if done.returncode == -signal.SIGILL else fix
+        return Finding(subject, "missing", ": ".join([killed, *lines[-1:]]), fix)
     return Finding(subject, "missing", lines[-1] if lines else f"ended with code {done.returncode}", fix)
 
 
@@ -202,20 +211,28 @@ _PRIVATE_SOCKETS = (
     "import os, pathlib, monarch.actor; from titan_rl.cluster.processes.sockets import bind_below\n"
     f"assert bind_below(pathlib.Path(os.devnull)); found = {PRIVATE!r}"
 )
-_TORCH = """
+# Importing vLLM takes three times as long as loading its kernels, which may not fit torch. The choice among those for
+# x86 CPUs is that of vLLM's CPU platform. The others use instructions that the CPU may lack.
+_KERNELS = """
+import platform
 import torch
 from importlib.util import find_spec
 from pathlib import Path
-found = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-vllm = find_spec("vllm")  # importing it takes three times as long as loading its kernels, which may not fit torch
-if vllm is not None and vllm.origin is not None:
-    kernels = next(iter(sorted(Path(vllm.origin).parent.glob("_C*.so"))), None)
-    assert kernels is not None, "vllm is installed without its kernels, _C*.so"
-    torch.ops.load_library(kernels)
-    found += ", which loads the kernels of vllm"
+vllm = find_spec("vllm")
+assert vllm is not None and vllm.origin is not None, "vllm is not installed"
+name = "_C*"
+if torch.version.cuda is None and platform.machine() == "x86_64":
+    name = "_C_AVX2"
+    if torch.cpu._is_avx512_supported():
+        name = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
+kernels = next(iter(sorted(Path(vllm.origin).parent.glob(f"{name}.*so"))), None)
+assert kernels is not None, f"vllm is installed without its kernels, {name}.so"
+torch.ops.load_library(kernels)
+found = f"{kernels.name}, which fits torch"
 """
-_TRIALS = {
-    "import torch": _TORCH,
+TRIALS = {
+    "import torch": "import torch; found = f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU build'",
+    "vllm kernels": _KERNELS,
     "import monarch": "import monarch.actor, monarch.rdma as r; found = f'RDMA over {r.get_rdma_backend()}'",
     "import torchtitan": (
         "import torchtitan, transformers; from importlib.util import find_spec\n"

@@ -123,8 +123,8 @@ class _Process:
         self._limit_s = limit_s
         self._found, self._log = temporary / f"{part}.json", temporary / f"{part}.log"
         command = [
-            sys.executable, "-m", "titan_rl.run.machine.model_check", part, str(folder.absolute()), str(temporary),
-            str(limit_s),
+            sys.executable, "-P", "-m", "titan_rl.run.machine.model_check", part, str(folder.absolute()),
+            str(temporary), str(limit_s),
         ]  # fmt: skip
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
         with self._log.open("wb") as log:
