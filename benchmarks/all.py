@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import RESULTS, Measured, figures, with_measured
-from benchmarks.processes import load
+from benchmarks.processes import end, load
 
 COMMANDS = (
     "router",
@@ -83,15 +86,26 @@ def differences(measured: Mapping[str, float], results: str) -> Iterator[Differe
 
 
 def measure(command: str, limit_s: float) -> dict[str, Measured]:
-    """Run a benchmark, and return its figures by name.
+    """Run a benchmark, and return its figures by name. Its processes and its temporary files end with it.
 
     Raises:
         subprocess.SubprocessError: it failed, or did not end in time.
     """
     words = [sys.executable, "-m", *shlex.split(f"benchmarks.{command}")]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=True)
-    sys.stdout.write(done.stdout)
-    lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        subprocess.Popen(
+            words, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": folder}, start_new_session=True
+        ) as process,
+    ):
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        finally:
+            end(process.pid)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, words)
+    sys.stdout.write(output)
+    lines: list[dict[str, Any]] = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return {
         line["name"]: Measured(line["value"], tuple(line["quartiles"]) if line.get("rounds", 1) > 1 else None, command)
         for line in lines
@@ -102,9 +116,13 @@ def measure(command: str, limit_s: float) -> dict[str, Measured]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--only", nargs="+", metavar="BENCHMARK", help="benchmarks by the names of their modules")
+    names = list(dict.fromkeys(command.split()[0] for command in COMMANDS))
+    parser.add_argument("--only", nargs="+", choices=names, metavar="BENCHMARK", help=f"any of {', '.join(names)}")
     parser.add_argument("--record", action="store_true", help="write the figures into RESULTS.md")
     arguments = parser.parse_args()
+    if not 0 < arguments.minutes < math.inf:
+        parser.error(f"--minutes must be a number above 0, but is {arguments.minutes:g}")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which ends the benchmark that runs
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ends = time.monotonic() + 60 * arguments.minutes
     measured: dict[str, Measured] = {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +38,7 @@ class CpuUse:
 def cpu_use(pid: int) -> CpuUse:
     """Processor time of a command and of every process that it has started and that still runs."""
     seconds: dict[str, float] = {}
-    for process in _tree(pid):
+    for process in _tree([pid]):
         try:
             stat = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
             output = Path(os.readlink(_PROC / str(process) / "fd" / "1"))
@@ -46,17 +49,57 @@ def cpu_use(pid: int) -> CpuUse:
     return CpuUse(seconds)
 
 
-def _tree(pid: int) -> Sequence[int]:
-    children: dict[int, list[int]] = {}
+def end(session: int, limit_s: float = 60.0) -> None:
+    """End the processes of a session, and those that they have started: SIGTERM, with which a run shuts down in order,
+    then SIGKILL.
+
+    Args:
+        session: Process id of the command that began it.
+        limit_s: Time, in seconds, that they have to end after each signal.
+    """
+    with contextlib.ExitStack() as opened:
+        running: list[int] = []
+        for process in set(_tree([process for process, _, own in _processes() if own == session])):
+            with contextlib.suppress(ProcessLookupError):
+                running.append(os.pidfd_open(process))
+                opened.callback(os.close, running[-1])
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(session, number)
+                running = _still_running(running, limit_s)
+        for process in running:  # outside of the group, and of a run, whose guard ends what it has started
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+
+
+def _still_running(processes: Sequence[int], limit_s: float) -> list[int]:
+    """File descriptors of the processes that have not ended in time."""
+    running = set(processes)
+    deadline = time.monotonic() + limit_s
+    while running and (left_s := deadline - time.monotonic()) > 0:
+        running -= set(select.select(running, [], [], left_s)[0])
+    return list(running)
+
+
+def _processes() -> Iterator[tuple[int, int, int]]:
+    """Id, parent and session of each process of the machine."""
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
             try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
+                _, parent, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
                 continue
-            children.setdefault(parent, []).append(int(folder.name))
+            yield int(folder.name), int(parent), int(session)
+
+
+def _tree(roots: Sequence[int]) -> Sequence[int]:
+    """Processes, and those that they have started."""
+    children: dict[int, list[int]] = {}
+    for process, parent, _ in _processes():
+        children.setdefault(parent, []).append(process)
     found: list[int] = []
-    waiting = [pid]
+    waiting = [*roots]
     while waiting:
         found.append(waiting.pop())
         waiting += children.get(found[-1], [])
