@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from titan_rl.cli.main import main
+from titan_rl.run.directory import RunDirectory
 
 TASK = """
 from titan_rl import MessageObservation, MessageStep, MessageTokenEnv, RolloutStatus, Rubric, env_reward
@@ -245,6 +246,51 @@ def test_invalid_arguments_are_explained(
 ) -> None:
     assert evaluate(config, *arguments) in (1, 2)
     assert message in capfd.readouterr().err
+
+
+def as_file(path: Path) -> Path:
+    path.write_text("kept")
+    return path
+
+
+def as_broken_link(path: Path) -> Path:
+    path.symlink_to(path / "gone")
+    return path
+
+
+def as_evaluation_with_a_folder_as_log(path: Path) -> Path:
+    (path / "logs" / "evaluation.log").mkdir(parents=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    "make",
+    [as_file, lambda path: as_file(path) / "below", as_broken_link, as_evaluation_with_a_folder_as_log],
+    ids=["file", "below a file", "broken link", "folder as log"],
+)
+def test_unusable_out_folder_is_rejected(
+    adder: Adder, config: Path, make: Callable[[Path], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = make(config.parent / "out")
+    assert evaluate(config, adder.url, "--out", str(out)) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"titan-rl: --out {out}: the results cannot be written there: ")
+    assert line.endswith("; name a folder that you can write to")
+    assert not adder.asked
+
+
+def test_folder_of_a_run_is_rejected_as_out_folder(
+    adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(config.parent / "run")
+    run.config.write_text("")
+    before = sorted(run.path.rglob("*"))
+    assert evaluate(config, adder.url, "--out", "run") == 2
+    assert capfd.readouterr().err == (
+        "titan-rl: --out run: this is the folder of a run; name another folder, such as run/evaluation\n"
+    )
+    assert sorted(run.path.rglob("*")) == before
+    assert not adder.asked
 
 
 def test_token_task_rejects_a_message_policy(adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -266,6 +266,7 @@ def run_evaluations(
         The exit code: 0, or 128 + the number of the signal that ended the command in order.
 
     Raises:
+        ConfigError: `out` is the folder of a run, or cannot be written to.
         TitanRLError: The error that ended the command, or kept it from starting.
     """
     chosen_suites(config, settings)
@@ -277,9 +278,10 @@ def run_evaluations(
     ended = f"ended at once; {out} has the results so far, and the same command with --out {out} continues"
     with file_modes(share=config.share_run_dir):
         files = SessionFiles(f"eval-{out.name}", out.absolute() / "logs")
-        files.logs.mkdir(parents=True, exist_ok=True)
+        log = files.logs / "evaluation.log"
+        _prepare_folder(out, log)
         with (
-            logging_to(files.logs / "evaluation.log"),
+            logging_to(log),
             process_session(
                 files.run_id,
                 config.pythonpath,
@@ -296,6 +298,23 @@ def run_evaluations(
                 error.add_note(f"logs and transcripts are in {out}")
                 raise
             return signals.code
+
+
+def _prepare_folder(out: Path, log: Path) -> None:
+    """Create the folder of an evaluation, and its log.
+
+    Raises:
+        ConfigError: The folder is that of a run, or cannot be written to.
+    """
+    if (out / "config.toml").is_file() and (out / "checkpoints").is_dir():
+        raise ConfigError(f"--out {out}: this is the folder of a run; name another folder, such as {out}/evaluation")
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.open("ab").close()
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: the results cannot be written there: {error.strerror}; name a folder that you can write to"
+        ) from None
 
 
 async def _evaluate_all(
