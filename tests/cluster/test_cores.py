@@ -19,10 +19,23 @@ def test_trainer_threads_use_the_cores_that_torch_leaves(
     assert trainer_threads(cores) == threads
 
 
-def test_trainer_threads_description_gives_the_reason(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("cores", "given", "expected"),
+    [
+        (2, None, "2 micro-batches at the same time: it has no GPU, and 2 cores for micro-batches of 1 thread "),
+        (2, "2", "one micro-batch at a time: it has no GPU, and 2 cores for micro-batches of 2 threads "),
+        (1, None, "one micro-batch at a time: it has no GPU, and 1 core for micro-batches of 1 thread "),
+        (64, "4", "4 micro-batches at the same time: it has no GPU, and 64 cores for micro-batches of 4 threads "),
+    ],
+)
+def test_trainer_threads_description_gives_the_reason(
+    cores: int, given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert describe_trainer_threads(1, 2) == (
-        "the trainer computes 2 micro-batches at the same time: it has 2 cores and no GPU"
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    most = ", at most 4" if cores == 64 else ""
+    assert describe_trainer_threads(1, cores) == (
+        f"the trainer computes {expected}(OMP_NUM_THREADS = {given or 1}){most}"
     )
-    assert describe_trainer_threads(1, 1) == "the trainer computes one micro-batch at a time: it has 1 core and no GPU"
-    assert "several processes" in describe_trainer_threads(2, 8)
+    assert "several processes" in describe_trainer_threads(2, cores)

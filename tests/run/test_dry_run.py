@@ -16,6 +16,7 @@ import pytest
 from user_project import project
 
 from titan_rl.cli.main import main
+from titan_rl.run.machine.own_processes import Machine
 
 __all__ = ["project"]
 
@@ -215,6 +216,24 @@ def test_dry_run_shows_the_first_prompt_and_its_rollouts(dry_run):
     assert "say: the first prompt has " in output
     assert "of 512 tokens:\n  | <|im_start|>user\n  | Say " in output
     assert "say: 4 rollouts of a mock policy: 3 completed, 1 truncated_length; rewards: 0 0 0 0\n" in output
+
+
+def test_dry_run_warns_of_more_than_the_machine_has(dry_run, monkeypatch: pytest.MonkeyPatch):
+    machine = Machine((), 2, 24 * 2**30)
+    monkeypatch.setattr(Machine, "here", lambda: machine)
+    code, output = dry_run("Say")
+    assert code == 0
+    assert "titan-rl: trainer: 1 rank without a GPU, because this machine has none\n" in output
+    assert "titan-rl: ready: " in output
+    code, output = dry_run("Say", "--training.data_parallel", "64")
+    assert code == 0
+    assert "titan-rl: warning: 64 trainer ranks" in output
+    assert "but the run may not start: see the warnings above\n" in output
+    assert "ready: " not in output
+    code, output = dry_run("Say", "--generation.kv_cache_gib", "1e9")
+    assert code == 1
+    assert "error: generation.kv_cache_gib = 1e+09 is more than the memory of this machine, 24.0 GiB" in output
+    assert output.endswith("titan-rl: not ready: a run would fail; see the errors above\n")
 
 
 @pytest.mark.parametrize("is_same", [True, False])

@@ -36,7 +36,8 @@ def set_up(parser: Parser) -> None:
         "--dry-run",
         action="store_true",
         help="check everything except other hosts, print the settings that differ from their defaults (with --verbose "
-        "all), play a group without a model, report whether the run can start, and stop",
+        "all), say where and with how many threads processes run, play a group without a model, report whether the run "
+        "can start, and stop",
     )
     parser.add_verbosity()
     parser.set_defaults(run=run)
@@ -89,10 +90,9 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
 
 
 def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespace) -> int:
-    from titan_rl.cluster.hosts.cores import describe_trainer_threads, usable_cores
-    from titan_rl.cluster.hosts.placement import visible_gpus
     from titan_rl.config.load import dump_config
     from titan_rl.run.directory import check_run_dir
+    from titan_rl.run.machine.own_processes import Machine, describe_processes, memory_problem, overloads
     from titan_rl.run.machine.requirements import (
         check_policy,
         describe_chat,
@@ -110,18 +110,29 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     print_result(dump_config(config, with_defaults=arguments.verbosity is Verbosity.VERBOSE))
     print_stderr(f"titan-rl: {describe_transport(config)}")
     print_stderr(f"titan-rl: {describe_implementation(config)}")
-    if not (config.hosts.elsewhere or visible_gpus()):
-        print_stderr(f"titan-rl: {describe_trainer_threads(config.training.num_ranks, usable_cores())}")
+    machine = Machine.here()
+    for line in describe_processes(config, machine):
+        print_stderr(f"titan-rl: {line}")
+    warnings = [*overloads(config, machine)]
+    for warning in warnings:
+        print_stderr(f"titan-rl: warning: {warning}")
+    problem = memory_problem(config, machine)
+    if problem is not None:
+        print_stderr(f"error: {problem}")
     for line in describe_chat(config):
         print_stderr(f"titan-rl: {line}")
     _check_teachers(config)
     code = _play_dry_run(config)
-    if code:
+    if code or problem is not None:
         print_stderr("titan-rl: not ready: a run would fail; see the errors above")
-        return code
+        return 1
     with WAITING.shown("building the policy without memory"):
         check_policy(config)
-    print_stderr("titan-rl: ready: the settings are valid, and the run can start")
+    print_stderr(
+        "titan-rl: the settings are valid, but the run may not start: see the warnings above"
+        if warnings
+        else "titan-rl: ready: the settings are valid, and the run can start"
+    )
     begins = arguments.config if resume is None else ["--resume", str(resume)]
     print_next_command("train", *begins, *(f"--{name}={value}" for name, value in arguments.overrides))
     return code

@@ -19,7 +19,7 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
-from titan_rl.cluster.hosts.cores import usable_cores
+from titan_rl.cluster.hosts.cores import usable_cores, usable_memory
 from titan_rl.cluster.hosts.folders import LONGEST_TMPDIR, scratch_root
 from titan_rl.core.errors import install_command
 from titan_rl.run.machine.process_environment import EXPOSED, OWN_NAMESPACE, PRIVATE, shares_network
@@ -110,7 +110,7 @@ def _machine() -> Iterator[Finding]:
         if threads in (None, "1")
         else Finding("threads", "warning", f"OMP_NUM_THREADS = {threads}", "unset OMP_NUM_THREADS")
     )
-    yield _at_least("memory", _memory(), LEAST_MEMORY, "use a smaller model, or a machine with more memory")
+    yield _at_least("memory", usable_memory(), LEAST_MEMORY, "use a smaller model, or a machine with more memory")
     shared = shard_root()
     fix = "mount -o remount,size=4G /dev/shm; in a container: docker run --shm-size=4g"
     yield _at_least("shared memory", shutil.disk_usage(shared).free, LEAST_SHARED_MEMORY, fix, f" free in {shared}")
@@ -135,17 +135,6 @@ def _other_users() -> Iterator[Finding]:
     elif _installed("torchmonarch") is not None:
         for finding in try_out({subject: _PRIVATE_SOCKETS}, OWN_NAMESPACE):
             yield finding if finding.state == "ok" else Finding(subject, "warning", EXPOSED, OWN_NAMESPACE)
-
-
-def _memory() -> int:
-    """Memory that this process may use, in bytes: the machine's, or the limit of the process's control group if that is
-    less."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return machine
-    return min(machine, int(limit)) if limit.isdigit() else machine
 
 
 def _at_least(subject: str, found: int, least: int, fix: str, where: str = "") -> Finding:
