@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from background import HANG_S
 from rollout.test_message_token_env import LetterRenderer
 from run.test_controller import Counting, FakeReplica, FakeTrainer
 from test_readme_examples import count_down
@@ -190,6 +191,19 @@ def test_stray_cancellation_fails_the_run(tmp_path: Path) -> None:
     with pytest.raises(StrayCancellationError, match="the run was cancelled, although nobody requested it"):
         titan_rl.train(config(tmp_path), task=Gone(), **parts())
     assert read_status(tmp_path / "latest").state == "failed"
+
+
+def test_run_stopped_after_its_last_save_is_finished(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Interrupted(FakeTrainer):
+        async def export(self, path: Path) -> None:
+            path.mkdir()  # noqa: ASYNC240
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(HANG_S)
+
+    with pytest.raises(KeyboardInterrupt):
+        titan_rl.train(config(tmp_path), **{**parts(), "trainer": Interrupted()})
+    assert "the run is finished" in capfd.readouterr().err
+    assert read_status(tmp_path / "latest").state == "finished"
 
 
 def test_custom_trainer_resumes_from_its_checkpoint(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import threading
@@ -46,6 +47,30 @@ def test_stopped_and_failed_status_last_until_the_run_resumes(tmp_path: Path) ->
         pass
     third = read_status(tmp_path)
     assert (third.state, third.reason, len(third.resumed)) == ("finished", "", 2)
+
+
+@pytest.mark.parametrize("text", [None, "{"])
+def test_run_without_a_readable_status_is_failed_unless_it_is_running(tmp_path: Path, text: str | None) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "config.toml").touch()
+    (tmp_path / "metrics.jsonl").touch()
+    if text is not None:
+        (tmp_path / "status.json").write_text(text)
+    lost = read_status(tmp_path)
+    assert (lost.state, lost.reason) == ("failed", LOST)
+    assert lost.ended is not None
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        running = read_status(tmp_path)
+    assert (running.state, running.reason, running.ended) == ("running", "", None)
+
+
+@pytest.mark.parametrize(("is_complete", "state"), [(True, "finished"), (False, "stopped")])
+def test_status_of_an_evaluation_follows_from_its_results(tmp_path: Path, is_complete: bool, state: str) -> None:
+    (tmp_path / "rollouts.jsonl").touch()
+    assert read_status(tmp_path).state == "stopped", "its results are written at its end"
+    (tmp_path / "results.json").write_text(json.dumps({"is_complete": is_complete}))
+    assert read_status(tmp_path).state == state
 
 
 def test_report_of_a_failed_run_has_the_reason(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from background import HANG_S
 from benchmarks.synthetic_run import line, metric_records, write_run
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.files import MAX_LINE_BYTES
+from titan_rl.core.run_files import LOST
 from titan_rl.viewer.app import ViewerApp, make_viewer
 from titan_rl.viewer.metric_columns import MetricColumns
 from titan_rl.viewer.runs import Runs
@@ -92,7 +93,7 @@ async def test_does_not_follow_symlinks_out_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "named").symlink_to(run)
     async with viewing(tmp_path / "named") as client:
         (described,) = (await get(client, "/api/runs"))["runs"]
-        assert (described["steps"], described["tasks"], described["reason"]) == (0, [], "")
+        assert (described["steps"], described["tasks"], described["reason"]) == (0, [], LOST)
         summary = await get(client, "/api/runs/run/summary")
         assert (summary["config"], summary["settings"], summary["tiles"]) == ("", {}, [])
         assert [warning.split()[0] for warning in summary["warnings"]] == [*links]

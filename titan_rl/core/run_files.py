@@ -78,14 +78,16 @@ class RunStatus(msgspec.Struct, forbid_unknown_fields=False, omit_defaults=True)
 
 
 def read_status(folder: Path) -> RunStatus:
-    """Read the status of a run's folder; without a status file, infer it from the other files."""
+    """Read the status of a run's folder. A run whose status file is missing or damaged counts as failed unless it is
+    running. An evaluation has no `config.toml` and no status: its results tell whether it is finished."""
     is_held = is_locked(folder / LOCK)
     try:
         status = parse_json_as(read_file(folder / STATUS), RunStatus)
     except (OSError, msgspec.MsgspecError):
-        ended = None if is_held else _last_change(folder)
-        state: State = "running" if is_held else "finished" if _has_result(folder) else "stopped"
-        return RunStatus(state, _began(folder), ended=ended)
+        status = RunStatus("running", _began(folder))
+        if not is_held and not (folder / "config.toml").exists():
+            is_complete = read_results(folder).get("is_complete")
+            status.state, status.ended = "finished" if is_complete else "stopped", _last_change(folder)
     if status.state == "running" and not is_held and not _is_alive_elsewhere(folder, status):
         status.state, status.reason, status.ended = "failed", LOST, _last_change(folder)
     return status
@@ -127,10 +129,6 @@ def read_results(folder: Path) -> Mapping[str, Any]:
         return read_json(read_file(folder / "results.json")) or {}
     except OSError:
         return {}
-
-
-def _has_result(folder: Path) -> bool:
-    return bool(read_results(folder).get("is_complete")) or (folder / "export").is_dir()
 
 
 def _began(folder: Path) -> float:

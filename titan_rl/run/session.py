@@ -192,7 +192,7 @@ class RunSession(Generic[S]):
             ):
                 try:
                     run_to_its_end(self._run(work))
-                    if code := self.signals.code:
+                    if (code := self.signals.code) and not self.messages.is_finished:
                         status.state = "stopped"
                 except Exception as error:
                     error.add_note(self.messages.failed())
@@ -340,6 +340,11 @@ class EndMessages:
             return f"nothing was trained or saved; fix the error, then run: {self._started_by}"
         saved = f"step {self._step} is saved; " if self._step else ""
         return f"{saved}fix the error, then continue with: {self._command}"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no steps are left."""
+        return self._finished() is not None
 
     def cut_short(self) -> str:
         """Message after an immediate end."""

@@ -52,7 +52,7 @@ def status_kept(folder: Path, *, begins: bool) -> Generator[RunStatus]:
         begins: Whether the run is new, not resumed.
 
     Yields:
-        The status, whose state the block sets to "stopped" if a signal has stopped the run.
+        The status, whose state the block sets to "stopped" if a signal has stopped the run before it was finished.
     """
     if begins:
         status = RunStatus("running", time.time(), seen_from=seen_from())
