@@ -16,6 +16,7 @@ from background import HANG_S
 from user_project import project
 
 from titan_rl.cluster.liveness.local_processes import children_of
+from titan_rl.core.run_files import ENDED_AT_ONCE, read_status
 from titan_rl.run.machine.signals import StopSignals
 from titan_rl.run.terminal.standard_streams import StderrConsole
 
@@ -36,11 +37,13 @@ sys.exit(train.run_training(load_config("config.toml")).code)
 """
 
 PROGRAM = """
-import asyncio, ctypes, os, pathlib, sys, time
+import asyncio, ctypes, os, sys, time
+from pathlib import Path
 from titan_rl.run.machine.guard import guarded
 from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.run.machine.process_environment import run_environment
 from titan_rl.run.machine.signals import StopSignals
+from titan_rl.run.status import status_kept
 
 def native():
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
@@ -64,8 +67,10 @@ async def run(what, signals):
             print("stopping", flush=True)
             await asyncio.to_thread(input)  # saves
 
-stops = StopSignals("stopping in order", "ended at once", reaction_s=0.5)
-with stops as signals, guarded(scratch_root(), "no-run", "continue: titan-rl train --resume here"), run_environment():
+folder = Path(sys.argv[2])
+stops = StopSignals("stopping in order", "ended at once", run=folder, reaction_s=0.5)
+guard = guarded(scratch_root(), "no-run", "continue: titan-rl train --resume here", folder)
+with status_kept(folder, begins=True), stops as signals, guard, run_environment():
     print(os.environ["TMPDIR"], flush=True)
     asyncio.run(run(sys.argv[1], signals))
 print("ended in order", flush=True)
@@ -76,8 +81,10 @@ class Program:
     """Separate program that holds a scratch folder, as a run does."""
 
     def __init__(self, what: str, temporary: Path, sigint: Any = signal.SIG_DFL) -> None:
+        self.run = temporary / "run"
+        self.run.mkdir(exist_ok=True)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, what],
+            [sys.executable, "-c", PROGRAM, what, str(self.run)],
             env=os.environ | {"TMPDIR": str(temporary)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -161,6 +168,7 @@ def test_second_signal_ends_the_program_at_once(start: Callable[..., Program], w
     assert program.wait() == 128 + number
     program.wait_until_clean()
     assert program.last_stderr_line() == f"titan-rl: {number.name}: ended at once"
+    assert (read_status(program.run).state, read_status(program.run).reason) == ("stopped", ENDED_AT_ONCE)
 
 
 def test_second_signal_kills_a_program_blocked_in_native_code(start: Callable[..., Program]):
@@ -172,6 +180,7 @@ def test_second_signal_kills_a_program_blocked_in_native_code(start: Callable[..
     program.wait_until_clean()
     expected = "titan-rl: the run does not react, and is killed; continue: titan-rl train --resume here"
     assert program.last_stderr_line() == expected
+    assert (read_status(program.run).state, read_status(program.run).reason) == ("stopped", ENDED_AT_ONCE)
 
 
 def test_killed_program_is_cleaned_up(start: Callable[..., Program]):

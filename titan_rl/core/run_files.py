@@ -24,6 +24,7 @@ BLOCK_BYTES = 4096
 SILENT_S = 120.0
 """Seconds without a change of its lock after which a run on another machine is considered dead. A shared file system
 may be a minute late."""
+ENDED_AT_ONCE = "a second signal ended it at once"
 LOST = "it ended without a message: it was killed, or its machine went down"
 
 State = Literal["running", "finished", "stopped", "failed"]
@@ -91,6 +92,19 @@ def read_status(folder: Path) -> RunStatus:
     if status.state == "running" and not is_held and not _is_alive_elsewhere(folder, status):
         status.state, status.reason, status.ended = "failed", LOST, _last_change(folder)
     return status
+
+
+def record_immediate_stop(folder: Path) -> None:
+    """Record in `status.json` that a run which a second signal ends at once was stopped. Do nothing if the run has
+    already recorded its end.
+
+    Raises:
+        OSError: The file could not be written.
+    """
+    status = read_status(folder)
+    if status.state == "running" or status.reason == LOST:
+        status.state, status.reason, status.ended, status.waits_for = "stopped", ENDED_AT_ONCE, time.time(), ""
+        status.write(folder)
 
 
 def _is_alive_elsewhere(folder: Path, status: RunStatus) -> bool:

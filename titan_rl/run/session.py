@@ -78,6 +78,7 @@ def process_session(
     ended: str,
     starts_processes: bool = True,
     forks: Sequence[str] = (),
+    run: Path | None = None,
 ) -> Generator[StopSignals]:
     """Prepare this process, and the processes that it starts, for a block.
 
@@ -89,14 +90,15 @@ def process_session(
         ended: Message after the second signal, which ends the process at once.
         starts_processes: Whether the process is guarded and gets environment variables for other processes.
         forks: Kinds of processes that are forked from servers, see `forked_kinds`.
+        run: Folder of a run whose status says that it was stopped if the second signal ends it.
     """
-    signals = StopSignals(stopping, ended)
+    signals = StopSignals(stopping, ended, run=run)
     is_main = threading.current_thread() is threading.main_thread()
     with contextlib.ExitStack() as resources:
         if is_main:
             resources.enter_context(signals)
         if is_main and starts_processes:
-            resources.enter_context(guarded(scratch_root(), run_id, ended))
+            resources.enter_context(guarded(scratch_root(), run_id, ended, run))
         if starts_processes:
             resources.enter_context(run_environment(pythonpath))
             resources.enter_context(fork_servers(forks))
@@ -187,6 +189,7 @@ class RunSession(Generic[S]):
                     ended=f"ended at once; {self.messages.cut_short()}",
                     starts_processes=self._processes is not None,
                     forks=self._forks,
+                    run=run_dir.path,
                 ) as self.signals,
                 first.source(),
             ):

@@ -1,8 +1,9 @@
 """Guard process of a run, which acts when the run's own process cannot.
 
 The guard is notified of every signal that the run's process receives, and of the end of that process. If the process
-does not react to a second SIGINT or SIGTERM, because native code holds the GIL, the guard kills it. If the
-process has ended without cleaning up, for this reason or because of a SIGKILL, the guard cleans up instead.
+does not react to a second SIGINT or SIGTERM, because native code holds the GIL, the guard kills it, and records in the
+run's `status.json` that the run was stopped. If the process has ended without cleaning up, for this reason or because
+of a SIGKILL, the guard cleans up instead.
 
 This file runs as a separate program, and imports the rest of titan_rl only when it needs it.
 """
@@ -29,7 +30,7 @@ HAS_DESCRIPTORS = hasattr(os, "pidfd_open")
 
 
 @contextlib.contextmanager
-def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
+def guarded(root: Path, run_id: str, advice: str, run: Path | None = None) -> Generator[None]:
     """Guard this process during the block. Call this in the main thread only. It does nothing if the system lacks
     process descriptors.
 
@@ -37,6 +38,7 @@ def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
         root: Folder with the scratch folders.
         run_id: Id in the names of the run's weights in shared memory.
         advice: Advice for the user if the process has to be killed.
+        run: Folder of the run whose status then says that it was stopped.
     """
     from titan_rl.core.plain_data import terminal_text
 
@@ -45,7 +47,7 @@ def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    guard = _start(read, root, run_id, terminal_text(advice))
+    guard = _start(read, root, run_id, terminal_text(advice), run)
     os.close(read)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
@@ -67,13 +69,14 @@ def keep_clean(root: Path, name: str) -> subprocess.Popen[bytes] | None:
     return _start(subprocess.DEVNULL, root, name, "") if HAS_DESCRIPTORS else None
 
 
-def _start(signals: int, root: Path, run_id: str, advice: str) -> subprocess.Popen[bytes]:
+def _start(signals: int, root: Path, run_id: str, advice: str, run: Path | None = None) -> subprocess.Popen[bytes]:
     process = os.pidfd_open(os.getpid())
+    folder = [] if run is None else [str(run)]
     try:
         # A separate session keeps Ctrl-C in the terminal from reaching the guard. -P keeps Python from searching for
         # modules in this file's folder.
         return subprocess.Popen(
-            [sys.executable, "-P", __file__, str(process), str(root), run_id, advice],
+            [sys.executable, "-P", __file__, str(process), str(root), run_id, advice, *folder],
             stdin=signals,
             pass_fds=[process],
             start_new_session=True,
@@ -82,16 +85,18 @@ def _start(signals: int, root: Path, run_id: str, advice: str) -> subprocess.Pop
         os.close(process)
 
 
-def watch(process: int, root: Path, run_id: str, advice: str) -> None:
+def watch(process: int, root: Path, run_id: str, advice: str, run: Path | None = None) -> None:
     """Watch a process until it has ended, and clean up after it. Signal numbers arrive on standard input.
 
     Args:
         process: Descriptor of the process.
+        run: Folder of the run whose status says that it was stopped if the process has to be killed.
     """
+    sys.path.append(str(Path(__file__).parents[3]))
     poll = select.poll()
     poll.register(process, select.POLLIN)
     poll.register(0, select.POLLIN)
-    num_stops, last = 0, 0.0
+    num_stops, last, is_killed = 0, 0.0, False
     while True:
         ready = dict(poll.poll())
         if process in ready:
@@ -102,26 +107,36 @@ def watch(process: int, root: Path, run_id: str, advice: str) -> None:
         now = time.monotonic()
         if any(number in STOPS for number in numbers) and now - last > ONE_STOP_S:
             num_stops, last = num_stops + 1, now
-        if num_stops >= 2:
-            _end(process, advice)
+        if num_stops >= 2 and not is_killed:
+            is_killed = _end(process, advice)
+    if is_killed and run is not None:
+        _record_stop(run)
     _clean_up(root, run_id)
 
 
-def _end(process: int, advice: str) -> None:
-    """Kill a process that does not end by itself within `GRACE_S`."""
+def _end(process: int, advice: str) -> bool:
+    """Kill a process that does not end by itself within `GRACE_S`. Return whether it was killed."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
-    if not poll.poll(GRACE_S * 1000):
-        text = f"\ntitan-rl: the run does not react, and is killed; {advice}\n"
-        with contextlib.suppress(OSError):  # standard error may be closed
-            os.write(2, text.encode())
-        signal.pidfd_send_signal(process, signal.SIGKILL)
+    if poll.poll(GRACE_S * 1000):
+        return False
+    text = f"\ntitan-rl: the run does not react, and is killed; {advice}\n"
+    with contextlib.suppress(OSError):  # standard error may be closed
+        os.write(2, text.encode())
+    signal.pidfd_send_signal(process, signal.SIGKILL)
+    return True
+
+
+def _record_stop(run: Path) -> None:
+    from titan_rl.core.run_files import record_immediate_stop
+
+    with contextlib.suppress(OSError):
+        record_immediate_stop(run)
 
 
 def _clean_up(root: Path, run_id: str) -> None:
     """Clean up after the run. The run's other processes end after its own, and release the locks of their folders only
     then."""
-    sys.path.append(str(Path(__file__).parents[3]))
     from titan_rl.cluster.hosts.folders import clean_up_after_dead_runs
     from titan_rl.weights.shard_files import shard_folders
 
@@ -135,4 +150,4 @@ def _clean_up(root: Path, run_id: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all processes of a job
-    watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4])
+    watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4], *map(Path, sys.argv[5:]))

@@ -13,11 +13,13 @@ import time
 from collections.abc import Coroutine, Generator, Iterator
 from concurrent.futures import Future
 from contextvars import copy_context
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.errors import TitanRLError
+from titan_rl.core.run_files import record_immediate_stop
 from titan_rl.run.machine.guard import ONE_STOP_S, STOPS
 from titan_rl.run.terminal.standard_streams import StderrConsole
 
@@ -41,6 +43,7 @@ class StopSignals:
         stopping: Message after the first signal. It is also an attribute, which a program may change.
         ending: Message after the second signal, which ends the process at once.
         console: Console for the messages. Defaults to standard error. It is also an attribute.
+        run: Folder of a run whose status says that it was stopped if a second signal ends the process.
         reaction_s: Seconds without a reaction after which a message says that the event loop is blocked.
     """
 
@@ -50,6 +53,7 @@ class StopSignals:
         ending: str,
         console: StderrConsole | None = None,
         *,
+        run: Path | None = None,
         reaction_s: float = REACTION_S,
     ) -> None:
         self.received: signal.Signals | None = None  # the first signal
@@ -57,6 +61,7 @@ class StopSignals:
         self.console = console or StderrConsole()
         self.stopping = stopping
         self._ending = ending
+        self._run = run
         self._reaction_s = reaction_s
         self._stoppable: asyncio.Task[Any] | None = None
         self._received_at = 0.0
@@ -127,8 +132,12 @@ class StopSignals:
             threading.Thread(target=self._wait_for_reaction, name="stop", daemon=True).start()
             self._cancel()
         elif time.monotonic() - self._received_at > ONE_STOP_S:
-            self.console.end_with(f"{name}: {self._ending}")
-            os._exit(128 + number)
+            try:
+                self.console.end_with(f"{name}: {self._ending}")
+                if self._run is not None:
+                    record_immediate_stop(self._run)
+            finally:
+                os._exit(128 + number)
 
     def _wait_for_reaction(self) -> None:
         if not self._reacted.wait(self._reaction_s):
