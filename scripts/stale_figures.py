@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.figures import RESULTS, Figure, figures
+
+EXIT_UNREAD = 141
+"""Exit code if the reader of the output has closed it, as of a program that SIGPIPE ends."""
 
 
 def subject_of(root: Path, module: str) -> tuple[str, ...]:
@@ -82,7 +86,7 @@ class Stale:
 
     Attributes:
         changed: Files of the subject that changed after `commit`.
-        reason: Description for the user, if git does not know the commit.
+        reason: Description for the user, if the row has no commit or git does not know it.
     """
 
     figure: Figure
@@ -94,7 +98,10 @@ class Stale:
 def stale_figures(root: Path) -> Iterator[Stale]:
     """Yield the figures whose subject has changed since their oldest commit, in the order of the table."""
     for figure in figures((root / RESULTS).read_text()):
-        if figure.module is None or not figure.commits:
+        if figure.module is None:
+            continue
+        if not figure.commits:
+            yield Stale(figure, "", reason="its row has no commit of 7 to 40 hexadecimal digits")
             continue
         found = [_compared(root, figure, commit) for commit in figure.commits]
         worst = max(found, key=lambda each: (bool(each.reason), len(each.changed)))
@@ -112,17 +119,38 @@ def _compared(root: Path, figure: Figure, commit: str) -> Stale:
     return replace(compared, changed=tuple(done.stdout.split()))
 
 
+def described(stale: Stale) -> str:
+    """Line for the user."""
+    names = ", ".join(stale.figure.names)
+    if stale.reason:
+        return f"{names}: {stale.reason}"
+    files = f"{', '.join(stale.changed[:3])}{' and others' if len(stale.changed) > 3 else ''}"
+    count = "1 file" if len(stale.changed) == 1 else f"{len(stale.changed)} files"
+    return f"{names}: stale since {stale.commit}: {count} changed: {files}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="folder of the repository")
     parser.add_argument("--fail", action="store_true", help="exit with 1 if a figure is stale")
     arguments = parser.parse_args()
-    found = list(stale_figures(arguments.root))
-    for stale in found:
-        names = ", ".join(stale.figure.names)
-        files = f"{', '.join(stale.changed[:3])}{' and others' if len(stale.changed) > 3 else ''}"
-        print(f"{names}: stale since {stale.commit}: {stale.reason or f'{len(stale.changed)} files changed: {files}'}")
-    print(f"{len(found)} rows of {RESULTS} are stale", file=sys.stderr)
+    root: Path = arguments.root
+    if not (root / RESULTS).is_file():
+        parser.error(f"--root: {root} has no {RESULTS}")
+    git = subprocess.run(["git", "-C", str(root), "rev-parse"], capture_output=True, text=True, check=False)
+    if git.returncode:
+        parser.error(f"--root: git cannot read {root}: {git.stderr.strip()}")
+    found = list(stale_figures(root))
+    try:
+        sys.stdout.writelines(f"{described(stale)}\n" for stale in found)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at its end
+        if isinstance(error, BrokenPipeError):  # for example by `| head`
+            return EXIT_UNREAD
+        print(f"cannot write the stale figures: {error}", file=sys.stderr)
+        return 1
+    print(f"stale rows of {RESULTS}: {len(found)}", file=sys.stderr)
     return 1 if found and arguments.fail else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import start
 from benchmarks.all import COMMANDS, differences
 from benchmarks.figures import Measured, figures, with_measured, with_missed
 
@@ -98,13 +100,54 @@ def test_unknown_commit_makes_a_figure_stale(script: dict[str, Any], repository:
     }
 
 
+def command_on(root: Path, *arguments: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--root", str(root), *arguments]
+    return subprocess.run(command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
 def test_command_fails_on_request(repository: Repository):
-    command = [sys.executable, str(SCRIPT), "--root", str(repository.root), "--fail"]
-    assert subprocess.run(command, check=False, capture_output=True).returncode == 0
+    assert command_on(repository.root, "--fail").returncode == 0
     repository.write("titan_rl/trainer.py", "2")
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = command_on(repository.root, "--fail")
     assert done.returncode == 1
-    assert f"step: stale since {repository.commit}: 1 files changed: titan_rl/trainer.py" in done.stdout
+    assert f"step: stale since {repository.commit}: 1 file changed: titan_rl/trainer.py" in done.stdout
+
+
+def test_row_without_a_commit_is_reported(repository: Repository):
+    results = repository.root / "benchmarks" / "RESULTS.md"
+    results.write_text(results.read_text().replace(f"today | {repository.commit} |", "today | v1.2 |"))
+    done = command_on(repository.root)
+    assert "step: its row has no commit of 7 to 40 hexadecimal digits\n" in done.stdout
+
+
+@pytest.mark.parametrize("made", [(), ("benchmarks/RESULTS.md",)])
+def test_root_that_cannot_be_compared_is_refused(made: tuple[str, ...], tmp_path: Path):
+    for name in made:
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(HEAD)
+    done = command_on(tmp_path)
+    assert done.returncode == 2
+    assert ("not a git repository" if made else f"{tmp_path} has no benchmarks/RESULTS.md") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_command_says_that_its_output_is_full(repository: Repository):
+    repository.write("titan_rl/trainer.py", "2")
+    with Path("/dev/full").open("w") as full:
+        done = command_on(repository.root, stdout=full.fileno())
+    assert (done.returncode, done.stderr) == (
+        1,
+        "cannot write the stale figures: [Errno 28] No space left on device\n",
+    )
+
+
+def test_command_ends_without_a_word_once_nobody_reads(repository: Repository):
+    repository.write("titan_rl/trainer.py", "2")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = command_on(repository.root, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_rows_have_names_values_and_quartiles(script: dict[str, Any], repository: Repository):
@@ -167,6 +210,13 @@ def test_same_refers_to_the_command_of_the_previous_row():
     assert [figure.module for figure in figures(text)] == ["a", "a", None]
     after = with_measured(text, {"b": Measured(2, None, "b")}, date="2030-01-02", commit="abcdef0")
     assert [figure.module for figure in figures(after)] == ["a", "b", "b"]
+
+
+def test_start_measures_the_commands_in_the_results(script: dict[str, Any]):
+    rows = script["figures"]((ROOT / "benchmarks" / "RESULTS.md").read_text())
+    named = {name for row in rows for name in row.names if name.startswith("command_")}
+    assert named
+    assert named <= {f"command_{time}_{name}" for time in ("s", "cpu_s") for name in start.COMMANDS}
 
 
 def test_every_results_table_begins_with_a_command():
