@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from titan_rl.evaluation.results import Evaluation, task_result
+
 DRY_RUN = ["train", "config.toml", "--dry-run"]
 HELP = ["train", "--help"]
 
@@ -40,6 +42,18 @@ def test_closed_pipe_ends_the_command_silently(project: Path, arguments: list[st
 def test_exit_code_survives_unwritable_streams(project: Path, arguments: list[str]):
     with open("/dev/full", "w") as full:
         assert command(arguments, stdout=full, stderr=full).returncode == 2
+
+
+def test_characters_that_the_output_cannot_encode_become_escapes(tmp_path: Path):
+    record = {"task": "sums", "prompt": 0, "prompt_digest": "d", "sibling": 0, "status": "completed", "turns": [[]]}
+    given = {"metrics": {}, "num_completion_tokens": 1, "error": None, "reward_breakdown": {}}
+    records = [{**record, **given, "prompt": index, "reward": float(index)} for index in range(2)]
+    result = task_result(records, samples_per_prompt=1, success=1.0)
+    Evaluation("the policy", 0, {"sums": result}, 1.0, folder=tmp_path).write()
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = command(["eval", "--compare", str(tmp_path)], stdout=subprocess.PIPE, env=environment)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert r"0.500 \xb1 0.500" in ended.stdout
 
 
 def test_command_runs_without_standard_output(project: Path):

@@ -83,6 +83,18 @@ def test_impossible_paths_are_rejected_by_every_command(project: Path, path: str
     assert files_of(project) == before
 
 
+@pytest.mark.parametrize("words", [["train", "config.toml", "--dry-run"], ["view", "--json"], ["export", "a", "b"]])
+def test_deleted_current_folder_is_reported(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "deleted"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    problem = "the current folder cannot be used: No such file or directory; change to another folder"
+    assert run(words, capfd) == (2, f"titan-rl: {problem}\n")
+
+
 @pytest.mark.parametrize("command", ["train", "sft", "serve"])
 def test_path_of_an_unknown_user_is_rejected(project: Path, command: str, capfd: pytest.CaptureFixture[str]):
     code, err = run([command, "config.toml", "--dry-run", "--model.path=~nobody-of-that-name/model"], capfd)

@@ -71,16 +71,17 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
         stopped: List that receives the command's own message for being stopped, if it has one.
     """
     from titan_rl.core.errors import ConfigError, ModelError, TitanRLError
-    from titan_rl.run.terminal.standard_streams import OutputError, print_stderr, replace_closed_streams
+    from titan_rl.run.terminal.standard_streams import OutputError, accept_any_text, print_stderr
     from titan_rl.run.terminal.waiting import WAITING
 
-    replace_closed_streams()
+    accept_any_text()
     try:
         command = words[0] if words else ""
         with WAITING.shown(f"loading {command}"):
             arguments = command_line(command).parse_args(words)
         if (message := getattr(arguments, "stopped", None)) is not None:
             stopped.append(message)
+        _check_current_folder()
         return arguments.run(arguments)
     except OutputError as error:
         if isinstance(error.reason, BrokenPipeError):  # for example by `| head`
@@ -93,6 +94,17 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
     except TitanRLError as error:
         _print_error(error)
         return EXIT_FAILED
+
+
+def _check_current_folder() -> None:
+    from os import getcwd
+
+    from titan_rl.core.errors import ConfigError
+
+    try:
+        getcwd()
+    except OSError as error:
+        raise ConfigError(f"the current folder cannot be used: {error.strerror}; change to another folder") from None
 
 
 def command_line(command: str | None = None) -> Parser:

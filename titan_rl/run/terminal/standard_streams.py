@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shlex
 import sys
@@ -74,12 +75,16 @@ def print_next_command(*words: str) -> None:
     print_stderr(f"titan-rl: next: {shlex.join(['titan-rl', *words])}")
 
 
-def replace_closed_streams() -> None:
-    """Replace standard output and standard error by the null device if the program was started with them closed: Python
-    sets them to None then."""
+def accept_any_text() -> None:
+    r"""Make standard output and standard error accept any text. Characters that their encoding lacks become escapes
+    such as `\xb1`. If the program was started with them closed, Python sets them to None, and the null device replaces
+    them."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open until the program ends
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def silence(stream: TextIO) -> None:
