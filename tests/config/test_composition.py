@@ -107,6 +107,33 @@ def test_missing_module_error_lists_the_searched_folders(other_cwd: Path, monkey
     assert "__path_hook__" not in message
 
 
+@pytest.mark.parametrize(
+    ("folder", "file", "module"),
+    [
+        (".", "tokenize.py", "tokenize"),
+        (".", "queue/__init__.py", "queue"),
+        ("..", "json.py", "json"),
+        ("lib", "torch.py", "torch"),
+    ],
+)
+def test_file_that_would_be_imported_in_place_of_an_installed_module_is_an_error(
+    other_cwd: Path, folder: str, file: str, module: str
+) -> None:
+    path = (other_cwd / folder).resolve() / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    message = failure(["../config.toml"], ("pythonpath", '["lib"]'))
+    assert message == f"{path} would be imported in place of the installed module {module}; rename or move it"
+
+
+def test_files_that_hide_no_module_are_no_error(other_cwd: Path) -> None:
+    for folder in ("logging", "queue.d"):
+        (other_cwd / folder).mkdir()
+    for file in ("test.py", "sys.py", "queue.txt", "logging/notes.py"):
+        (other_cwd / file).touch()
+    load_config(["../config.toml"], [("pythonpath", '["no_such_folder"]')])
+
+
 def test_pythonpath_is_relative_to_its_file(other_cwd: Path):
     (other_cwd / "lib").mkdir()
     (other_cwd / "lib" / "own_functions.py").write_text("def mine(*args): ...\n")

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.machinery import PathFinder
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -27,6 +27,8 @@ from titan_rl.weights.transports.registry import TransportKind
 
 _NAMES_CODE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
 
+_LIBRARIES = ("torch", "monarch", "torchtitan", "transformers", "vllm")
+
 
 class SearchPath:
     """Search path of a config's modules, which is added to Python's: the current folder, those of `pythonpath`, and
@@ -34,6 +36,9 @@ class SearchPath:
 
     Args:
         given: Value of `pythonpath`; ignored unless it is a list of folders.
+
+    Raises:
+        ConfigError: A file in one of these folders would be imported in place of a module of Python or of a library.
     """
 
     def __init__(self, given: object, origins: Origins) -> None:
@@ -41,7 +46,10 @@ class SearchPath:
         base = origins.folders_for("pythonpath")[-1] if is_of_file else Path()
         self._given = [str((base / folder).resolve()) for folder in _folders(given)]
         self._others = [os.getcwd(), *(str(_import_root(toml)) for toml in origins.files)]
-        search_in([*self._given, *self._others])
+        folders = [*self._given, *self._others]
+        for file, module in _hiding_modules(folders):
+            raise ConfigError(f"{file} would be imported in place of the installed module {module}; rename or move it")
+        search_in(folders)
 
     def needed_for(self, modules: Iterable[str]) -> tuple[str, ...]:
         """Return the folders in which other processes find the imported modules: the given folders, and others that
@@ -78,6 +86,27 @@ def _modules_in(value: object) -> Iterator[str]:
         yield from chain.from_iterable(map(_modules_in, cast("Mapping[str, object]", value).values()))
     elif isinstance(value, list):
         yield from chain.from_iterable(map(_modules_in, cast("list[object]", value)))
+
+
+def _hiding_modules(folders: Iterable[str]) -> Iterator[tuple[Path, str]]:
+    """Find files that processes of a run would import in place of a module of Python's standard library or of a
+    library, and the names of these modules."""
+    for folder in dict.fromkeys(folders):
+        try:
+            entries = sorted(os.listdir(folder))
+        except OSError:  # other checks report it
+            continue
+        for entry in entries:
+            name = entry.removesuffix(".py")
+            file = Path(folder, entry, *(["__init__.py"] if name == entry else ()))
+            if (name in _LIBRARIES or _is_found_by_path(name)) and file.is_file():
+                yield file, name
+
+
+def _is_found_by_path(name: str) -> bool:
+    """Return whether a module of Python's standard library is searched on Python's path. Others are in the program."""
+    is_in_program = BuiltinImporter.find_spec(name) is not None or FrozenImporter.find_spec(name) is not None
+    return name in sys.stdlib_module_names and not is_in_program
 
 
 def _import_root(toml: Path) -> Path:
