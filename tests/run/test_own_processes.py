@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,28 @@ def test_processes_without_gpus_are_described_with_reasons(monkeypatch: pytest.M
     assert priority.startswith("priority: nice ")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert "with 2 threads each, because OMP_NUM_THREADS is set to 2" in described(SMALL)[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"training__compile": "true"}, "training.compile"),
+        ({"training__activation_checkpointing": "full"}, "training.activation_checkpointing"),
+        ({"training__kl_coef": 0.1, "training__offload": '["reference"]'}, "training.offload"),
+        ({"training__kl_coef": 0.1, "training__adapter__rank": 2}, "training.kl_coef with an adapter"),
+    ],
+)
+def test_setting_that_prevents_threads_is_the_reason(settings: dict[str, object], reason: str):
+    expected = f"the trainer computes one micro-batch at a time, because of {reason}"
+    assert described(SMALL, **settings)[1] == expected
+
+
+def test_experts_that_prevent_threads_are_the_reason():
+    path = Path("policy/config.json")
+    config = config_of()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts": 4}))
+    (_, threads, *_) = describe_processes(config, SMALL)
+    assert threads.endswith("because of experts of the model")
 
 
 @pytest.mark.parametrize(

@@ -135,12 +135,11 @@ class Policy:
         else:
             self._hf.share(base._hf, self.device)
         self._offloads = "activations" in training.offload
-        keeps_state = training.compile or self._offloads or training.activation_checkpointing != "none"
         self._host_weights = None
         if "reference" in training.offload and role == "reference":
             self._host_weights = HostWeights(self._decoder, by_layer=world.size == 1 and not training.compile)
         is_alone = self.device.type == "cpu" and world.size == 1
-        self.runs_in_threads = is_alone and not (keeps_state or self._routers or self._host_weights)
+        self.runs_in_threads = is_alone and not (training.prevents_threads or self._routers)
 
     @property
     def adapter(self) -> Adapter | None:

@@ -313,6 +313,18 @@ class TrainingConfig(Section):
         return "optimizer" in self.offload or "parameters" in self.offload
 
     @property
+    def prevents_threads(self) -> str:
+        """Name of the setting with which a trainer process computes one micro-batch at a time; empty if there is none.
+        Such a setting keeps state for one micro-batch, or switches weights or an adapter for it."""
+        settings = {
+            "training.compile": self.compile,
+            "training.activation_checkpointing": self.activation_checkpointing != "none",  # and offloaded activations
+            "training.offload": "reference" in self.offload,
+            "training.kl_coef with an adapter": self.adapter.is_on and self.kl_coef,
+        }
+        return next((name for name, is_set in settings.items() if is_set), "")
+
+    @property
     def ranks_a_row(self) -> int:
         """Number of trainer processes with the same rows."""
         return self.context_parallel * self.tensor_parallel

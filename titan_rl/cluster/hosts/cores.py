@@ -44,14 +44,19 @@ def trainer_threads(cores: int) -> int:
     return max(1, min(cores // threads_each(), MOST_THREADS))
 
 
-def describe_trainer_threads(num_ranks: int, cores: int) -> str:
+def describe_trainer_threads(num_ranks: int, cores: int, prevented: str = "") -> str:
     """Describe the choice of `trainer_threads` and its reason for the user.
+
+    Args:
+        prevented: Reason for which micro-batches are not computed at the same time; empty if there is none.
 
     Example: "the trainer computes 2 micro-batches at the same time: it has no GPU, and 2 cores for micro-batches of 1
     thread (OMP_NUM_THREADS = 1)"
     """
     if num_ranks > 1:
         return "each trainer process computes one micro-batch at a time: there are several processes"
+    if prevented:
+        return f"the trainer computes one micro-batch at a time, because of {prevented}"
     count, each = trainer_threads(cores), threads_each()
     many = "one micro-batch at a time" if count == 1 else f"{count} micro-batches at the same time"
     most = f", at most {MOST_THREADS}" if cores // each > MOST_THREADS else ""

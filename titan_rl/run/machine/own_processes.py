@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from titan_rl.cluster.hosts.cores import (
     describe_trainer_threads,
@@ -15,8 +16,10 @@ from titan_rl.cluster.hosts.cores import (
 )
 from titan_rl.cluster.hosts.placement import ProcessPlace, place_generators, place_trainer, visible_gpus
 from titan_rl.config.hosts import Roles
+from titan_rl.config.model_files import read_json
 from titan_rl.config.run import RunConfig
 from titan_rl.generation.gpu_share import planned_kv_gib
+from titan_rl.training.models.model_implementation import EXPERT_COUNTS
 
 HERE = "this machine"
 
@@ -53,7 +56,7 @@ def describe_processes(config: RunConfig, machine: Machine) -> Iterator[str]:
     ranks, engines_of = plural(len(trainer), "rank"), plural(len(generators), "engine")
     if not machine.gpus:
         yield f"trainer: {ranks} without a GPU, because this machine has none"
-        yield describe_trainer_threads(len(trainer), machine.cores)
+        yield describe_trainer_threads(len(trainer), machine.cores, _prevents_threads(config))
         yield (
             f"generators: {engines_of} without a GPU, with {plural(threads_each(), 'thread')} each, "
             + (
@@ -108,6 +111,13 @@ def overloads(config: RunConfig, machine: Machine) -> Iterator[str]:
             f"{plural(workers, 'rollout worker')} are on {plural(cores, 'core')} of this machine, and more than "
             f"{MOST_PER_CORE} processes per core may be too slow to start; lower {_setting_of(ranks, engines, workers)}"
         )
+
+
+def _prevents_threads(config: RunConfig) -> str:
+    """Reason for which a trainer process computes one micro-batch at a time; empty if there is none."""
+    architecture = read_json(Path(config.model.path), "config.json")
+    experts = "experts of the model" if any(architecture.get(name) for name in EXPERT_COUNTS) else ""
+    return config.training.prevents_threads or experts
 
 
 def _setting_of(ranks: int, engines: int, workers: int) -> str:
