@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in separate programs, whose event loop runs, is blocked, or never returns."""
+"""Ctrl-C, SIGTERM and SIGHUP in separate programs, whose event loop runs, is blocked, or never returns."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from user_project import project
 
 from titan_rl.cluster.liveness.local_processes import children_of
 from titan_rl.core.run_files import ENDED_AT_ONCE, read_status
+from titan_rl.run.machine.guard import GRACE_S
 from titan_rl.run.machine.signals import StopSignals
 from titan_rl.run.terminal.standard_streams import StderrConsole
 
@@ -80,7 +81,7 @@ print("ended in order", flush=True)
 class Program:
     """Separate program that holds a scratch folder, as a run does."""
 
-    def __init__(self, what: str, temporary: Path, sigint: Any = signal.SIG_DFL) -> None:
+    def __init__(self, what: str, temporary: Path, sigint: Any = signal.SIG_DFL, sighup: Any = signal.SIG_DFL) -> None:
         self.run = temporary / "run"
         self.run.mkdir(exist_ok=True)
         self.process = subprocess.Popen(
@@ -90,7 +91,7 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, sigint),
+            preexec_fn=lambda: (signal.signal(signal.SIGINT, sigint), signal.signal(signal.SIGHUP, sighup)),
         )
         self.scratch = Path(self.line())
         assert self.line() == "ready"
@@ -143,7 +144,7 @@ def start() -> Iterator[Callable[..., Program]]:
     shutil.rmtree(temporary)
 
 
-STOPS = [signal.SIGINT, signal.SIGTERM]
+STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 @pytest.mark.parametrize("number", STOPS)
@@ -215,6 +216,45 @@ def test_ignored_sigint_stays_ignored_and_sigterm_stops(start: Callable[..., Pro
     assert program.stderr_line() == "titan-rl: SIGTERM: stopping in order"
     program.say("saved")
     assert program.wait() == 0
+
+
+def test_ignored_sighup_stays_ignored(start: Callable[..., Program]):
+    program = start("idle", sighup=signal.SIG_IGN)
+    program.process.send_signal(signal.SIGHUP)
+    time.sleep(0.1)  # signals that are pending together arrive in the order of their numbers
+    program.process.send_signal(signal.SIGTERM)
+    assert program.stderr_line() == "titan-rl: SIGTERM: stopping in order"
+    program.say("saved")
+    assert program.wait() == 0
+
+
+@pytest.mark.parametrize("what", ["idle", "native"])
+def test_second_sighup_does_not_end_the_program(start: Callable[..., Program], what: str):
+    program = start(what)
+    program.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    program.process.send_signal(signal.SIGHUP)
+    if what == "native":
+        time.sleep(GRACE_S + 0.5)
+        assert program.process.poll() is None, "the guard would have killed it"
+    else:
+        assert program.line() == "stopping"
+        program.say("saved")
+        assert program.wait() == 0
+
+
+def test_sighup_is_ignored_after_the_stop_that_it_has_caused() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with StopSignals("stopping", "ended", reaction_s=60):
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with StopSignals("stopping", "ended"):
+            pass
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_stop_during_setup_does_not_mention_a_training_step(project: Path) -> None:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. The signal handlers of the process are restored.
 
     The exit code is 0 for success, 1 for a failure, 2 for wrong settings or arguments, 130 for Ctrl-C, 143 for SIGTERM,
-    and 141 for a closed output pipe.
+    129 for SIGHUP, and 141 for a closed output pipe.
     """
     stopped = ["stopped before a run began"]
     with _sigterm_unwinds():

@@ -20,7 +20,9 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
+SECOND_STOPS = (signal.SIGINT, signal.SIGTERM)
+"""Signals of which a second one ends a run at once. A terminal that closes may send several SIGHUPs."""
+STOPS = (*SECOND_STOPS, signal.SIGHUP)
 ONE_STOP_S = 0.3
 """Time in seconds within which several signals count as one: `timeout` sends its signal both to the process and to the
 process group."""
@@ -105,7 +107,8 @@ def watch(process: int, root: Path, run_id: str, advice: str, run: Path | None =
         if not numbers:  # the run is over, and cleans up by itself
             poll.unregister(0)
         now = time.monotonic()
-        if any(number in STOPS for number in numbers) and now - last > ONE_STOP_S:
+        stops = STOPS if num_stops == 0 else SECOND_STOPS
+        if any(number in stops for number in numbers) and now - last > ONE_STOP_S:
             num_stops, last = num_stops + 1, now
         if num_stops >= 2 and not is_killed:
             is_killed = _end(process, advice)
@@ -149,5 +152,6 @@ def _clean_up(root: Path, run_id: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all processes of a job
+    for number in (signal.SIGTERM, signal.SIGHUP):  # schedulers and shells send them to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
     watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4], *map(Path, sys.argv[5:]))

@@ -1,5 +1,5 @@
-"""Graceful stop: Ctrl-C and SIGTERM cancel a program, which saves its state and closes its resources before its event
-loop ends."""
+"""Graceful stop: Ctrl-C, SIGTERM and SIGHUP cancel a program, which saves its state and closes its resources before its
+event loop ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.errors import TitanRLError
 from titan_rl.core.run_files import record_immediate_stop
-from titan_rl.run.machine.guard import ONE_STOP_S, STOPS
+from titan_rl.run.machine.guard import ONE_STOP_S, SECOND_STOPS, STOPS
 from titan_rl.run.terminal.standard_streams import StderrConsole
 
 logger = logging.getLogger(__name__)
@@ -29,12 +29,13 @@ REACTION_S = 3.0
 
 
 class StopSignals:
-    """Handlers of SIGINT and SIGTERM during a block, in the main thread.
+    """Handlers of SIGINT, SIGTERM and SIGHUP during a block, in the main thread.
 
     Python runs the handlers between two instructions of the main thread, even while user code blocks the event loop. If
     native code holds the GIL, the handlers have to wait, and the guard process acts instead.
 
-    A SIGINT that is ignored when the program starts, as shells arrange for background commands, stays ignored.
+    A signal that is ignored when the program starts stays ignored: shells ignore SIGINT for background commands, and
+    `nohup` ignores SIGHUP.
 
     Attributes:
         code: Exit code: 0, or 128 + the number of the signal after which the program ended in order.
@@ -78,6 +79,8 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._reacted.set()
+        if self.received is signal.SIGHUP:
+            self._before[signal.SIGHUP] = signal.SIG_IGN  # another one must not cut the end of the program short
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
@@ -131,7 +134,7 @@ class StopSignals:
             self.console.end_with(f"{name}: {self.stopping}")
             threading.Thread(target=self._wait_for_reaction, name="stop", daemon=True).start()
             self._cancel()
-        elif time.monotonic() - self._received_at > ONE_STOP_S:
+        elif number in SECOND_STOPS and time.monotonic() - self._received_at > ONE_STOP_S:
             try:
                 self.console.end_with(f"{name}: {self._ending}")
                 if self._run is not None:
