@@ -1,4 +1,4 @@
-"""Monarch listens only on sockets of this user, and prints nothing when it starts."""
+"""Monarch listens only on sockets of this user, and prints nothing when it starts and when the process ends."""
 
 from __future__ import annotations
 
@@ -69,3 +69,25 @@ except OSError:
 
 def test_other_stderr_output_survives_hiding_the_log_notice(tmp_path: Path) -> None:
     assert started(tmp_path, PROGRAM_WITH_STDERR).stderr == "before\nwithin\nafter\n"
+
+
+ENDING = """
+import sys
+from pathlib import Path
+from monarch._rust_bindings.monarch_hyperactor import handle, host_mesh
+from titan_rl.cluster.processes.sockets import listen_below
+
+class ProcMesh:
+    async def stop(self): ...
+
+listen_below(Path(sys.argv[1]))
+never = handle._new_handle_pair()
+host_mesh.shutdown_local_host_mesh = lambda timeout: never[0]
+ProcMesh().stop()
+print("last line", file=sys.stderr)
+"""
+
+
+def test_end_of_the_process_prints_nothing_even_if_monarch_does_not_shut_down_in_time(tmp_path: Path) -> None:
+    done = started(tmp_path, ENDING)
+    assert (done.returncode, done.stderr) == (0, "last line\n")

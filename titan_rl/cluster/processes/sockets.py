@@ -1,4 +1,5 @@
-"""Monarch's sockets: the address where this process listens, and private paths instead of abstract sockets."""
+"""Monarch's sockets: the address where this process listens, and private paths instead of abstract sockets; and what
+Monarch writes to the terminal when it starts and when the process ends."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import os
 import socket
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -121,6 +123,8 @@ def _put(libc: ctypes.CDLL, slot: int, value: int, writable: bool) -> bool:
 
 
 LOG_NOTICE = b"Monarch internal logs are being written to "
+UNAWAITED = r"coroutine '(ProcMesh|HostMesh|ActorMesh)\b.* was never awaited"
+"""Warning about Monarch's calls that are in progress when the process ends."""
 
 
 def listen_below(folder: Path) -> None:
@@ -188,8 +192,20 @@ def _start(folder: Path) -> None:
     try:
         with without_log_notice():
             context()
+        warnings.filterwarnings("ignore", UNAWAITED, RuntimeWarning)
+        atexit.unregister(_shut_down)
+        atexit.register(_shut_down)
     finally:
         if before is None:
             del os.environ["TMPDIR"]
         else:
             os.environ["TMPDIR"] = before
+
+
+def _shut_down() -> None:
+    """Shut Monarch down at the end of the process, before Monarch does so itself. Monarch waits for a second, too, but
+    then prints a traceback, for example if processes were still starting."""
+    from monarch.actor import shutdown_context
+
+    with contextlib.suppress(Exception):
+        shutdown_context(host_timeout=0.3).get(timeout=1.0)
