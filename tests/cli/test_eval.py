@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from titan_rl.cli.main import main
+from titan_rl.core.errors import ConfigError
+from titan_rl.evaluation.evaluate import EvaluationFolder
 from titan_rl.run.directory import RunDirectory
 
 TASK = """
@@ -277,6 +279,12 @@ def test_unusable_out_folder_is_rejected(
     assert line.startswith(f"titan-rl: --out {out}: the results cannot be written there: ")
     assert line.endswith("; name a folder that you can write to")
     assert not adder.asked
+
+
+def test_file_in_place_of_a_policys_folder_is_rejected(tmp_path: Path) -> None:
+    path = as_file(tmp_path / "policy")
+    with pytest.raises(ConfigError, match=f"--out {path}: the results cannot be written there: File exists"):
+        EvaluationFolder(path).begin({}, [])
 
 
 def test_folder_of_a_run_is_rejected_as_out_folder(

@@ -390,13 +390,14 @@ def _data(sft: SFTConfig, origins: Origins) -> str:
 
 def _out(config: RunConfig, origins: Origins) -> Path:
     """Resolve the output folder. A relative path that does not exist yet is relative to the file that sets it, or to
-    the current folder if the command line sets it."""
+    the current folder if the command line sets it. Links are resolved, because the folder is renamed to that path."""
     key = "sft.out" if config.sft.out else "model.path"
     path = config.sft.out or config.model.path
     folders = origins.folders_for(key)
     if (folder := find_model_folder(path, folders)) is not None:
         return folder
-    return (folders[0 if origins.of(key) == COMMAND_LINE else 1] / os.path.expanduser(path)).absolute()
+    above = folders[0 if origins.of(key) == COMMAND_LINE else 1]
+    return Path(os.path.realpath(above / os.path.expanduser(path)))
 
 
 def _check_out(sft: SFTConfig) -> None:

@@ -86,9 +86,12 @@ class EvaluationFolder:
             The lines of finished prompts. Other lines are removed from the file.
 
         Raises:
-            ConfigError: The folder has an evaluation with another policy or other settings.
+            ConfigError: The folder has an evaluation with another policy or other settings, or cannot be created.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
         settings = self.path / "settings.json"
         text = json.dumps(made_with, indent=2, default=str) + "\n"
         if settings.exists() and settings.read_text(encoding="utf-8") != text:
@@ -312,9 +315,13 @@ def _prepare_folder(out: Path, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.open("ab").close()
     except OSError as error:
-        raise ConfigError(
-            f"--out {out}: the results cannot be written there: {error.strerror}; name a folder that you can write to"
-        ) from None
+        raise _unwritable(out, error) from None
+
+
+def _unwritable(out: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--out {out}: the results cannot be written there: {error.strerror}; name a folder that you can write to"
+    )
 
 
 async def _evaluate_all(

@@ -27,6 +27,7 @@ from titan_rl.run.resumption import open_run_dir, resume_from_newest
 from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop
 from titan_rl.run.sft.train import check, find_demonstrations, plan_run
 from titan_rl.run.trainer_recovery import RecoveringTrainer, recovering
+from titan_rl.training.settings import MADE_BY_SFT
 from titan_rl.training.state.checkpoint import step_directory, step_of, write_checksums, write_summed
 from titan_rl.training.tiny_model import make_tiny_model
 from titan_rl.training.trainer_protocol import SkippedMinibatch, StepResult
@@ -225,6 +226,15 @@ async def test_sft_trains_measures_held_out_loss_and_exports_the_model(
     assert (summary.out / "model.safetensors").read_text() == "9"
     assert json.loads((summary.out / "sft.json").read_text())["held_out_loss"] == {"before": 2.0, "after": 0.2}
     load_sft_config(toml)  # sft may replace its own output
+
+
+def test_output_folder_is_the_target_of_a_link(toml: Path) -> None:
+    base = toml.parent / "base"
+    base.symlink_to("target")
+    assert load_sft_config(toml).sft.out == str(toml.parent / "target"), "the target does not exist yet"
+    (toml.parent / "target").mkdir()
+    (toml.parent / "target" / MADE_BY_SFT).touch()
+    assert load_sft_config(toml).sft.out == str(toml.parent / "target")
 
 
 async def test_unlearnable_demonstrations_are_skipped_up_to_the_limit(toml: Path) -> None:
