@@ -285,7 +285,8 @@ ENGINE_METRICS = (
     ENGINES.metric(
         "completion/num_resumes",
         "resumes",
-        "Number of times that a request was sent again with its tokens so far. Absent without resumes.",
+        "Mean number of resumes (a request is sent again with its tokens so far) of the requests that were resumed. "
+        "Absent if none was.",
     ),
     ENGINES.metric(
         "completion/completion_tokens",
