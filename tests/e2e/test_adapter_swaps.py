@@ -209,7 +209,7 @@ async def test_probes_and_readback_detect_a_faulty_swap(fault: Any, published: A
 def test_rejects_adapter_with_unknown_or_incomplete_layers(published: Any) -> None:
     engine, ((manifest, tensors), _) = published
     renamed = {name.replace("self_attn", "attn"): tensor for name, tensor in tensors.items()}
-    with pytest.raises(StateDictError, match=r"has model.layers.0.attn.q_proj.lora_A.weight, and the engine's"):
+    with pytest.raises(StateDictError, match=r"has model.layers.0.attn.q_proj.lora_A.weight, but the engine's"):
         engine.load_state_dict(renamed.items(), manifest.version)
     torn = {name: tensor for name, tensor in tensors.items() if "o_proj.lora_A" not in name}
     with pytest.raises(StateDictError, match="has only one of the two matrices"):
