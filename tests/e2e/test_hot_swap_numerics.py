@@ -73,7 +73,8 @@ async def test_logprobs_match_the_weight_version_of_each_token(tmp_path: Path) -
             samples = [sample_of(asked[c.request_id], c, (-1.0) ** i) for i, c in enumerate(fresh)]
             await asyncio.to_thread(trainer.step, samples)
             await publish_and_pull()
-        finished += await asyncio.gather(*running)
+        # One more, because all others may have ended before the last version was pulled.
+        finished += await asyncio.gather(ask(), *running)
     await loop.close()
 
     assert {span.version for c in finished for span in c.version_spans} == set(range(NUM_VERSIONS + 1))
