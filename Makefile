@@ -18,10 +18,9 @@ ARGS ?=
 EXTRA ?= cpu
 
 BIN := .venv/bin
-# One worker more than the two cores for which limits are set, because tests of the real stack wait a quarter of their time. The
-# tests of a file run in one worker, so that they share what they start. tests/conftest.py orders the files by their duration,
-# longest first.
-PYTEST = $(BIN)/pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
+# Two workers, because tests of the real stack spend much of their time waiting. The tests of a file run in one worker, so that
+# they share what they start. tests/conftest.py orders the files by their duration, longest first.
+PYTEST = $(BIN)/pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 STAMP = .venv/installed-$(EXTRA)
 # The first Python that is new enough and can make a virtual environment.
 PYTHON = $(shell for p in python3.11 python3.12 python3.13 python3; do \

@@ -73,8 +73,9 @@ def test_deleted_current_folder_is_the_only_finding(
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    assert main(["doctor"]) == 1
-    assert capsys.readouterr() == ("", "titan-rl: the current folder has been deleted; go to another one\n")
+    assert main(["doctor"]) == 2
+    err = "titan-rl: the current folder cannot be used: No such file or directory; change to another folder\n"
+    assert capsys.readouterr() == ("", err)
 
 
 def test_checks_the_machine_and_the_packages(monkeypatch: pytest.MonkeyPatch):

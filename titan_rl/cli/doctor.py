@@ -36,11 +36,6 @@ def set_up(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        print_stderr("titan-rl: the current folder has been deleted; go to another one")
-        return EXIT_FAILED
     if arguments.model is not None:
         return _check(arguments.model, as_json=arguments.json)
     missing = 0
