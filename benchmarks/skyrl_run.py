@@ -29,12 +29,13 @@ RANK = 32
 SAMPLED_TOGETHER = 32
 """Sequences that the server samples together. A smaller batch is padded to it, and the first of the requests of a step
 often arrives alone."""
-START_S = 300.0
+START_S = 300.0  # time limit of the server's start
+STEP_S = 300.0  # time limit of each call of a step; the first one compiles
 
 
 @contextlib.contextmanager
 def server(base: str, folder: Path) -> Generator[str]:
-    """Context manager of SkyRL's server, which gives its address."""
+    """Context manager: run SkyRL's server, and yield its address."""
     binaries = Path(sys.executable).parent
     backend = {"max_lora_adapters": 2, "max_lora_rank": RANK, "sample_max_num_sequences": SAMPLED_TOGETHER}
     with (folder / "server.log").open("w") as log:
@@ -55,7 +56,10 @@ def server(base: str, folder: Path) -> Generator[str]:
             yield address
         finally:
             process.terminate()
-            process.wait(START_S)
+            try:
+                process.wait(60.0)
+            finally:
+                process.kill()
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
@@ -87,11 +91,11 @@ def train(settings: dict[str, Any], address: str) -> dict[str, list[float]]:
     for step in range(settings["steps"]):
         samples = [task.train_sample(settings["seed"], step * GROUPS + group) for group in range(GROUPS)]
         prompts = [prompt_of(tokenizer, task.question(sample)) for sample in samples]
-        asked = [sampler.sample(tinker.ModelInput.from_ints(prompt), SIBLINGS, sampling) for prompt in prompts]
+        answers = [sampler.sample(tinker.ModelInput.from_ints(prompt), SIBLINGS, sampling) for prompt in prompts]
         data: list[Any] = []
         scores: list[float] = []
-        for sample, prompt, answer in zip(samples, prompts, asked, strict=True):
-            sequences = answer.result().sequences
+        for sample, prompt, answer in zip(samples, prompts, answers, strict=True):
+            sequences = answer.result(STEP_S).sequences
             texts = [tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in sequences]
             group = [task.score(sample, text) for text in texts]
             scores += group
@@ -102,7 +106,7 @@ def train(settings: dict[str, Any], address: str) -> dict[str, list[float]]:
         updates = learner.forward_backward(data, "ppo", clip), learner.optim_step(adam)
         sampler = learner.save_weights_and_get_sampling_client()
         for update in updates:
-            update.result()
+            update.result(STEP_S)
         seconds.append(time.monotonic() - began)
         rewards.append(fmean(scores))
     return {"seconds": seconds, "rewards": rewards}
@@ -114,7 +118,7 @@ def prompt_of(tokenizer: Any, question: str) -> list[int]:
 
 
 def datum(tinker: Any, prompt: list[int], sequence: Any, advantage: float) -> Any:
-    """Example of the loss, which counts the tokens of the answer alone."""
+    """Training example whose loss covers only the tokens of the answer."""
     tokens = prompt + sequence.tokens
     before = [0.0] * (len(prompt) - 1)
     count = len(sequence.tokens)

@@ -23,6 +23,7 @@ import tempfile
 from pathlib import Path
 from statistics import fmean, median
 
+from benchmarks.processes import end
 from benchmarks.vs_trl import ROOT, make_base, run_ours, tell
 
 SUBJECT = ("titan_rl",)
@@ -33,15 +34,22 @@ def run_skyrl(environment: Path, base: Path, seed: int, steps: int, folder: Path
     """Seconds of each step after the first, and the mean reward of each step."""
     path = folder / "settings.json"
     path.write_text(json.dumps({"base": str(base), "task": "short", "seed": seed, "steps": steps}))
-    output = subprocess.run(
-        [environment.absolute() / "bin" / "python", "-m", "benchmarks.skyrl_run", path],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=True,
-        stdout=subprocess.PIPE,
-        stderr=(folder / "skyrl.log").open("w"),
-        text=True,
-    ).stdout
+    with (folder / "skyrl.log").open("w") as log:
+        process = subprocess.Popen(
+            [environment.absolute() / "bin" / "python", "-m", "benchmarks.skyrl_run", path],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=600.0 + 60.0 * steps)
+        finally:
+            end(process.pid)  # and the server that it has started
+    if process.returncode:
+        raise SystemExit(f"SkyRL ended with code {process.returncode}: {(folder / 'skyrl.log').read_text()[-2000:]}")
     run = json.loads(output.splitlines()[-1])
     return [after - before for before, after in zip(run["seconds"], run["seconds"][1:], strict=False)], run["rewards"]
 

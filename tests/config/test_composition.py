@@ -127,9 +127,9 @@ def test_file_that_would_be_imported_in_place_of_an_installed_module_is_an_error
 
 
 def test_files_that_hide_no_module_are_no_error(other_cwd: Path) -> None:
-    for folder in ("logging", "queue.d"):
+    for folder in ("logging", "queue.d", "vllm"):  # the last is a checkout of vLLM
         (other_cwd / folder).mkdir()
-    for file in ("test.py", "sys.py", "queue.txt", "logging/notes.py"):
+    for file in ("test.py", "sys.py", "queue.txt", "logging/notes.py", "vllm/__init__.py"):
         (other_cwd / file).touch()
     load_config(["../config.toml"], [("pythonpath", '["no_such_folder"]')])
 

@@ -28,6 +28,7 @@ from titan_rl.weights.transports.registry import TransportKind
 _NAMES_CODE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
 
 _LIBRARIES = ("torch", "monarch", "torchtitan", "transformers", "vllm")
+"""Libraries that processes of a run import. A folder of such a name is usually a checkout, which may be installed."""
 
 
 class SearchPath:
@@ -99,7 +100,8 @@ def _hiding_modules(folders: Iterable[str]) -> Iterator[tuple[Path, str]]:
         for entry in entries:
             name = entry.removesuffix(".py")
             file = Path(folder, entry, *(["__init__.py"] if name == entry else ()))
-            if (name in _LIBRARIES or _is_found_by_path(name)) and file.is_file():
+            is_library = name in _LIBRARIES and name != entry
+            if (is_library or _is_found_by_path(name)) and file.is_file():
                 yield file, name
 
 

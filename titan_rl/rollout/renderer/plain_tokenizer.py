@@ -52,7 +52,7 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 class PlainTokenizer:
-    """The methods of a tokenizer of transformers that renderers use, with the same results.
+    """Subset of the interface of transformers' tokenizers that renderers use, with the same results.
 
     Args:
         tokenizer: Content of tokenizer.json.
@@ -116,7 +116,7 @@ class PlainTokenizer:
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
         if clean_up_tokenization_spaces:
-            raise NotImplementedError("this tokenizer's texts are not cleaned up")
+            raise TypeError("clean_up_tokenization_spaces cannot be set here; load the tokenizer with transformers")
         found = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self.backend_tokenizer.decode(found, skip_special_tokens=skip_special_tokens)
 
