@@ -160,6 +160,17 @@ def test_rows_have_names_values_and_quartiles(script: dict[str, Any], repository
     ]
 
 
+def test_name_of_a_figure_may_contain_a_dot():
+    row = "| `a_0.25_short`, `_0.5_short` | 1, 2 | | | `python -m benchmarks.a` | old | 1234567 |\n"
+    assert [figure.names for figure in figures(row)] == [("a_0.25_short", "a_0.5_short")]
+
+
+def test_every_figure_of_the_results_is_read():
+    rows = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()
+    written = [line.split("|")[1].partition("(")[0].count("`") // 2 for line in rows if line.count("|") == 8]
+    assert sum(written) == sum(len(figure.names) for figure in figures("\n".join(rows)))
+
+
 def test_differences_outside_the_quartiles_are_judged_by_the_target(repository: Repository):
     results = (repository.root / "benchmarks" / "RESULTS.md").read_text()
     measured = {"choice_8": 2.7, "choice_64": 12.0, "choice_time": 1500.0, "unknown": 1.0}
