@@ -31,8 +31,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.paired import Spread, report
+from titan_rl.training.choices import Implementation
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.options import Implementation
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.paired import report, report_computed
 from benchmarks.peaks import CONTEXT, in_its_own_process, peak_of
-from titan_rl.training.options import DType
+from titan_rl.training.choices import DType
 from titan_rl.training.selected_logprobs import CHUNK_LOGITS, selected_logprobs
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 

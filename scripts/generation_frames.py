@@ -18,7 +18,7 @@ from titan_rl import (
     SamplingParams,
     ScriptedEngine,
 )
-from titan_rl.generation.resume import Generation, Resume
+from titan_rl.generation.continuation import Generation, Resume
 from titan_rl.generation.router.dispatch import Dispatcher
 
 

@@ -16,7 +16,7 @@ from titan_rl.training.settings import ModelConfig, TrainingConfig
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "how_to" / "fit.md"
 MARK = "<!-- computed -->"
-ARCHITECTURES = ROOT / "scripts" / "architectures"
+MODEL_CONFIGS = ROOT / "scripts" / "model_configs"
 
 GIB = 2**30
 LIMIT_GIB = 80
@@ -99,7 +99,7 @@ def _model(file: str) -> ModelConfig:
 
 
 def _config(file: str) -> dict[str, Any]:
-    return json.loads((ARCHITECTURES / f"{file}.json").read_text())
+    return json.loads((MODEL_CONFIGS / f"{file}.json").read_text())
 
 
 if __name__ == "__main__":

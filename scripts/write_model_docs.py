@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.models.families import ENGINE_PROBLEMS, FAMILIES, ON_ONE_RANK, REPLAY_PROBLEMS, RESULTS, model_type
-from titan_rl.training.models.model_implementation import REFUSED, choose_implementation
+from titan_rl.training.models.families import REFUSED, choose_implementation
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
 
@@ -50,7 +50,7 @@ run the model, on a CPU with the installed version. For `apertus`, the tests sho
 the difference after a swap, so a run with one of these families ends with an error at its first pull. Trained weights
 from the hub, GPUs and bfloat16 are not part of these checks.
 
-This page is generated from `tests/models/results.json` and `titan_rl/training/models/model_implementation.py` by
+This page is generated from `tests/models/results.json` and `titan_rl/training/models/families.py` by
 `scripts/write_model_docs.py`.
 
 | family | implementation | logprobs | engine | gradients | 2 ranks | export | resume | replay | CP 2 | EP 2 |

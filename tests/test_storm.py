@@ -25,8 +25,8 @@ from titan_rl import (
     TokenStep,
 )
 from titan_rl.core.errors import EngineDeadError, GenerationError
+from titan_rl.generation.continuation import resume_on_abort
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
-from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine, scripted_logprobs
 from titan_rl.rollout.settings import RolloutConfig

@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from titan_rl.core.calls.watchdog import LoopWatchdog
     from titan_rl.evaluation.results import Evaluation, read_evaluation
     from titan_rl.evaluation.table import table
+    from titan_rl.generation.continuation import resume_on_abort
     from titan_rl.generation.engine import Engine, TokenDelta
     from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
     from titan_rl.generation.request import EngineRequest
-    from titan_rl.generation.resume import resume_on_abort
     from titan_rl.generation.router import (
         GeneratorRouter,
         LeastLoaded,
@@ -124,7 +124,7 @@ _NAMES = {
     "generation.engine": "Engine TokenDelta",
     "generation.loop.engine_loop": "EngineLoop LocalReplica",
     "generation.request": "EngineRequest",
-    "generation.resume": "resume_on_abort",
+    "generation.continuation": "resume_on_abort",
     "generation.router": "GeneratorRouter LeastLoaded Limits PauseMode Replica RoundRobin StickySession",
     "generation.scripted_engine": "ScriptedEngine",
     "tasks.players": "SeatedTask",

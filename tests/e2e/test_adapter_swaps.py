@@ -35,7 +35,7 @@ from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import compare, read_back
 from titan_rl.generation.vllm_engine import VLLMEngine
-from titan_rl.training.options import DType
+from titan_rl.training.choices import DType
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.settings import TARGETS, ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore

@@ -27,8 +27,8 @@ from titan_rl.cluster.actor_replica import ActorReplica
 from titan_rl.cluster.run_processes import start_processes
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ActorDiedError, GenerationError
+from titan_rl.generation.continuation import resume_on_abort
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.run.directory import RunDirectory

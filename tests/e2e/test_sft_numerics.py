@@ -14,7 +14,7 @@ from transformers import Qwen3ForCausalLM
 
 from titan_rl import ChatTemplateRenderer, Demonstration
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer, load_transformers_tokenizer
-from titan_rl.training.data.demonstration_tokens import DemonstrationTokens, encode
+from titan_rl.training.data.sft_tokens import DemonstrationTokens, encode
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.tiny_model import make_tiny_model
 from titan_rl.training.trainer import TrainerCore

@@ -26,8 +26,8 @@ from titan_rl.config.load import load_config
 from titan_rl.core.console import LOG
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.server import serve
-from titan_rl.training.data.demonstration_tokens import encode
 from titan_rl.training.data.sample_builder import build_samples
+from titan_rl.training.data.sft_tokens import encode
 from titan_rl.types import SamplingParams
 
 BASE = Path(agent.__file__).parent / "base"

@@ -18,7 +18,7 @@ from examples.alphabet_sort.task import AlphabetSort
 from titan_rl import ChatTemplateRenderer
 from titan_rl.config.load import load_config
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.training.data.demonstration_tokens import encode
+from titan_rl.training.data.sft_tokens import encode
 from titan_rl.training.tiny_model.tokenizer import build_tokenizer
 
 FOLDER = Path(examples.alphabet_sort.__file__).parent

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.core.errors import EngineDeadError
+from titan_rl.generation.continuation import resume_on_abort
 from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.scripted_engine import ScriptedEngine, scripted_logprobs
 from titan_rl.types import Completion, FinishReason, SamplingParams
 

@@ -21,8 +21,8 @@ from titan_rl import (
 )
 from titan_rl.core.calls.bounded import bounded
 from titan_rl.core.errors import GenerationError
+from titan_rl.generation.continuation import Resume, listening
 from titan_rl.generation.loop.engine_loop import LocalReplica
-from titan_rl.generation.resume import Resume, listening
 from titan_rl.types import TokenChunk
 
 SAMPLING = SamplingParams(max_tokens=12)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from titan_rl.core.errors import GenerationError, RequestError
+from titan_rl.generation.continuation import resume_on_abort
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
-from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn

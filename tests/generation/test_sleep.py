@@ -12,12 +12,12 @@ import pytest
 from thread_ranks import ThreadRanks
 
 from titan_rl.core.errors import EngineDeadError, GenerationError
+from titan_rl.generation.continuation import resume_on_abort
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.calls import Weights
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.loop.ranks import EngineRank, follow_leader
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter, LeastLoaded
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.types import FinishReason, SamplingParams, VersionSpan

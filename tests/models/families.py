@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from titan_rl.training.models.tiny_models import make_tiny, tiny_config
+from titan_rl.training.models.shrunken_models import make_tiny, tiny_config
 
 YARN = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}

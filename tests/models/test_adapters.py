@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_rl.core.errors import ModelError
 from titan_rl.training.export import export_checkpoint, merge_peft
-from titan_rl.training.models.model_implementation import ADAPTED
+from titan_rl.training.models.families import ADAPTED
 from titan_rl.training.trainer import TrainerCore
 
 ADAPTER = {"rank": 4, "alpha": 8.0}

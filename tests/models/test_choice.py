@@ -9,7 +9,7 @@ import pytest
 from models.families import RESULTS, model_type
 
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.model_implementation import DIVIDED, choose_implementation, longest_context
+from titan_rl.training.models.families import DIVIDED, choose_implementation, longest_context
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from titan_rl.generation.engine import AdapterSpec, EngineSpec, TokenDelta
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.family_check import draw_sequences
-from titan_rl.training.models.model_implementation import ADAPTED
-from titan_rl.training.models.tiny_models import make_tiny, tiny_config
+from titan_rl.training.models.families import ADAPTED
+from titan_rl.training.models.shrunken_models import make_tiny, tiny_config
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.settings import TARGETS, ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore

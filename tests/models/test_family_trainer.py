@@ -29,8 +29,8 @@ from titan_rl.training.family_check import (
     packing_error,
     tolerances_of,
 )
+from titan_rl.training.models.families import PROVED, RECURRENT, choose_implementation
 from titan_rl.training.models.hf_model import read_hf_config
-from titan_rl.training.models.model_implementation import PROVED, RECURRENT, choose_implementation
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import ModelConfig, TrainingConfig

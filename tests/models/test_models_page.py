@@ -11,7 +11,7 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 from models.families import ENGINE_PROBLEMS, FAMILIES, REPLAY_PROBLEMS, RESULTS, model_type
 
 from scripts.write_model_docs import PAGE, page
-from titan_rl.training.models.model_implementation import RECURRENT
+from titan_rl.training.models.families import RECURRENT
 
 
 def test_model_families_page_is_current() -> None:

@@ -15,9 +15,9 @@ from models.steps import make
 
 from titan_rl.core.errors import ModelError
 from titan_rl.training import family_check
+from titan_rl.training.choices import Attention, DType
 from titan_rl.training.family_check import check_family, draw_sequences, leakage, packing_error
-from titan_rl.training.models import model_implementation, recurrent, transformers_decoder
-from titan_rl.training.options import Attention, DType
+from titan_rl.training.models import families, recurrent, transformers_decoder
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import ModelConfig, TrainingConfig
@@ -80,13 +80,13 @@ def test_unknown_recurrent_module_is_rejected_by_name(lfm2: Path, monkeypatch: p
     monkeypatch.setattr(recurrent, "RECURRENT", {"lfm2": "AnotherName"})
     with pytest.raises(ModelError, match=r"model\.layers\.0\.conv\.conv of model_type 'lfm2', a Conv1d"):
         policy_of(lfm2)
-    monkeypatch.setattr(model_implementation, "RECURRENT", dict[str, str]())
+    monkeypatch.setattr(families, "RECURRENT", dict[str, str]())
     with pytest.raises(ModelError, match=r"layers of type 'conv' have a recurrent state, and titan_rl does not know"):
         policy_of(lfm2)
 
 
 def test_rejects_per_token_arguments_that_are_not_divided(lfm2: Path) -> None:
-    name = model_implementation.RECURRENT["lfm2"]
+    name = families.RECURRENT["lfm2"]
     mixer: Any = next(module for module in policy_of(lfm2).model.modules() if type(module).__name__ == name)
     with pytest.raises(ModelError, match="passes attention_mask to Lfm2ShortConv, which the library does not divide"):
         mixer(torch.zeros(1, 4, 256), attention_mask=torch.ones(1, 4))

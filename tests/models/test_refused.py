@@ -22,7 +22,7 @@ from titan_rl.training.family_check import (
     logprob_tolerance,
     rounding_error,
 )
-from titan_rl.training.models.tiny_models import make_tiny, tiny_config
+from titan_rl.training.models.shrunken_models import make_tiny, tiny_config
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import ModelConfig, TrainingConfig

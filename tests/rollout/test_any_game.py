@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from table import BOTH, Seats, Table
 
 from titan_rl import Completion, FinishReason, Player, RolloutConfig, RolloutGroup, SamplingParams, VersionSpan
-from titan_rl.generation.resume import Generation, request_fn
+from titan_rl.generation.continuation import Generation, request_fn
 from titan_rl.run.journal.run_journal import RunJournal
 
 SEATS = ("first", "second", "third")

@@ -16,7 +16,7 @@ from virtual_time import in_virtual_time
 from titan_rl import Completion, FinishReason, RolloutGroup, RolloutStatus, TokenStep
 from titan_rl.core.calls import stopwatch
 from titan_rl.core.calls.stopwatch import SILENCE_S, Stopwatch, moving_with_tokens
-from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.continuation import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.rollout.group.turns import RETURN_S

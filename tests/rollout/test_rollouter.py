@@ -20,9 +20,9 @@ from titan_rl import (
     TokenStep,
 )
 from titan_rl.core.errors import GenerationError, RequestError, RewardError
-from titan_rl.rollout.group.boundary import CLEANUP_S
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.group.turns import turn_seed
+from titan_rl.rollout.group.user_code_boundary import CLEANUP_S
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig

@@ -20,7 +20,7 @@ from run.disk import Disk
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, Turn, VersionSpan
 from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import CheckpointError, NoSpaceError, RequestError
-from titan_rl.generation.resume import listener, listening, resume_on_abort
+from titan_rl.generation.continuation import listener, listening, resume_on_abort
 from titan_rl.run.journal import run_journal
 from titan_rl.run.journal.log_file import LogWriter, frame
 from titan_rl.run.journal.run_journal import RunJournal

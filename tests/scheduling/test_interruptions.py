@@ -17,8 +17,8 @@ from titan_rl import (
     TokenObservation,
     TokenStep,
 )
+from titan_rl.generation.continuation import resume_on_abort
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
-from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine, scripted_logprobs
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler

@@ -14,10 +14,10 @@ import xgrammar
 from byte_model import VOCAB, byte_tokenizer, qwen3, script
 from served import client_of, served
 
+from titan_rl.generation.continuation import request_fn
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.resume import request_fn
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.rollout.renderer import ChatTemplateRenderer

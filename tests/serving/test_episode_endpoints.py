@@ -14,7 +14,7 @@ from byte_model import VOCAB, byte_tokenizer, qwen3, script
 from served import Engines, Served, client_of, served, until
 
 from titan_rl.core.errors import BusyError
-from titan_rl.generation.resume import request_fn
+from titan_rl.generation.continuation import request_fn
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.serving.api_keys import Keys
 from titan_rl.serving.episode import Episode

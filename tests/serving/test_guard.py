@@ -16,8 +16,8 @@ from background import HANG_S
 from served import client_of, served
 
 from titan_rl.core.errors import ConfigError
+from titan_rl.generation.continuation import request_fn
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
-from titan_rl.generation.resume import request_fn
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.serving.api_keys import Keys
 from titan_rl.serving.app import make_app

@@ -9,7 +9,7 @@ import pytest
 from clients import TOKENIZER, chat_server, openai_client
 from served import Served, client_of, until
 
-from titan_rl.generation.resume import request_fn
+from titan_rl.generation.continuation import request_fn
 from titan_rl.serving.app import make_app
 
 ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "sky"}]}

@@ -11,7 +11,7 @@ import pytest
 from served import CONTEXT, Served, client_of, served, until
 
 from titan_rl.core.errors import GenerationError, RequestError
-from titan_rl.generation.resume import request_fn
+from titan_rl.generation.continuation import request_fn
 from titan_rl.serving.app import make_app
 from titan_rl.serving.client import HttpGenerateFn
 from titan_rl.serving.http.exchange import ServerLimits

@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from titan_rl.training.choices import StateDType
 from titan_rl.training.optimizer.optimizers import (
     CompactAdam,
     decode_signed,
@@ -15,7 +16,6 @@ from titan_rl.training.optimizer.optimizers import (
     encode_square,
     rounded,
 )
-from titan_rl.training.options import StateDType
 from titan_rl.training.settings import TrainingConfig
 
 SHAPES = ((64, 48), (4, 16, 24), (48,))

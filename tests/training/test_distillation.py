@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from titan_rl.training.choices import DistillKind
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.divergence import divergence
 from titan_rl.training.objective import Objective
-from titan_rl.training.options import DistillKind
 from titan_rl.training.selected_logprobs import selected_logprobs
 from titan_rl.training.settings import CorrectionConfig, TrainingConfig
 from titan_rl.training.tensor_batch import TensorBatch, make_tensor_batch

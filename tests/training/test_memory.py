@@ -27,16 +27,16 @@ from titan_rl.training.activation_memory import (
 )
 from titan_rl.training.attention.attention import layout_documents
 from titan_rl.training.attention.documents import Document
+from titan_rl.training.choices import Implementation
 from titan_rl.training.memory import rank_memory, update_bytes
-from titan_rl.training.models.tiny_models import tiny_config
+from titan_rl.training.models.shrunken_models import tiny_config
 from titan_rl.training.optimizer.optimizers import CompactAdam
-from titan_rl.training.options import Implementation
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
-ARCHITECTURES = Path(__file__).resolve().parents[2] / "scripts" / "architectures"
+MODEL_CONFIGS = Path(__file__).resolve().parents[2] / "scripts" / "model_configs"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def test_expert_parallel_ranks_gather_only_their_experts() -> None:
-    hf = json.loads((ARCHITECTURES / "qwen3_30b_a3b.json").read_text()) | {"num_hidden_layers": 2}
+    hf = json.loads((MODEL_CONFIGS / "qwen3_30b_a3b.json").read_text()) | {"num_hidden_layers": 2}
     model = ModelConfig(path="", dtype="bfloat16")
     whole, divided = (
         rank_memory(model, TrainingConfig(data_parallel=8, expert_parallel=ranks, row_tokens=512), hf=hf).device
@@ -71,7 +71,7 @@ def test_expert_parallel_ranks_gather_only_their_experts() -> None:
 )
 def test_parameter_counts_of_public_models(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_rl.training.memory.measure_activations", lambda *_: ActivationMemory(0, 0, 0))
-    hf = json.loads((ARCHITECTURES / f"{name}.json").read_text())
+    hf = json.loads((MODEL_CONFIGS / f"{name}.json").read_text())
     model = ModelConfig(path=name, dtype="bfloat16")
     training = TrainingConfig(data_parallel=64, activation_checkpointing="full", row_tokens=512, rows_per_micro_batch=1)
     found = rank_memory(model, training, hf=hf)

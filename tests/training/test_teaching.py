@@ -15,7 +15,7 @@ from titan_rl.generation.scripted_engine import scripted_logprobs
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
 from titan_rl.run.journal.records import GroupRecord, decode, encode
 from titan_rl.training.data.sample_builder import Distillation, build_samples
-from titan_rl.training.teacher_logprobs import MOST_IN_FLIGHT, Teacher
+from titan_rl.training.teacher import MOST_IN_FLIGHT, Teacher
 from titan_rl.types import Completion, FinishReason, PromptScores, SamplingParams, VersionSpan
 
 SAMPLING = SamplingParams(max_tokens=8)

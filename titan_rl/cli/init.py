@@ -18,7 +18,7 @@ import jinja2
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.core.errors import ConfigError
 from titan_rl.run.terminal.standard_streams import print_result, print_stderr
-from titan_rl.training.options import Level
+from titan_rl.training.choices import Level
 
 Template = Literal["single", "multi-turn", "tools"]
 TEMPLATES: tuple[Template, ...] = get_args(Template)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from titan_rl.config.model_files import read_json, tensor_shapes
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.model_implementation import choose_implementation
+from titan_rl.training.models.families import choose_implementation
 from titan_rl.training.settings import ModelConfig
 
 HEAD_NORMS: Mapping[str, bool] = {"qwen3": True, "llama": False}

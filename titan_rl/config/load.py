@@ -12,9 +12,9 @@ from typing import Any
 
 import tomli_w
 
-from titan_rl.config.adapters import AdapterRun, load_adapters
 from titan_rl.config.concurrency import describe_concurrency
 from titan_rl.config.function_names import SearchPath, check_functions, named_modules
+from titan_rl.config.lora_experiments import AdapterRun, load_adapters
 from titan_rl.config.model_folder import (
     check_adapter_start,
     check_chat_template,

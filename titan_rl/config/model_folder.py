@@ -23,7 +23,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, SpeculativeConfig
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.generation.gpu_share import adapted_width, planned_kv_gib
-from titan_rl.training.models.model_implementation import (
+from titan_rl.training.models.families import (
     EXPERT_COUNTS,
     check_numbers,
     choose_implementation,

@@ -17,8 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from titan_rl.config.adapters import AdapterRun
 from titan_rl.config.hosts import HostsConfig
+from titan_rl.config.lora_experiments import AdapterRun
 from titan_rl.config.tasks import ResolvedSuite, TaskSource, ValidationSuite, is_alone
 from titan_rl.core.settings import FilePath, FunctionName, PathText, Section, TakesEffect, matching, one_of
 from titan_rl.generation.registry import BY_NAME as ENGINES
@@ -26,7 +26,7 @@ from titan_rl.generation.router.strategies import BY_NAME as STRATEGIES
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.training.options import Level
+from titan_rl.training.choices import Level
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.weights.transports.registry import BY_NAME as TRANSPORTS
 

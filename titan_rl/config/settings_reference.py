@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from titan_rl.config.adapters import AdapterRun
 from titan_rl.config.function_names import function_name
+from titan_rl.config.lora_experiments import AdapterRun
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServerConfig
 from titan_rl.config.tasks import TaskSource, ValidationSuite

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from titan_rl.generation.continuation import Attempt, Generation, Resume
 from titan_rl.generation.recording import Recorder
-from titan_rl.generation.resume import Attempt, Generation, Resume
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.types import Completion, FinishReason, SamplingParams
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from titan_rl.core.arrays import token_array
 from titan_rl.core.errors import RequestError
 from titan_rl.core.pickling import quick_pickle
+from titan_rl.generation.continuation import Attempt
 from titan_rl.generation.request import Partial
-from titan_rl.generation.resume import Attempt
 from titan_rl.types import Completion, SamplingParams
 
 

@@ -13,8 +13,8 @@ from titan_rl.rollout.checked_copies import messages_of
 from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.threaded import EnvMethods
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, RolloutPolicy
-from titan_rl.rollout.group.boundary import RolloutEnded, UserCodeBoundary
 from titan_rl.rollout.group.turns import turn_seed
+from titan_rl.rollout.group.user_code_boundary import RolloutEnded, UserCodeBoundary
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
 from titan_rl.types import Completion, FinishReason, SamplingParams

@@ -57,7 +57,7 @@ from titan_rl.run.stages.validation import BackgroundValidation, Validation
 from titan_rl.run.terminal.live_display import RunLook
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.filters import GroupFilter
-from titan_rl.training.teacher_logprobs import Teacher
+from titan_rl.training.teacher import Teacher
 from titan_rl.training.trainer_protocol import Trainer
 from titan_rl.weights.types import PublishedWeights
 

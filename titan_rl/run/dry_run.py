@@ -22,7 +22,7 @@ from titan_rl.core.calls.user_code import where
 from titan_rl.core.calls.watchdog import BLOCKED_AFTER_S, LoopWatchdog
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ConfigError, DataError
-from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.continuation import resume_on_abort
 from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv, TokenEnv, TokenObservation, TokenStep
 from titan_rl.rollout.group.rollouter import Rollouter
@@ -33,7 +33,7 @@ from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.scheduling.filters import first_reason
 from titan_rl.scheduling.task_mix import Assigned
-from titan_rl.training.data.demonstration_tokens import encode
+from titan_rl.training.data.sft_tokens import encode
 from titan_rl.training.losses import ClipRange, loss_problem
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 

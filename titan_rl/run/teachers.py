@@ -16,7 +16,7 @@ from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.parsing import server_root
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, GenerationError
-from titan_rl.generation.resume import Generation, Resume
+from titan_rl.generation.continuation import Generation, Resume
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
@@ -25,7 +25,7 @@ from titan_rl.rollout.task import calling, wrong_result
 from titan_rl.rollout.types import Rollout
 from titan_rl.serving.client import HttpGenerateFn
 from titan_rl.tasks.policy_servers import Served, new_log, serving
-from titan_rl.training.teacher_logprobs import OUTAGE_S, Teacher
+from titan_rl.training.teacher import OUTAGE_S, Teacher
 
 SELF = "self"
 """Value of `training.teacher` for the policy itself."""

@@ -24,7 +24,7 @@ from titan_rl.run.observability.progress import Progress
 from titan_rl.run.resumption import Resumption
 from titan_rl.run.trainer_recovery import JournaledSteps, RecoveringTrainer, TrainerGroup, open_trainer
 from titan_rl.scheduling.filters import GroupFilter
-from titan_rl.training.teacher_logprobs import Teacher
+from titan_rl.training.teacher import Teacher
 from titan_rl.training.trainer_protocol import Trainer
 from titan_rl.weights.types import PublishedWeights
 

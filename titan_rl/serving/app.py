@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from titan_rl.generation.resume import RequestFn
+from titan_rl.generation.continuation import RequestFn
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.serving.api_keys import Admission, Keys
 from titan_rl.serving.conversations.caller import Conversations

@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import BusyError, EpisodeEndedError, RequestError
-from titan_rl.generation.resume import RequestFn
+from titan_rl.generation.continuation import RequestFn
 from titan_rl.rollout.checked_copies import completion_of
 from titan_rl.rollout.group.turns import turn_seed
 from titan_rl.rollout.renderer.types import Renderer, Tools

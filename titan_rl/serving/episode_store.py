@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from titan_rl.core.errors import BusyError
 from titan_rl.core.plain_data import plain_json
-from titan_rl.generation.resume import RequestFn
+from titan_rl.generation.continuation import RequestFn
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.episode import Episode, EpisodeLimits

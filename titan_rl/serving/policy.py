@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from titan_rl.core.calls.cancellation import cancel_requested, gather_or_cancel
+from titan_rl.generation.continuation import RequestFn, Resume
 from titan_rl.generation.request import EngineRequest, OnChunk, Partial, tokens_between
-from titan_rl.generation.resume import RequestFn, Resume
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.exchange import ServerMetrics
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk

@@ -32,7 +32,7 @@ from titan_rl.core.settings import Section
 from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.threaded import expected
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
-from titan_rl.rollout.group.boundary import EnvCalls, RolloutEnded, UserCodeBoundary
+from titan_rl.rollout.group.user_code_boundary import EnvCalls, RolloutEnded, UserCodeBoundary
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.generation.adaptive_batch import AdaptiveLimit
-from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.continuation import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter, Limits, Strategy
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.rollout.environment.types import TokenObservation, TokenStep

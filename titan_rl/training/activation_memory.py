@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves
 from titan_rl.core.errors import ModelError
 from titan_rl.training.attention.documents import Document, DocumentSequences
 from titan_rl.training.attention.variants import PLAIN, Variant, attend_by_scores
-from titan_rl.training.decoder import DecoderModel
-from titan_rl.training.models.model_implementation import is_longrope
-from titan_rl.training.options import ActivationCheckpointing, DType
+from titan_rl.training.choices import ActivationCheckpointing, DType
+from titan_rl.training.decoder_interface import DecoderModel
+from titan_rl.training.models.families import is_longrope
 from titan_rl.training.parallel import checkpoint_activations
 from titan_rl.training.selected_logprobs import CHUNK_LOGITS
 from titan_rl.training.settings import AdapterConfig

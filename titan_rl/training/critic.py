@@ -32,11 +32,11 @@ from torch import nn
 
 from titan_rl.core.errors import TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import span
+from titan_rl.training.choices import GAEOver
 from titan_rl.training.gae import AdvantageEstimate, estimate
 from titan_rl.training.gradient_pass import average_and_clip
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
-from titan_rl.training.options import GAEOver
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import TrainingConfig

@@ -22,8 +22,8 @@ from collections.abc import Callable
 
 import torch
 
+from titan_rl.training.choices import DistillKind, KLEstimate
 from titan_rl.training.losses import MAX_LOG_RATIO
-from titan_rl.training.options import DistillKind, KLEstimate
 
 
 def k2(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError
 from titan_rl.rollout.renderer.registry import fit_template
-from titan_rl.training.decoder import PREFIX as MODULE
+from titan_rl.training.choices import DType, Implementation
+from titan_rl.training.decoder_interface import PREFIX as MODULE
 from titan_rl.training.models.peft_settings import CONFIG as PEFT_CONFIG
 from titan_rl.training.models.peft_settings import PREFIX, peft_settings
 from titan_rl.training.models.peft_settings import WEIGHTS as PEFT_WEIGHTS
-from titan_rl.training.options import DType, Implementation
 from titan_rl.training.parallel import World, local_slice
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import MADE_BY_SFT, AdapterConfig, ModelConfig, TrainingConfig

@@ -15,13 +15,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from titan_rl.core.errors import ModelError
+from titan_rl.training.choices import Implementation
 from titan_rl.training.data.packing import Family, find_families
 from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.models.families import PROVED, choose_implementation
 from titan_rl.training.models.hf_model import read_hf_config
-from titan_rl.training.models.model_implementation import PROVED, choose_implementation
-from titan_rl.training.models.tiny_models import VOCABULARY, tiny_of_folder
+from titan_rl.training.models.shrunken_models import VOCABULARY, tiny_of_folder
 from titan_rl.training.numerical_check import NumericalCheck
-from titan_rl.training.options import Implementation
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import ModelConfig, TrainingConfig

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_rl.training.options import GAEOver
+from titan_rl.training.choices import GAEOver
 
 
 def gae(

@@ -18,8 +18,8 @@ from typing import Any
 
 from titan_rl.core.errors import ModelError
 from titan_rl.training.activation_memory import DecoderSpec, MicroBatchShape, measure_activations
+from titan_rl.training.models.families import EXPERT_COUNTS, TOP_KS, choose_implementation
 from titan_rl.training.models.hf_model import read_hf_config
-from titan_rl.training.models.model_implementation import EXPERT_COUNTS, TOP_KS, choose_implementation
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from titan_rl.training.choices import Average, DistillKind
 from titan_rl.training.corrections import correct, interpolated_logprobs
 from titan_rl.training.divergence import ESTIMATES, divergence
 from titan_rl.training.losses import MAX_LOG_RATIO, ClipRange, LossTokens, find_loss, sum_by_sequence
-from titan_rl.training.options import Average, DistillKind
 from titan_rl.training.parallel import World
 from titan_rl.training.settings import CorrectionConfig, TrainingConfig
 from titan_rl.training.tensor_batch import TensorBatch

@@ -20,9 +20,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titan_rl.core.errors import ConfigError, TitanRLError, TrainingError
 from titan_rl.training.attention.attention import ContextRanks
-from titan_rl.training.decoder import DecoderModel
+from titan_rl.training.choices import ActivationCheckpointing
+from titan_rl.training.decoder_interface import DecoderModel
 from titan_rl.training.device import local_device  # before torchtitan
-from titan_rl.training.options import ActivationCheckpointing
 from titan_rl.weights.types import SlicePosition, TensorSlice
 
 # isort: split

@@ -21,14 +21,14 @@ from torch.distributed.fsdp import FSDPModule
 from titan_rl.core.errors import ConfigError
 from titan_rl.training.attention.attention import Layout, layout_documents
 from titan_rl.training.attention.flex_attention import NO_VARIANTS, layout_blocks
+from titan_rl.training.choices import Attention, DType
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.decoder import READS_PARTS, DecoderModel, replay
+from titan_rl.training.decoder_interface import READS_PARTS, DecoderModel, replay
 from titan_rl.training.device import local_device
+from titan_rl.training.models.families import longest_context
 from titan_rl.training.models.hf_model import HFModel, read_hf_config
 from titan_rl.training.models.lora import Adapter
-from titan_rl.training.models.model_implementation import longest_context
-from titan_rl.training.options import Attention, DType
 from titan_rl.training.parallel import World, local, parallelize
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.tensor_batch import LayOut, TensorBatch, make_tensor_batch

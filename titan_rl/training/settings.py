@@ -22,9 +22,7 @@ from titan_rl.rollout.renderer.registry import BY_NAME as RENDERERS
 from titan_rl.rollout.rewards.advantages import BY_NAME as ADVANTAGES
 from titan_rl.training.algorithms import BY_NAME as ALGORITHMS
 from titan_rl.training.algorithms import Algorithm, find_algorithm
-from titan_rl.training.losses import BY_NAME as LOSSES
-from titan_rl.training.optimizer.registry import BY_NAME as OPTIMIZERS
-from titan_rl.training.options import (
+from titan_rl.training.choices import (
     ActivationCheckpointing,
     Attention,
     Average,
@@ -41,6 +39,8 @@ from titan_rl.training.options import (
     Proximal,
     StateDType,
 )
+from titan_rl.training.losses import BY_NAME as LOSSES
+from titan_rl.training.optimizer.registry import BY_NAME as OPTIMIZERS
 
 MADE_BY_SFT = "sft.json"
 """File that `titan-rl sft` writes to each of its model folders. It replaces only folders with this file."""

@@ -16,7 +16,7 @@ from titan_rl.training.attention.documents import Document
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import MinibatchPlan
-from titan_rl.training.decoder import FREE
+from titan_rl.training.decoder_interface import FREE
 from titan_rl.training.parallel import World
 
 PLACEHOLDER = Family((TrainingSample("", "", [0, 0], [False, False], [0.0, 0.0], [0.0, 0.0], [-1, -1], 1.0),))

@@ -168,7 +168,7 @@ def innermost(frames: Sequence[traceback.FrameSummary]) -> str | None:
 
 def callers(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[str, str]]:
     """Functions of titan_rl that called the innermost line of user code, the nearest first: module and function, such
-    as `("rollout/group/boundary.py", "make")`. Empty without user code."""
+    as `("rollout/group/user_code_boundary.py", "make")`. Empty without user code."""
     is_below = False
     for frame in reversed(frames):
         if is_below and frame.filename.startswith(_OWN + os.sep):

@@ -30,7 +30,7 @@ _ADVICE = {
     "other": "Await instead, or let it run in a thread, for example with asyncio.to_thread",
 }
 _CALLERS = {  # module and function of titan_rl that call code of each kind
-    ("rollout/group/boundary.py", "make"): "environment",
+    ("rollout/group/user_code_boundary.py", "make"): "environment",
     ("rollout/group/rollout.py", "_checked_env"): "environment",
     ("rollout/rewards/reward.py", "call"): "reward",
     ("rollout/rewards/reward.py", "_awaited"): "reward",

@@ -18,7 +18,7 @@ from titan_rl.core.errors import TitanRLError
 from titan_rl.evaluation.policies.policy_export import export_weights
 from titan_rl.evaluation.policies.policy_source import PolicySource, newest_checkpoint
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.training.options import DType
+from titan_rl.training.choices import DType
 from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.types import Manifest, PublishedWeights, StateDictTransport
 

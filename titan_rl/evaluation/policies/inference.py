@@ -30,8 +30,8 @@ from titan_rl.evaluation.policies.following import publish_folder
 from titan_rl.evaluation.policies.policy_export import export_weights, with_file_sync
 from titan_rl.evaluation.policies.policy_source import PolicySource, find_policy
 from titan_rl.evaluation.policies.version_switch import VersionSwitch
+from titan_rl.generation.continuation import Generation
 from titan_rl.generation.registry import find_engine
-from titan_rl.generation.resume import Generation
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer

@@ -15,9 +15,9 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import ConfigError, StateDictError
 from titan_rl.evaluation.policies.policy_export import export_weights
 from titan_rl.evaluation.policies.policy_source import PolicySource, newest_checkpoint, single_policy
+from titan_rl.generation.continuation import RequestFn
 from titan_rl.generation.engine import AdapterSpec
 from titan_rl.generation.registry import find_engine
-from titan_rl.generation.resume import RequestFn
 from titan_rl.run.directory import adapters_of_run
 from titan_rl.training.models.peft_settings import CONFIG, WEIGHTS, hf_name, peft_settings
 from titan_rl.training.settings import TARGETS, ModelConfig

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from titan_rl.core.errors import GenerationError
+from titan_rl.generation.continuation import RequestFn
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.resume import RequestFn
 from titan_rl.training.settings import ModelConfig
 from titan_rl.types import Completion
 

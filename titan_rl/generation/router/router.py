@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from titan_rl.core.errors import ActorDiedError, EngineDeadError
+from titan_rl.generation.continuation import listener
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.resume import listener
 from titan_rl.generation.router.control import Pause, PauseReport, Puller, PullMode, PullReport
 from titan_rl.generation.router.dispatch import Dispatcher
 from titan_rl.generation.router.pool import OnReplicaFailed, Pool, PooledReplica, ReplicaStatus, Service

@@ -16,8 +16,8 @@ from titan_rl.core.calls.user_code import Failure, summary
 from titan_rl.core.plain_data import snapshot
 from titan_rl.rollout.checked_copies import completion_for_user, completion_of, messages_of, token_ids_of
 from titan_rl.rollout.environment.types import MessagePlayer, Player, SeatOutError, TokenPlayer, TokenSeat
-from titan_rl.rollout.group.boundary import EnvCalls, RolloutEnded, TimeBudget, TimeIsUp, UserCodeBoundary
 from titan_rl.rollout.group.turns import LAST_CALL_S, RETURN_S, TurnTaker, turn_seed, used_up
+from titan_rl.rollout.group.user_code_boundary import EnvCalls, RolloutEnded, TimeBudget, TimeIsUp, UserCodeBoundary
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus
 from titan_rl.types import Completion, FinishReason
 

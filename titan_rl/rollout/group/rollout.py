@@ -23,9 +23,9 @@ from titan_rl.rollout.environment.types import (
     TokenObservation,
     TokenStep,
 )
-from titan_rl.rollout.group.boundary import EnvCalls, RolloutEnded, TimeBudget, UserCodeBoundary
 from titan_rl.rollout.group.game import play_game, rollouts_of_seats
 from titan_rl.rollout.group.turns import LAST_CALL_S, RequestIds, TurnTaker, generate_within, used_up
+from titan_rl.rollout.group.user_code_boundary import EnvCalls, RolloutEnded, TimeBudget, UserCodeBoundary
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.shared_tokens import share_tokens
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn

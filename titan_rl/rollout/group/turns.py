@@ -14,7 +14,7 @@ from titan_rl.core.calls.bounded import BoundedCall
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.checked_copies import completion_of
-from titan_rl.rollout.group.boundary import RolloutEnded, TimeBudget, UserCodeBoundary
+from titan_rl.rollout.group.user_code_boundary import RolloutEnded, TimeBudget, UserCodeBoundary
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.shared_tokens import TokenStorage
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn

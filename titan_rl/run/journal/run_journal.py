@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import CheckpointError, NoSpaceError, means_no_space
+from titan_rl.generation.continuation import Generation, request_fn
 from titan_rl.generation.recording import KnownAnswers, PendingRequests, RecordedAnswer, Recorder
-from titan_rl.generation.resume import Generation, request_fn
 from titan_rl.rollout.checked_copies import completion_of
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.journal.log_file import LogWriter, flush_entry

@@ -23,7 +23,7 @@ from typing import Literal
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.model_implementation import choose_implementation
+from titan_rl.training.models.families import choose_implementation
 from titan_rl.training.numerical_check import NumericalCheck
 
 LIMIT_S = 300.0
@@ -180,7 +180,7 @@ def main(part: Part, folder: Path, temporary: Path, limit_s: float) -> None:
 
 def _compare(part: Part, folder: Path, tiny: Path) -> Iterator[NumericalCheck]:
     from titan_rl.training.family_check import check_family
-    from titan_rl.training.models.tiny_models import tiny_of_folder
+    from titan_rl.training.models.shrunken_models import tiny_of_folder
 
     tiny_of_folder(folder, tiny)
     if part == "trainer":

@@ -19,7 +19,7 @@ from titan_rl.config.hosts import Roles
 from titan_rl.config.model_files import read_json
 from titan_rl.config.run import RunConfig
 from titan_rl.generation.gpu_share import planned_kv_gib
-from titan_rl.training.models.model_implementation import EXPERT_COUNTS
+from titan_rl.training.models.families import EXPERT_COUNTS
 
 HERE = "this machine"
 

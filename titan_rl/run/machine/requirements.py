@@ -23,7 +23,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError, MissingExtraError, ModelError, NoSpaceError, TitanRLError, in_one_line
 from titan_rl.rollout.renderer.registry import ChosenRenderer, chat_support, choose_renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.training.models.model_implementation import EXPERT_COUNTS, PROVED, choose_implementation
+from titan_rl.training.models.families import EXPERT_COUNTS, PROVED, choose_implementation
 from titan_rl.weights.transports.registry import find_transport
 
 LEFT_FREE = 1 << 24

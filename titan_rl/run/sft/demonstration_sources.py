@@ -18,8 +18,8 @@ from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, Demonstration, Task, calling, wrong_result
-from titan_rl.training.data.demonstration_tokens import DemonstrationTokens, encode
 from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.sft_tokens import DemonstrationTokens, encode
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

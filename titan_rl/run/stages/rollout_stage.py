@@ -26,7 +26,7 @@ from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.task_mix import TaskMix, WeightedTask
 from titan_rl.tasks.league import split_number
-from titan_rl.training.teacher_logprobs import Teacher
+from titan_rl.training.teacher import Teacher
 from titan_rl.types import SamplingParams
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import BusyError, ConfigError, EpisodeEndedError, RequestError
 from titan_rl.core.plain_data import plain_json
 from titan_rl.core.tracing.spans import span
+from titan_rl.generation.continuation import request_fn
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.resume import request_fn
 from titan_rl.rollout.environment.types import AgentEnv, RolloutPolicy
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import Renderer

@@ -28,9 +28,9 @@ from titan_rl.core.calls.imports import name_of
 from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.rewards.advantages import BY_NAME as ADVANTAGES
 from titan_rl.rollout.rewards.advantages import AdvantageFn, standardized
+from titan_rl.training.choices import Average, CriticKind, DistillKind, KLEstimate
 from titan_rl.training.losses import BY_NAME as LOSSES
 from titan_rl.training.losses import LossFn
-from titan_rl.training.options import Average, CriticKind, DistillKind, KLEstimate
 
 DENOMINATORS: Mapping[Average, str] = {
     "token": "tokens of the batch",

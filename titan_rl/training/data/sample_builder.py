@@ -31,9 +31,9 @@ from titan_rl.core.errors import RewardError
 from titan_rl.rollout.rewards.advantages import AdvantageFn, RunningAdvantage, compare_batch
 from titan_rl.rollout.shared_tokens import extends
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.training.choices import Constrained, DistillKind
 from titan_rl.training.data.sample import SampleRewards, TrainingSample
 from titan_rl.training.losses import MAX_LOG_RATIO
-from titan_rl.training.options import Constrained, DistillKind
 from titan_rl.types import Completion, PromptScores, SamplingParams, float_or_none
 
 UNSHAPED = SamplingParams(max_tokens=1)

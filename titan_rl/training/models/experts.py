@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
-from titan_rl.training.decoder import FREE
+from titan_rl.training.decoder_interface import FREE
 from titan_rl.training.parallel import local
 
 # isort: split

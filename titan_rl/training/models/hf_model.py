@@ -27,10 +27,10 @@ from safetensors import SafetensorError, safe_open
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import ModelError
-from titan_rl.training.decoder import DecoderModel
+from titan_rl.training.choices import Implementation
+from titan_rl.training.decoder_interface import DecoderModel
+from titan_rl.training.models.families import choose_implementation
 from titan_rl.training.models.lora import Adapter
-from titan_rl.training.models.model_implementation import choose_implementation
-from titan_rl.training.options import Implementation
 from titan_rl.training.parallel import HeldSlices, World, fill, full_tensor, local_slice, owned_slice
 from titan_rl.training.settings import AdapterConfig
 from titan_rl.weights.types import SlicePosition, TensorSlice

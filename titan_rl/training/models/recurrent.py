@@ -3,7 +3,7 @@
 The layer of a block that mixes tokens, the mixer, passes a state from each token to the next, so in a packed row the
 state of one document would leak into the next one. Here transformers' own mixer computes each document as a separate
 sequence, together with its shared prompt if it has one, and everything else in the model computes packed rows. The
-mixers of a family are named in `model_implementation.RECURRENT`; a model with any other sign of a recurrent state is
+mixers of a family are named in `families.RECURRENT`; a model with any other sign of a recurrent state is
 refused.
 """
 
@@ -18,8 +18,8 @@ from torch import nn
 
 from titan_rl.core.errors import ModelError
 from titan_rl.training.attention.attention import CurrentLayout
-from titan_rl.training.decoder import READS_PARTS
-from titan_rl.training.models.model_implementation import RECURRENT
+from titan_rl.training.decoder_interface import READS_PARTS
+from titan_rl.training.models.families import RECURRENT
 
 _POSITIONS = frozenset({"position_ids", "position_embeddings", "cache_position"})
 """Arguments that restate the positions of tokens, which mixers do not use: each sequence begins at position 0."""

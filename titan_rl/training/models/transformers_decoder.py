@@ -31,10 +31,10 @@ from transformers.core_model_loading import (
 from titan_rl.core.errors import ModelError, in_one_line
 from titan_rl.training.attention.attention import CurrentLayout, Layout
 from titan_rl.training.attention.variants import PLAIN, Variant
-from titan_rl.training.decoder import FREE, PREFIX
+from titan_rl.training.decoder_interface import FREE, PREFIX
 from titan_rl.training.models.expert_parallel import ExpertsOnRanks, fsdp_options, shard_experts
+from titan_rl.training.models.families import STATEFUL, is_longrope, longest_context
 from titan_rl.training.models.lora import adapt_layers
-from titan_rl.training.models.model_implementation import STATEFUL, is_longrope, longest_context
 from titan_rl.training.models.recurrent import divide_mixers
 from titan_rl.training.selected_logprobs import capped, selected_logprobs
 from titan_rl.training.settings import AdapterConfig

@@ -30,9 +30,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
 from titan_rl.core.errors import ConfigError
+from titan_rl.training.choices import StateDType
 from titan_rl.training.device import local_device  # before torchtitan
 from titan_rl.training.optimizer.registry import NamedParameters, OptimizerSpec, find_optimizer
-from titan_rl.training.options import StateDType
 from titan_rl.training.parallel import by_mesh, local, local_slice
 
 # isort: split

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.core.calls.imports import find_function
-from titan_rl.training.options import StateDType
+from titan_rl.training.choices import StateDType
 
 if TYPE_CHECKING:
     from torch import nn

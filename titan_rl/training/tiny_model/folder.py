@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from titan_rl.core.errors import MissingExtraError
-from titan_rl.training.options import Level
+from titan_rl.training.choices import Level
 
 CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 INITIAL_STD = 0.02

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from titan_rl.training.options import Level
+from titan_rl.training.choices import Level
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (PAD, TURN_START, TURN_END)

@@ -11,8 +11,8 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 from transformers import AutoConfig
 
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.model_implementation import PROVED
-from titan_rl.training.models.tiny_models import HEAD_DIM, MOST_LAYERS, make_tiny, tiny_config
+from titan_rl.training.models.families import PROVED
+from titan_rl.training.models.shrunken_models import HEAD_DIM, MOST_LAYERS, make_tiny, tiny_config
 
 SIZES = {
     "hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",

@@ -1,4 +1,5 @@
-"""Named options of the parts of a trainer. The settings check them, and the parts act on them."""
+"""Choices that the settings of training offer by name, such as `Attention`. The settings check them, and the parts of a
+trainer act on them."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Choice between the two implementations of a policy, from config.json alone.
+"""Model families, and the choice between the two implementations of a policy, from config.json alone.
 
 torchtitan's models have tensor parallelism, flex attention and compiled blocks; transformers' modeling code has all
 other families. Importing this file imports neither library.
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from titan_rl.core.errors import ModelError
 from titan_rl.core.settings import dotted
-from titan_rl.training.options import Implementation
+from titan_rl.training.choices import Implementation
 
 _QWEN3 = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 

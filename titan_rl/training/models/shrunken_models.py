@@ -1,4 +1,5 @@
-"""Tiny models with the structure of any config.json and random weights, to try a family without its real weights."""
+"""Shrunken models: the structure of any config.json in a tiny size, with random weights, to try a family without its
+real weights. `training/tiny_model` creates tiny models that can learn a task."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titan_rl.core.errors import ModelError, in_one_line
-from titan_rl.training.models.model_implementation import EXPERT_COUNTS
+from titan_rl.training.models.families import EXPERT_COUNTS
 
 VOCABULARY = 128
 WINDOW = 8

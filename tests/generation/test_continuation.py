@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from titan_rl.core.errors import GenerationError
+from titan_rl.generation.continuation import resume_on_abort
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
 

@@ -32,7 +32,7 @@ from titan_rl import (
     build_samples,
 )
 from titan_rl.core.errors import DataError
-from titan_rl.training.data.demonstration_tokens import encode
+from titan_rl.training.data.sft_tokens import encode
 
 TOKENIZER: Any = byte_tokenizer()
 RENDERER = ChatTemplateRenderer(TOKENIZER)
