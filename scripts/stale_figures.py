@@ -6,18 +6,21 @@
 
 The subject of a figure is its benchmark and the modules of titan_rl that the benchmark imports by name; a package in an
 import stands for all of its files. A benchmark that starts programs names its subject in a constant:
-`SUBJECT = ("titan_rl",)`. Only git and the source are read; nothing is imported.
+`SUBJECT = ("titan_rl",)`. Changes of comments, docstrings and formatting do not count. Only git and the source are
+read; nothing is imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -80,6 +83,78 @@ def _declared(tree: ast.Module) -> Sequence[str]:
     return ()
 
 
+class CodeChanges:
+    """Changes of benchmarks' subjects since earlier commits. Each pair of versions of a file is compared once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._subjects: dict[str, tuple[str, ...]] = {}  # by benchmark
+        self._changed: dict[tuple[str, str], tuple[str, ...] | None] = {}  # by commit and benchmark
+        self._is_same: dict[tuple[str, str], bool] = {}  # by the hash of the earlier version, and the path
+
+    def since(self, commit: str, module: str) -> tuple[str, ...] | None:
+        """Return the files of a benchmark's subject whose code differs from that of a commit; None if git does not know
+        the commit."""
+        if module not in self._subjects:
+            self._subjects[module] = subject_of(self._root, module)
+        if (commit, module) not in self._changed:
+            self._changed[commit, module] = self._compared(commit, self._subjects[module])
+        return self._changed[commit, module]
+
+    def _compared(self, commit: str, subject: Sequence[str]) -> tuple[str, ...] | None:
+        try:
+            listed = self._git("diff", "--raw", "--no-abbrev", "--no-renames", "-z", commit, "--", *subject).decode()
+        except subprocess.CalledProcessError:
+            return None
+        fields = listed.split("\0")
+        changes = [(*head.split()[2:], path) for head, path in zip(fields[::2], fields[1::2], strict=False)]
+        both = [(before, path) for before, _, kind, path in changes if kind == "M" and path.endswith(".py")]
+        new = [pair for pair in both if pair not in self._is_same]
+        for (before, path), source in zip(new, self._earlier([before for before, _ in new]), strict=True):
+            self._is_same[before, path] = has_same_code(source, (self._root / path).read_bytes())
+        return tuple(path for before, _, _, path in changes if not self._is_same.get((before, path)))
+
+    def _earlier(self, hashes: Sequence[str]) -> Iterator[bytes]:
+        """Yield the contents of files that git has stored."""
+        requests = "".join(f"{each}\n" for each in hashes).encode()
+        stored = io.BytesIO(self._git("cat-file", "--batch", stdin=requests))
+        while head := stored.readline():
+            yield stored.read(int(head.split()[2]))
+            stored.read(1)
+
+    def _git(self, *arguments: str, stdin: bytes = b"") -> bytes:
+        git = ["git", "-C", str(self._root), *arguments]
+        return subprocess.run(git, input=stdin, capture_output=True, check=True).stdout
+
+
+_NOT_CODE = re.compile(rb"""("{3}|'{3}|"|')(?:\\.|[^\\])*?\1|#[^\n]*|[\s(),;\\]+""", re.DOTALL)
+"""Strings, comments, and characters of which a formatter adds and removes some."""
+
+
+def has_same_code(one: bytes, other: bytes) -> bool:
+    """Return whether two versions of a module differ at most in comments, docstrings and formatting."""
+    if _NOT_CODE.sub(b"", one) != _NOT_CODE.sub(b"", other):  # parsing is slow, so only possible equals are parsed
+        return False
+    try:
+        return _code(one) == _code(other)
+    except SyntaxError:
+        return False
+
+
+def _code(source: bytes) -> str:
+    """Syntax tree of a module without docstrings, which are those of its settings, too."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        for name, block in ast.iter_fields(node):
+            if isinstance(block, list):
+                setattr(node, name, [each for each in block if not _is_docstring(each)])
+    return ast.dump(tree)
+
+
+def _is_docstring(node: object) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
 @dataclass(frozen=True)
 class Stale:
     """Figure whose subject has changed.
@@ -97,26 +172,25 @@ class Stale:
 
 def stale_figures(root: Path) -> Iterator[Stale]:
     """Yield the figures whose subject has changed since their oldest commit, in the order of the table."""
+    changes = CodeChanges(root)
     for figure in figures((root / RESULTS).read_text()):
         if figure.module is None:
             continue
         if not figure.commits:
             yield Stale(figure, "", reason="its row has no commit of 7 to 40 hexadecimal digits")
             continue
-        found = [_compared(root, figure, commit) for commit in figure.commits]
+        found = [_compared(changes, figure, commit) for commit in figure.commits]
         worst = max(found, key=lambda each: (bool(each.reason), len(each.changed)))
         if worst.changed or worst.reason:
             yield worst
 
 
-def _compared(root: Path, figure: Figure, commit: str) -> Stale:
-    compared = Stale(figure, commit)
+def _compared(changes: CodeChanges, figure: Figure, commit: str) -> Stale:
     assert figure.module is not None
-    git = ["git", "-C", str(root), "diff", "--name-only", commit, "--", *subject_of(root, figure.module)]
-    done = subprocess.run(git, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return replace(compared, reason=f"git does not know commit {commit}")
-    return replace(compared, changed=tuple(done.stdout.split()))
+    changed = changes.since(commit, figure.module)
+    if changed is None:
+        return Stale(figure, commit, reason=f"git does not know commit {commit}")
+    return Stale(figure, commit, changed)
 
 
 def described(stale: Stale) -> str:

@@ -92,6 +92,34 @@ def test_change_of_a_benchmark_or_its_helpers_makes_its_figures_stale(script: di
     }
 
 
+@pytest.mark.parametrize(
+    ("after", "is_stale"),
+    [
+        ("def step(size: int):\n    return ('a', size)  # in rows\n", False),
+        ('"""Steps."""\n\n\ndef step(\n    size: int,\n):\n    """Take a step."""\n    return "a", size\n', False),
+        ('@dataclass\nclass Step:\n    """A step."""\n\n    size: int\n    """In rows."""\n', True),
+        ('def step(size: int):\n    return "b", size\n', True),
+        ('def step(size: int):\n    return "a # b", size\n', True),
+        ('def step(size: int):\n    return "a", (size', True),
+    ],
+    ids=["comment", "docstring", "class", "string", "comment_sign", "syntax"],
+)
+def test_figure_is_stale_only_if_code_has_changed(
+    script: dict[str, Any], repository: Repository, after: str, is_stale: bool
+):
+    results, path = repository.root / "benchmarks" / "RESULTS.md", "titan_rl/trainer.py"
+    repository.write(path, 'def step(size: int):\n    return "a", size\n')
+    results.write_text(results.read_text().replace(repository.commit, repository.save()))
+    repository.write(path, after)
+    assert ("step" in stale(script, repository)) is is_stale
+
+
+def test_deleted_and_renamed_files_make_a_figure_stale(script: dict[str, Any], repository: Repository):
+    repository.git("mv", "titan_rl/router/choice.py", "titan_rl/router/choices.py")
+    renamed = ("titan_rl/router/choice.py", "titan_rl/router/choices.py")
+    assert stale(script, repository)["choice_8"] == renamed
+
+
 def test_unknown_commit_makes_a_figure_stale(script: dict[str, Any], repository: Repository):
     results = repository.root / "benchmarks" / "RESULTS.md"
     results.write_text(results.read_text().replace(repository.commit, "0123456789"))
