@@ -99,4 +99,4 @@ async def test_conversations_section() -> None:
 def test_example_test_file_passes() -> None:
     tests = module("test_sums")
     tests.test_correct_sum_earns_the_full_reward()
-    asyncio.run(asyncio.to_thread(tests.test_demonstrations_are_sometimes_right))
+    asyncio.run(asyncio.to_thread(tests.test_demonstrations_vary))
