@@ -6,6 +6,9 @@ from pathlib import Path
 
 from titan_rl.cluster.liveness.health_check import WorkProgress, answer_pings
 
-answer_pings(Path(sys.argv[1]), WorkProgress())
+work = WorkProgress()
+with work.in_progress():
+    sum(range(1_000_000))
+answer_pings(Path(sys.argv[1]), work)
 print("pulsing", flush=True)
 threading.Event().wait()

@@ -123,6 +123,7 @@ class Controller:
         self.lost = asyncio.Queue[str]()
         self.leaving = asyncio.Queue[str]()
         self.ends = asyncio.Queue[str]()
+        self.health = ProcessHealth()
         self.watcher: RemoteWatcher = monitor.expect("h1", self)
 
     def host_lost(self, name: str, reason: str) -> None:
@@ -137,7 +138,8 @@ class Controller:
     def ended(self, how: str) -> None:
         self.ends.put_nowait(how)
 
-    def checked(self, health: ProcessHealth) -> None: ...
+    def checked(self, health: ProcessHealth) -> None:
+        self.health = health
 
 
 async def next_of(queue: asyncio.Queue[str]) -> str:
@@ -158,6 +160,16 @@ async def test_remote_death_is_reported_with_its_signal(tmp_path: Path):
             assert await asyncio.wait_for(second.wait(), HANG_S) == -signal.SIGKILL
         controller.watcher.dismiss()
         assert await asyncio.wait_for(watchdog, HANG_S) == DISMISSED
+
+
+async def test_processor_time_of_a_remote_process_reaches_the_controller(tmp_path: Path):
+    with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=100 * HANG_S) as monitor:
+        controller, clock = Controller(monitor), ManualClock(tick_s=1.0)
+        running = HostWatchdog(controller.watcher.settings, tmp_path / "s", clock=clock).run()
+        async with in_background(running), process(tmp_path / "s") as pulsing:
+            await controller.watch(pulsing.pid)
+            await until(lambda: controller.health.work_s > 0)
+            assert controller.health.processor_s > controller.health.work_s
 
 
 async def test_silent_host_is_lost_with_its_processes_and_rejected_later(tmp_path: Path):

@@ -31,6 +31,7 @@ HERE = HostFacts(
     memory=64 * GIB,
     shared_memory=32 * GIB,
     gpus=(),
+    num_cores=8,
 )
 
 

@@ -22,6 +22,7 @@ from titan_rl.cluster.hosts.host import Host
 from titan_rl.cluster.hosts.lifecycle import HostState
 from titan_rl.cluster.hosts.placement import ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
+from titan_rl.cluster.liveness.health_check import ProcessHealth, ProcessorTime
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.processes.roles import ProcessId, Role
@@ -58,6 +59,15 @@ class Nobody:
     def kill(self, pid: int) -> None: ...
 
     def forget(self, pid: int) -> None: ...
+
+
+class Watched(Nobody):
+    """Watcher whose process reports its health when the test wants it to."""
+
+    observer: Any
+
+    def watch(self, pid: int, observer: Any) -> None:
+        self.observer = observer
 
 
 class Endpoint:
@@ -205,6 +215,21 @@ async def test_death_past_max_respawns_ends_the_run(tmp_path: Path, limit: int):
         f"rollout-worker-0 died: was killed by SIGKILL; starting another ({n} of hosts.max_respawns = {limit})"
         for n in range(1, limit + 1)
     ]
+
+
+async def test_processor_times_include_processes_that_have_ended(tmp_path: Path):
+    processes = cluster_of(tmp_path, Supervisor(), ConsoleLines(), rollout=RolloutConfig(num_workers=1))
+    for _ in range(2):
+        place = ProcessPlace("there")
+        watched = Watched()
+        processes.hosts["there"].watcher = watched
+        remote, _ = await processes.spawn(worker(0), ProcessActor, places=[place])
+        watched.observer.checked(ProcessHealth(processor_s=3.0, work_s=2.0))
+        watched.observer.checked(ProcessHealth(processor_s=4.0, work_s=2.5))
+        before = processes.processor_times()
+        remote.end("killed")
+        assert processes.processor_times() == before
+    assert before == {Role.ROLLOUT_WORKER: ProcessorTime(8.0, 5.0)}
 
 
 async def lose(processes: RunProcesses, name: str) -> None:

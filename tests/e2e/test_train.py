@@ -47,6 +47,9 @@ def test_run_trains_verifies_and_leaves_only_its_files(finished: Run):
         assert 1 >= record["engine/kv_cache_usage_max"] >= record["engine/kv_cache_usage_mean"] > 0
         assert record["engine/prefix_cache_queries"] > record["engine/prefix_cache_hits"] > 0  # hits of later turns
         assert record["engine/preemptions"] == 0
+        assert record["processor/available_s"] > record["processor/controller_s"] > 0
+    for process in ("engine_steps", "generators", "trainer_steps", "trainer"):
+        assert sum(record[f"processor/{process}_s"] for record in steps) > 0
     validations = [record for record in run.metrics() if "validation/reward_mean" in record]
     assert [record["step"] for record in validations] == [0, 2, 3]
     transcripts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]

@@ -17,6 +17,8 @@ from test_tasks_of_a_run import SUITES
 from scripts.write_metric_docs import PAGE, page
 from titan_rl import Completion, EngineLoop, FinishReason, LocalReplica, Rollout, RolloutGroup, Turn, VersionSpan
 from titan_rl.cluster.hosts.lifecycle import HostHistory, HostStatus
+from titan_rl.cluster.liveness.health_check import ProcessorTime
+from titan_rl.cluster.processes.roles import Role
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import ValidationConfig
 from titan_rl.generation.scripted_engine import ScriptedEngine
@@ -24,6 +26,7 @@ from titan_rl.generation.types import GaugeSummary
 from titan_rl.metrics.metric import MetricGroup
 from titan_rl.metrics.table import METRICS, find_metric, match_metric
 from titan_rl.run.directory import read_jsonl
+from titan_rl.run.observability.processor_meter import ProcessorMeter
 from titan_rl.run.observability.steps import group_metrics, prefixed, validation_metrics
 from titan_rl.run.several_adapters import RunMetrics
 from titan_rl.run.sft.loop import LOGGED
@@ -86,6 +89,16 @@ def host_metrics() -> set[str]:
     return set(history.take_metrics())
 
 
+def processor_metrics() -> set[str]:
+    class Processes:
+        num_cores = 1
+
+        def processor_times(self) -> dict[Role, ProcessorTime]:
+            return {role: ProcessorTime() for role in Role}
+
+    return set(ProcessorMeter(Processes()).take_metrics())
+
+
 def adapter_metrics() -> set[str]:
     written = dict[str, float]()
 
@@ -114,7 +127,12 @@ async def run_metrics(folder: Path) -> set[str]:
 
 async def test_metric_table_matches_the_written_metrics(tmp_path: Path):
     written = (
-        await run_metrics(tmp_path) | code_metrics() | game_and_agent_metrics() | host_metrics() | adapter_metrics()
+        await run_metrics(tmp_path)
+        | code_metrics()
+        | game_and_agent_metrics()
+        | host_metrics()
+        | processor_metrics()
+        | adapter_metrics()
     )
     assert len(written) > 200
     found = {name: find_metric(name) for name in written}

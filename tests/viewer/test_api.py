@@ -136,6 +136,20 @@ async def test_summary_splits_step_time_by_phase(tmp_path: Path) -> None:
     assert not [tile for tile in summary["tiles"] if "%" in tile["value"] + tile["note"]]
 
 
+async def test_summary_has_the_waterfall_of_a_mean_step(tmp_path: Path) -> None:
+    seconds = {"available_s": 10.0, "engine_steps_s": 2.0, "generators_s": 3.0, "controller_s": 1.0}
+    step = {f"processor/{name}": value for name, value in seconds.items()}
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps({'step': i, **step})}\n" for i in (1, 2)))
+    async with viewing(tmp_path) as client:
+        summary = await get(client, f"/api/runs/{tmp_path.name}/summary")
+    assert summary["cores"] == [
+        {"name": "engine steps", "seconds": 2.0, "share": 0.2},
+        {"name": "generators, besides steps", "seconds": 1.0, "share": 0.1},
+        {"name": "controller", "seconds": 1.0, "share": 0.1},
+        {"name": "idle, or used by other programs", "seconds": 6.0, "share": 0.6},
+    ]
+
+
 def prompt_line(step: int, group: str, reward: float | None, prompt: str, **more: Any) -> bytes:
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": f"{reward}"}]
     status = "error_parse" if reward == 0.0 else "completed"

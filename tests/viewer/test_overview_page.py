@@ -123,6 +123,20 @@ async def test_verdict_links_to_its_rollouts(open_page: OpenPage, dull: str) -> 
     assert all(step >= 11 and phase == "train" for step, phase in rows)
 
 
+async def test_cores_are_shown_as_a_waterfall(open_page: OpenPage, supervised: str, runs_folder: Path) -> None:
+    step = {"processor/available_s": 8.0, "processor/trainer_s": 6.0, "processor/trainer_steps_s": 5.0}
+    (runs_folder / supervised / "metrics.jsonl").write_bytes(line({"step": 1, "train/loss": 1.0, **step}))
+    page = await open_page(f"#runs={supervised}")
+    rows = page.get_by_role("region", name="Where the cores' time goes").locator("tbody tr")
+    assert [(await row.inner_text()).split("\t")[:3] for row in await rows.all()] == [
+        ["trainer steps", "5 s", "63%"],
+        ["trainer, besides steps", "1 s", "13%"],
+        ["idle, or used by other programs", "2 s", "25%"],
+    ]
+    lefts = await rows.locator(".fall span").evaluate_all("bars => bars.map(bar => bar.style.marginLeft)")
+    assert lefts == ["0%", "62.5%", "75%"]
+
+
 async def test_same_prompt_is_shown_over_time_by_its_median_rollout(open_page: OpenPage, dull: str) -> None:
     page = await open_page(f"#runs={dull}")
     prompts = page.locator(".prompts")

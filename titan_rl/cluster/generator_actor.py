@@ -6,12 +6,15 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from monarch.actor import Port, concurrent_endpoint
 
+from titan_rl.cluster.hosts.cores import threads_each
+from titan_rl.cluster.liveness.health_check import WorkProgress
 from titan_rl.cluster.processes.garbage_collection import growing_heap, settle_heap
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, policy_run_id, transport_of
 from titan_rl.cluster.request_stream import Packed, RequestCallers
@@ -153,7 +156,8 @@ class GeneratorActor(ProcessActor):
     fork_kind = "generator"
 
     def __init__(self, spec: ProcessSpec, settings: GeneratorSettings) -> None:
-        super().__init__(spec)
+        # An engine steps in one thread while another one answers, unless torch uses several threads for an operation.
+        super().__init__(spec, WorkProgress(time.thread_time if threads_each() == 1 else time.process_time))
         self._settings = settings
         generation = settings.generation
         self._kv_policy = KVPolicy(

@@ -29,6 +29,7 @@ from titan_rl.cluster.hosts.attached_hosts import Hosts, open_hosts
 from titan_rl.cluster.hosts.lifecycle import HostListener, HostRecord, HostState
 from titan_rl.cluster.hosts.placement import ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
+from titan_rl.cluster.liveness.health_check import ProcessorTime
 from titan_rl.cluster.processes.actor_calls import ActorHandle, AnsweringActor
 from titan_rl.cluster.processes.fork_server import bootstrap_command, servers_of_run
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessFiles, ProcessSpec, stderr_into
@@ -186,6 +187,7 @@ class SupervisedProcesses(HostListener):
         self._remotes: dict[str, RemoteProcess] = {}  # by id, of those not known to have ended
         self._spawned: list[str] = []  # ids
         self._hang_timeout_s = hosts.config.hang_timeout_s
+        self._ended_time: defaultdict[Role, ProcessorTime] = defaultdict(ProcessorTime)  # of processes that have ended
         hosts.lifecycles.subscribe(self)
 
     async def start(self) -> None:
@@ -287,6 +289,19 @@ class SupervisedProcesses(HostListener):
             ids = tuple(self._spawned)
             await call(self._supervisor.terminate, ids, who="supervisor", timeout_s=TERMINATE_TIMEOUT_S)
 
+    @property
+    def num_cores(self) -> int:
+        """Number of processor cores that the processes of the run may use, on all its hosts."""
+        return self.hosts.num_cores
+
+    def processor_times(self) -> dict[Role, ProcessorTime]:
+        """Processor time so far by role, including that of processes that have ended. Processes that answer no pings
+        are left out."""
+        times = self._ended_time.copy()
+        for remote in self._remotes.values():
+            times[remote.process.role] += remote.processor_time
+        return dict(times)
+
     def names_by_host(self) -> dict[str, list[str]]:
         """Sorted names of the processes on each host that has any."""
         names: defaultdict[str, list[str]] = defaultdict(list)
@@ -316,6 +331,7 @@ class SupervisedProcesses(HostListener):
         """Release the connections to the processes before they are ended."""
 
     def process_ended(self, remote: RemoteProcess) -> None:
+        self._ended_time[remote.process.role] += remote.processor_time
         del self._remotes[remote.id]
 
 

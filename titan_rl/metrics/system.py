@@ -55,6 +55,32 @@ SPEED_METRICS = (
         "Near 0.",
         "The renderer is slower than the trainer.",
     ),
+    SPEED.metric(
+        "processor/available_s",
+        "core s",
+        "Time of all processor cores of the run's hosts since the previous step: their number times the time passed. "
+        "Each process reports its processor time once a second, so that of one short step is approximate.",
+    ),
+    SPEED.metric(
+        "processor/engine_steps_s",
+        "core s",
+        "Part of processor/generators_s spent in engine steps.",
+        "With processor/trainer_steps_s, most of processor/available_s, if neither computes on GPUs.",
+        "See the waterfall on the page of titan-rl view.",
+    ),
+    SPEED.metric(
+        "processor/trainer_steps_s",
+        "core s",
+        "Part of processor/trainer_s spent in loss, forward, backward and optimizer.",
+    ),
+    SPEED.metric("processor/generators_s", "core s", "Processor time of the generators."),
+    SPEED.metric("processor/trainer_s", "core s", "Processor time of the trainer's ranks."),
+    SPEED.metric("processor/rollout_workers_s", "core s", "Processor time of the rollout workers."),
+    SPEED.metric(
+        "processor/controller_s",
+        "core s",
+        "Processor time of the controller, and of programs that it has started and that have ended.",
+    ),
 )
 
 SCHEDULING_METRICS = (

@@ -29,6 +29,7 @@ from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.machine.requirements import require_modules
+from titan_rl.run.observability.processor_meter import ProcessorSource
 from titan_rl.run.observability.watchers import background_tasks
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.trainer_protocol import Trainer
@@ -136,6 +137,7 @@ class Planes(Generic[R]):
         waits_for: Function that describes generators that do not serve, and how long rollouts wait for them.
         workers: Rollout workers; None if groups are run in this process.
         hosts: Source of reports of joining, draining and lost hosts.
+        processes: Processes whose processor time is measured; None if generators and trainer were given.
     """
 
     router: R
@@ -144,6 +146,7 @@ class Planes(Generic[R]):
     waits_for: Callable[[], str]
     workers: WorkerPool | None = None
     hosts: HostHistory = field(default_factory=HostHistory)
+    processes: ProcessorSource | None = None
 
     def trouble(self) -> str | None:
         """Reason why no request can be answered, and what the run is waiting for, or None while enough generators
@@ -222,7 +225,7 @@ async def _with_processes(
             training = processes.training if components.trainer is None else None
             history = HostHistory()
             watch = watcher(config, files, processes, history, components.provided)
-            yield Planes(router, training, watch, processes.waits_for, workers, history)
+            yield Planes(router, training, watch, processes.waits_for, workers, history, processes)
             await asyncio.gather(router.close(), *([] if training is None else [training.close()]))
 
 
@@ -242,7 +245,7 @@ async def open_adapter_planes(
     async with start_processes(config, run_dir, PublishedWeights(), console) as processes:
         routers = processes.router = AdapterRouters(processes, config.experiments, console)
         watch = watcher(config, files, processes)
-        yield Planes(routers, processes.training, watch, processes.waits_for)
+        yield Planes(routers, processes.training, watch, processes.waits_for, processes=processes)
         await asyncio.gather(routers.close(), processes.training.close())
 
 

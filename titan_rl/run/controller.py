@@ -46,6 +46,7 @@ from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState, train_index
 from titan_rl.run.loop import TrainingLoop
 from titan_rl.run.observability.generation_status import GenerationStatus
+from titan_rl.run.observability.processor_meter import ProcessorMeter, ProcessorSource
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
 from titan_rl.run.observability.steps import Stage, StepReports, prefixed
@@ -76,6 +77,7 @@ class Controller(TrainingLoop[RunSummary]):
         token_texts: Decoder of tokens for transcripts.
         filters: Group filters that replace those of the settings.
         hosts: Source of reports of joining, draining and lost hosts.
+        processes: Processes whose processor time is measured.
         teachers: Teachers that score finished groups, by the tasks' names.
         workers: Rollout workers that run the groups, if there are any.
     """
@@ -97,6 +99,7 @@ class Controller(TrainingLoop[RunSummary]):
         token_texts: TokenTexts | None = None,
         filters: Sequence[GroupFilter] | None = None,
         hosts: HostHistory | None = None,
+        processes: ProcessorSource | None = None,
         teachers: Mapping[str, Teacher] | None = None,
         workers: WorkerPool | None = None,
     ) -> None:
@@ -138,6 +141,7 @@ class Controller(TrainingLoop[RunSummary]):
             config, self._validation, trainer, published, router, progress
         )
         self._generation = GenerationStatus(router, config.generation.num_generators, hosts)
+        self._processor = ProcessorMeter(processes)
 
     async def run(self) -> RunSummary:
         """Validate, train, and validate again. However the run ends, a checkpoint is written if a trained model is
@@ -301,7 +305,7 @@ class Controller(TrainingLoop[RunSummary]):
         await self._background_validation.before_checkpoint(self.version)
 
     def _report(self, step: int) -> None:
-        self._reports.add(step, self._generation.take_metrics(step))
+        self._reports.add(step, self._generation.take_metrics(step) | self._processor.take_metrics())
         self._reports.report(step)
 
     def _wind_up(self) -> None:

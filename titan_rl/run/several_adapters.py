@@ -297,7 +297,9 @@ class Experiments:
         opening = open_rollouters(config, run_dir.path, progress, self._renderer)
         runners = await resources.enter_async_context(opening)
         trainer = await resources.enter_async_context(run.open_trainer(self._trainers.of(name)))
-        controller = experiment.controller = await run.load_controller(trainer, router, runners, self._renderer)
+        controller = experiment.controller = await run.load_controller(
+            trainer, router, runners, self._renderer, processes=self._planes.processes
+        )
         stalls = ExperimentStalls(controller, router, self._turns, name)
         async with background_tasks(
             stalls=warn_of_stalls(stalls, progress),

@@ -126,6 +126,7 @@ async def _train(
         renderer,
         filters=components.filters,
         hosts=planes.hosts,
+        processes=planes.processes,
         teachers=teachers,
         workers=planes.workers,
     )

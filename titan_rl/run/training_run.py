@@ -20,6 +20,7 @@ from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.observability.processor_meter import ProcessorSource
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.resumption import Resumption
 from titan_rl.run.trainer_recovery import JournaledSteps, RecoveringTrainer, TrainerGroup, open_trainer
@@ -71,6 +72,7 @@ class TrainingRun:
         *,
         filters: Sequence[GroupFilter] | None = None,
         hosts: HostHistory | None = None,
+        processes: ProcessorSource | None = None,
         teachers: Mapping[str, Teacher] | None = None,
         workers: WorkerPool | None = None,
     ) -> Controller:
@@ -96,6 +98,7 @@ class TrainingRun:
             token_texts=find_token_texts(self.config.model),
             filters=filters,
             hosts=hosts,
+            processes=processes,
             teachers=teachers,
             workers=workers,
         )

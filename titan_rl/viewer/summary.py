@@ -16,6 +16,7 @@ from titan_rl.core.calls.parsing import parse_toml
 from titan_rl.core.files import as_list, as_table, file_status, last_lines, read_file, read_json
 from titan_rl.core.plain_data import plain_json
 from titan_rl.core.run_files import read_hosts, read_results, read_status
+from titan_rl.metrics.waterfall import AVAILABLE, STEPS, USED, waterfall
 from titan_rl.viewer.metric_columns import MetricColumns
 from titan_rl.viewer.verdicts import (
     EARNED,
@@ -40,6 +41,7 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
         tasks: List of tasks; see `task_lines`.
         trend: Change of the measurement on held-out samples, {"metric", "before", "after", "first_step", "last_step",
             "error"}; None if there were not two measurements, or if several suites have their own trends.
+        cores: The `waterfall` of a mean step, [{"name", "seconds", "share"}], with shares that add up to 1.
         hosts: Hosts of the run; see `read_hosts`.
         failure: Reason why the run failed, for a person; None if it did not fail.
         seconds_left: Remaining time of a run in progress at the pace of its latest steps, in seconds; None if unknown.
@@ -63,6 +65,7 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
         "verdicts": verdicts(columns, tasks),
         "tasks": tasks,
         "trend": next((asdict(change) for change in changes if change is not None), None),
+        "cores": [*_cores(columns)],
         "hosts": read_hosts(folder),
         "failure": status.reason if status.state == "failed" else None,
         "seconds_left": _seconds_left(columns, planned) if status.state == "running" else None,
@@ -121,6 +124,14 @@ def _tiles(columns: MetricColumns) -> Iterator[Tile]:
         yield _tile("Skipped steps", f"{skipped:,.0f}", "no finite loss or gradient: see the rollouts dropped", "bad")
     if losses := columns.values("train/loss") if not columns.count(EARNED[1]) else []:
         yield _tile("Loss", f"{fmean(losses[-RECENT:]):.4f}", f"{losses[0]:.4f} at first")
+
+
+def _cores(columns: MetricColumns) -> Iterator[dict[str, Any]]:
+    sums = {name: math.fsum(columns.values(name)) for name in (AVAILABLE, *USED, *STEPS) if columns.count(name)}
+    parts = waterfall(sums)
+    total = math.fsum(parts.values())
+    for name, seconds in parts.items():
+        yield {"name": name, "seconds": seconds / columns.count(AVAILABLE), "share": seconds / total}
 
 
 def _tiles_of_cost(folder: Path, config: Mapping[str, Any]) -> Iterator[Tile]:

@@ -15,6 +15,7 @@ from typing import Any
 from monarch.actor import this_proc
 
 from titan_rl.cluster.hosts.agent import HostAgent, Piece
+from titan_rl.cluster.hosts.cores import usable_cores
 from titan_rl.cluster.hosts.folders import RunToken
 from titan_rl.cluster.hosts.host import CLOSE_TIMEOUT_S, Host, JoiningHost, all_of, free_names
 from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostState
@@ -173,6 +174,12 @@ class Hosts:
     @property
     def gpus(self) -> dict[str, tuple[str, ...]]:
         return {host.name: host.gpus for host in self}
+
+    @property
+    def num_cores(self) -> int:
+        """Number of processor cores that the run may use on its hosts, including the controller's machine."""
+        own = 0 if socket.gethostname() in self.names else usable_cores()
+        return own + sum(host.num_cores for host in self)
 
     async def attach(self, workers: Sequence[str], *, begins: bool = False) -> list[Host]:
         """Have the hosts of workers join the run. They must match this machine in everything that a run needs.
@@ -359,8 +366,9 @@ async def open_hosts(
             hosts = Hosts(supervisor, config, needs, console)
             agent = ActorHandle(this_proc().spawn("host_agent", HostAgent))
             checks = opened.enter_context(LocalHealthChecks())
-            name, gpus = socket.gethostname(), visible_gpus()
-            hosts.lifecycles.add(Host(name, LOOPBACK, agent, gpus, watcher=checks, ping_socket=checks.path))
+            resources = visible_gpus(), usable_cores()
+            host = Host(socket.gethostname(), LOOPBACK, agent, *resources, watcher=checks, ping_socket=checks.path)
+            hosts.lifecycles.add(host)
         else:
             address = own_address(config)
             monitor = HostMonitor(address, silence_s=config.silence_s, lease_s=config.lease_s)

@@ -42,6 +42,7 @@ class Host:
         address: Address by which the other hosts of the run reach it.
         agent: Handle of its `HostAgent`.
         gpus: Its GPUs, named as in CUDA_VISIBLE_DEVICES.
+        num_cores: Number of its processor cores that the run may use.
         key: Name of the host for the `Supervisor`; None for this machine.
         folders: Folders of this machine that have a different path on the host, with that path.
         environment: Variables of its processes, in addition to those of its worker.
@@ -57,6 +58,7 @@ class Host:
     address: str
     agent: Any
     gpus: tuple[str, ...] = ()
+    num_cores: int = 0
     key: str | None = None
     folders: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -337,8 +339,16 @@ class JoiningHost:
     def become(self, name: str) -> None:
         """Give the host its name, and make its handle."""
         assert self._connection is not None
-        address, gpus = self._connection.address, self.facts.gpus
-        self.host = Host(name, address, self._agent, gpus, self.key, worker=self.worker, clocks=self.clocks)
+        self.host = Host(
+            name,
+            self._connection.address,
+            self._agent,
+            self.facts.gpus,
+            self.facts.num_cores,
+            self.key,
+            worker=self.worker,
+            clocks=self.clocks,
+        )
         self.host.worker_id = self._connection.id
         self.host.link = self._connection.link
         self.record.name, self.record.host = name, self.host

@@ -20,6 +20,7 @@ from math import ceil, floor
 from pathlib import Path
 from typing import NamedTuple
 
+from titan_rl.cluster.hosts.cores import usable_cores
 from titan_rl.cluster.hosts.folders import token_in
 from titan_rl.cluster.hosts.placement import visible_gpus
 from titan_rl.config.hosts import HostsConfig, Roles
@@ -131,6 +132,7 @@ class HostFacts:
         missing: Modules that are not found, with the reason.
         sees_run: Whether the run's folder on the host is the same as the controller's.
         memory, shared_memory: Number of free bytes.
+        num_cores: Number of processor cores that the run may use.
     """
 
     hostname: str
@@ -143,6 +145,7 @@ class HostFacts:
     memory: int
     shared_memory: int
     gpus: tuple[str, ...]
+    num_cores: int
 
 
 def collect_facts(question: FactsRequest) -> HostFacts:
@@ -158,6 +161,7 @@ def collect_facts(question: FactsRequest) -> HostFacts:
         _free_memory(),
         shutil.disk_usage(shard_root()).free,
         visible_gpus(),
+        usable_cores(),
     )
 
 

@@ -1,4 +1,5 @@
-"""Health checks of a host's processes: pings over a local socket, progress of their work, and hang detection."""
+"""Health checks of a host's processes: pings over a local socket, progress of their work, processor time, and hang
+detection."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Generator, Iterable
+import time
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,18 +31,45 @@ from titan_rl.core.clock import CLOCK, Clock
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessorTime:
+    """Processor time of processes, in seconds.
+
+    Args:
+        total_s: Time of all threads, and of child processes that have ended.
+        work_s: Part of it spent in `WorkProgress.in_progress`.
+    """
+
+    total_s: float = 0.0
+    work_s: float = 0.0
+
+    def __add__(self, other: ProcessorTime) -> ProcessorTime:
+        return ProcessorTime(self.total_s + other.total_s, self.work_s + other.work_s)
+
+    def __sub__(self, other: ProcessorTime) -> ProcessorTime:
+        return ProcessorTime(self.total_s - other.total_s, self.work_s - other.work_s)
+
+
+def own_processor_s() -> float:
+    """Processor time so far of this process and of its children that have ended, in seconds."""
+    return sum(os.times()[:4])
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessHealth:
-    """Health of one process, as the time without a sign of life in seconds.
+    """Health of one process: the time without a sign of life in seconds, and its processor time.
 
     Args:
         silent_s: Time since it last answered or computed.
         still_s: Time since its work last progressed or it computed; None while it has no work.
         stopped_s: Time for which it has been stopped by a signal, such as SIGSTOP; 0 if it is not stopped.
+        processor_s, work_s: Its `ProcessorTime` when it last answered.
     """
 
     silent_s: float = 0.0
     still_s: float | None = None
     stopped_s: float = 0.0
+    processor_s: float = 0.0
+    work_s: float = 0.0
 
 
 HEALTHY = ProcessHealth()
@@ -77,15 +106,18 @@ class HealthTracker:
         self._moves: int | None = None
         self._at_work = False
         self._silent_s = self._still_s = self._stopped_s = 0.0
+        self._processor = ProcessorTime()
 
-    def answered(self, moves: int, *, at_work: bool) -> None:
+    def answered(self, moves: int, *, at_work: bool, processor: ProcessorTime = ProcessorTime()) -> None:
         """Record an answer to a ping.
 
         Args:
             moves: Count of its progress so far.
             at_work: Whether it has work.
+            processor: Its processor time so far.
         """
         self._has_answered = True
+        self._processor = processor
         self._moved = self._moved or moves != self._moves
         self._moves, self._at_work = moves, at_work
 
@@ -102,7 +134,13 @@ class HealthTracker:
         self._still_s = 0.0 if self._moved or computed or not self._at_work else self._still_s + passed
         self._stopped_s = self._stopped_s + passed if stopped else 0.0
         self._has_answered = self._moved = False
-        return ProcessHealth(self._silent_s, self._still_s if self._at_work else None, self._stopped_s)
+        return ProcessHealth(
+            self._silent_s,
+            self._still_s if self._at_work else None,
+            self._stopped_s,
+            self._processor.total_s,
+            self._processor.work_s,
+        )
 
     @property
     def is_quiet(self) -> bool:
@@ -129,31 +167,39 @@ def hang_reason(health: Iterable[ProcessHealth], limit_s: float) -> str | None:
 
 PING = b"?"
 HELLO = struct.Struct("=Q")  # the pid
-ANSWER = struct.Struct("=Q?")  # count of progress so far, and whether there is work
+ANSWER = struct.Struct("=Q?dd")  # count of progress so far, whether there is work, and the processor time
 
 
 class WorkProgress:
-    """Progress of the work of one thread, which health checks read from any thread."""
+    """Progress of the work of one thread, which health checks read from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        clock: Processor time in seconds to attribute to the work: by default that of all threads of the process.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
+        self._clock = clock
         self._moves = 0
         self._num_in_progress = 0
+        self._processor_s = 0.0
 
     @contextmanager
     def in_progress(self) -> Generator[None]:
         """Context manager: mark the block as work, which must progress. Its begin and its end count as progress."""
         self._num_in_progress += 1
         self._moves += 1
+        began = self._clock()
         try:
             yield
         finally:
+            self._processor_s += self._clock() - began
             self._num_in_progress -= 1
             self._moves += 1
 
     @property
     def answer(self) -> bytes:
         """Answer to a ping."""
-        return ANSWER.pack(self._moves % 2**64, self._num_in_progress > 0)
+        return ANSWER.pack(self._moves % 2**64, self._num_in_progress > 0, own_processor_s(), self._processor_s)
 
 
 def answer_pings(path: Path, work: WorkProgress) -> None:
@@ -303,8 +349,8 @@ class _CheckedProcess:
 
     def answered(self, answer: bytes) -> None:
         self._ping_pending = False
-        moves, at_work = ANSWER.unpack(answer)
-        self._health.answered(moves, at_work=at_work)
+        moves, at_work, total_s, work_s = ANSWER.unpack(answer)
+        self._health.answered(moves, at_work=at_work, processor=ProcessorTime(total_s, work_s))
 
     def look(self) -> ProcessHealth:
         now, before = self._clock.now(), self._used

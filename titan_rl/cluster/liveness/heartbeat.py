@@ -66,7 +66,7 @@ class Report:
     Args:
         number: Increasing number, which the answer acknowledges.
         ended: Description of the end of each ended process by pid, until the controller has acknowledged it.
-        health: Health of each process without a recent sign of life, by pid.
+        health: Health of each process by pid.
         leaving: Reason why the host is about to shut down and should be drained; empty while it stays.
     """
 
@@ -252,8 +252,7 @@ class HostWatchdog:
             self._hurry.clear()
             self._number += 1
             ended = {pid: how for pid, (_, how) in self._ends.items()}
-            quiet = {pid: health for pid, health in self._health.items() if health != HEALTHY}
-            send(writer, Report(self._number, ended, quiet, self._reason_to_leave()).message())
+            send(writer, Report(self._number, ended, self._health, self._reason_to_leave()).message())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self._hurry.wait()

@@ -94,14 +94,17 @@ class ProcessActor(AnsweringActor):
     Attributes:
         work: Progress of its work, which health checks watch.
         fork_kind: Kind of the fork server for its process; None starts the process without one.
+
+    Args:
+        work: Defaults to work whose processor time is that of all threads.
     """
 
     fork_kind: ClassVar[str | None] = None
 
-    def __init__(self, spec: ProcessSpec) -> None:
+    def __init__(self, spec: ProcessSpec, work: WorkProgress | None = None) -> None:
         super().__init__()
         self._spec = spec
-        self.work = WorkProgress()
+        self.work = work or WorkProgress()
         enter_actor_process(spec.log)
         if spec.address != LOOPBACK:  # otherwise its ports would have the controller's address
             configure(default_transport=f"tcp://{spec.address}:0")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from titan_rl.cluster.liveness.health_check import HEALTHY, ProcessHealth, Watcher, hang_reason
+from titan_rl.cluster.liveness.health_check import HEALTHY, ProcessHealth, ProcessorTime, Watcher, hang_reason
 from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.core.errors import ActorDiedError
 
@@ -40,6 +40,10 @@ class _Rank:
     pid: int
     watcher: Watcher
     health: ProcessHealth = HEALTHY
+
+    @property
+    def processor_time(self) -> ProcessorTime:
+        return ProcessorTime(self.health.processor_s, self.health.work_s)
 
     def ended(self, how: str) -> None:
         self.remote.end(how)
@@ -90,6 +94,12 @@ class RemoteProcess:
         self.pids: tuple[int, ...] = ()
         self.hosts = frozenset(hosts)
         self._ranks: list[_Rank] = []
+        self._closed_ranks_time = ProcessorTime()
+
+    @property
+    def processor_time(self) -> ProcessorTime:
+        """Processor time so far, according to the last health checks."""
+        return sum((rank.processor_time for rank in self._ranks), self._closed_ranks_time)
 
     @property
     def process(self) -> ProcessId:
@@ -146,6 +156,7 @@ class RemoteProcess:
         while self._ranks:
             rank = self._ranks.pop()
             rank.watcher.forget(rank.pid)
+            self._closed_ranks_time += rank.processor_time
 
     async def call(self, endpoint: Any, *args: Any, timeout_s: float | None = None) -> Any:
         """Call an actor's endpoint. Raises the actor's own error instead of Monarch's wrapper of it.

@@ -20,6 +20,7 @@ from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.loop import TrainingLoop
+from titan_rl.run.observability.processor_meter import ProcessorMeter, ProcessorSource
 from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.steps import Stage
 from titan_rl.run.sft.demonstration_sources import TokenSource
@@ -130,6 +131,7 @@ class SupervisedLoop(TrainingLoop[SupervisedSummary]):
         start: State of the checkpoint that the trainer has loaded.
         sinks: Sink for the metrics.
         hosts: History of the trainer's hosts, for their metrics.
+        processes: Processes whose processor time is measured.
     """
 
     def __init__(
@@ -145,12 +147,14 @@ class SupervisedLoop(TrainingLoop[SupervisedSummary]):
         sinks: MetricSink,
         progress: Progress,
         hosts: HostHistory | None = None,
+        processes: ProcessorSource | None = None,
     ) -> None:
         super().__init__(config, trainer, run_dir=run_dir, state=start, sinks=sinks, progress=progress)
         self._tokens = tokens
         self._plan = plan
         self._held_out = held_out
         self._hosts = hosts or HostHistory()
+        self._processor = ProcessorMeter(processes)
         self._num_too_long = 0
 
     async def run(self) -> SupervisedSummary:
@@ -216,6 +220,7 @@ class SupervisedLoop(TrainingLoop[SupervisedSummary]):
             self.version,
             {f"train/{name}": metrics[name] for name in LOGGED if name in metrics}
             | self._hosts.take_metrics()
+            | self._processor.take_metrics()
             | {"throughput/tokens_per_s": speed, "time/step_s": seconds, "time/wait_for_tokens_s": waited_s},
         )
         self._progress.step(_shown_step(self.version, metrics.get("loss", math.nan), speed, seconds))

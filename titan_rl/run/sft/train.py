@@ -376,7 +376,7 @@ async def _teach(
         processes = await resources.enter_async_context(start_trainer(config, run_dir, progress))
     training = processes.training
     watch_hosts = hosts_watcher(config.hosts, files, processes, history, session.provided)
-    planes = Planes(None, training, watch_hosts, waits_for=str)
+    planes = Planes(None, training, watch_hosts, waits_for=str, hosts=history, processes=processes)
     steps = LearnedSteps(plan.tokens, plan.steps)
     opening = open_trainer(training, steps, config, run_dir, PublishedWeights(), progress)
     trainer = await resources.enter_async_context(opening)
@@ -392,6 +392,7 @@ async def _teach(
         sinks=session.sinks,
         progress=progress,
         hosts=history,
+        processes=processes,
     )
     async with session.training(planes, loop):
         summary = await loop.run()

@@ -6,6 +6,7 @@ const TONES = { "in the run": "finished", gone: "failed", joining: "running" };
 const BECAME = { joined: "joined", drains: "is drained", left: "has left", lost: "was lost" };
 const MOST_EVENTS = 8;
 const PARTS = { generation: "--plane-generator", environments: "--plane-environment", rewards: "--plane-reward", training: "--plane-trainer", "weight sync": "--plane-sync", validation: "--plane-validation", checkpoints: "--plane-checkpoint" };
+const CORES = { "engine steps": "--plane-generator", "generators, besides steps": "--plane-generator", "trainer steps": "--plane-trainer", "trainer, besides steps": "--plane-trainer", "rollout workers": "--plane-environment", "idle, or used by other programs": "--idle" };
 
 /** The run's name, its state and its progress. */
 export function headline(run, summary) {
@@ -90,6 +91,18 @@ export function time(runs, summaries) {
       h("p", {}, found.sentence.charAt(0).toUpperCase() + found.sentence.slice(1), /[.!?]$/.test(found.sentence) ? "" : "."));
   }).filter(Boolean);
   return rows.length ? h("section", { class: "card", "aria-label": "Where the steps' time goes" }, h("h2", {}, "Where the steps' time goes"), rows) : null;
+}
+
+/** Waterfall of the core seconds of a step, from the work to the idle time: a card for a run that has measured them. */
+export function cores({ cores: parts = [] }, run, alone) {
+  if (!parts.length) return null;
+  const title = alone ? "Where the cores' time goes" : `Where the cores' time goes in ${run.name}`;
+  const begins = parts.map((_, i) => parts.slice(0, i).reduce((sum, { share }) => sum + share, 0));
+  const row = ({ name, seconds, share }, i) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, `${short(seconds, 3)} s`), h("td", {}, percent(share)),
+    h("td", { class: "fall", "aria-hidden": "true" }, h("span", { style: { "margin-left": `${100 * begins[i]}%`, width: `${100 * share}%`, background: `var(${CORES[name] ?? "--plane-scheduler"})` } })));
+  const head = ["Process", "Core seconds of a step", "Share"].map(label => h("th", { scope: "col" }, label));
+  return h("section", { class: "card cores", "aria-label": title }, h("h2", {}, title),
+    h("div", { class: "comparison", tabindex: "0", role: "region", "aria-label": `${title}, a line each` }, h("table", {}, h("thead", {}, h("tr", {}, head, h("td", {}))), h("tbody", {}, parts.map(row)))));
 }
 
 /** The hosts of a run, with their processes and events; nothing for a run on one host. */

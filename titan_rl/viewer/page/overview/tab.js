@@ -3,7 +3,7 @@ import { CurveStore } from "viewer/curves/store";
 import { h } from "viewer/dom";
 import { Comparison } from "viewer/overview/compare";
 import { Hero, QUANTITIES } from "viewer/overview/hero";
-import { failure, headline, hosts, tiles, time, waiting, warnings } from "viewer/overview/parts";
+import { cores, failure, headline, hosts, tiles, time, waiting, warnings } from "viewer/overview/parts";
 import { Prompts } from "viewer/overview/prompts";
 import { StepCard } from "viewer/overview/step";
 import { taskTable, verdicts } from "viewer/overview/verdicts";
@@ -84,7 +84,7 @@ class Overview {
     this.verdicts.replaceChildren(verdicts(runs, summaries) ?? "");
     this.tiles.replaceChildren(...(alone ? tiles(summaries[0]) : []));
     this.tiles.hidden = !this.tiles.childElementCount;
-    this.waits.replaceChildren(time(runs, summaries) ?? "");
+    this.waits.replaceChildren(time(runs, summaries) ?? "", ...each(cores));
     this.hosts.replaceChildren(...each(hosts));
   }
 
