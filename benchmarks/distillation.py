@@ -29,7 +29,7 @@ from benchmarks.examples import REPOSITORY, run
 from titan_rl.run.directory import read_jsonl
 from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss, without_bounds
 
-SUBJECT = ("titan_rl/training", "titan_rl/run/teachers.py")
+SUBJECT = ("titan_rl/training", "titan_rl/run/open_teachers.py")
 """Code that the figures depend on, for `scripts/stale_figures.py`."""
 
 EXAMPLE = "examples/distillation/sparse.toml"

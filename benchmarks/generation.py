@@ -38,7 +38,7 @@ from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.turns import turn_seed
-from titan_rl.run.machine.process_environment import run_environment
+from titan_rl.run.process.environment import run_environment
 from titan_rl.weights.types import Manifest, Probe, PublishedWeights
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip

@@ -71,7 +71,7 @@ def trainer_figures(folder: Path, state: str) -> dict[str, float]:
     """Bytes that a trainer takes of the GPU and those computed, its parameters, and the seconds of a step."""
     import torch
 
-    from titan_rl.run.machine.gpu_memory import CONTEXT_BYTES
+    from titan_rl.run.checks.gpu_memory import CONTEXT_BYTES
     from titan_rl.training.memory import rank_memory
     from titan_rl.training.trainer import TrainerCore
 

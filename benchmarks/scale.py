@@ -57,7 +57,7 @@ from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.garbage_collection import settled_heap
 from titan_rl.cluster.processes.process import LOOPBACK
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.rollout_workers import WorkerPool
+from titan_rl.cluster.rollout_worker_pool import WorkerPool
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.core.console import LOG

@@ -17,7 +17,7 @@ import cloudpickle
 from benchmarks.shards import context_of
 from benchmarks.simulated_generators import LOGPROBS, STEP_S, TOKENS, Traffic
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, Turn, VersionSpan
-from titan_rl.cluster import rollout_workers
+from titan_rl.cluster import rollout_worker_pool
 from titan_rl.cluster.rollout_worker import GroupOrder, ProgressSender
 from titan_rl.core.arrays import logprob_array, token_array
 from titan_rl.generation.recording import RecordedAnswer, prompt_digest
@@ -61,7 +61,7 @@ class Service:
 
     async def _receive(self, sent: bytes) -> bool:
         _, _, answers, finished = cloudpickle.loads(sent)
-        return await rollout_workers.wait_for_room(rollout_workers.record(answers, finished))
+        return await rollout_worker_pool.wait_for_room(rollout_worker_pool.record(answers, finished))
 
 
 class SimulatedWorker:

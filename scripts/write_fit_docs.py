@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.generation.gpu_share import GPU_SHARE, WORK_BYTES
-from titan_rl.run.machine.gpu_memory import CONTEXT_BYTES
+from titan_rl.run.checks.gpu_memory import CONTEXT_BYTES
 from titan_rl.training.memory import rank_memory, total_parameters
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 

@@ -32,9 +32,9 @@ from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.components import Components
-from titan_rl.run.machine.signals import run_to_its_end
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.summary import RunSummary, show_summary
+from titan_rl.run.process.signals import run_to_its_end
 from titan_rl.run.session import SessionFiles
 from titan_rl.run.terminal.standard_streams import StderrConsole
 from titan_rl.scheduling.filters import GroupFilter

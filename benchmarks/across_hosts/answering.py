@@ -32,7 +32,7 @@ from unittest.mock import patch
 from benchmarks.across_hosts.kept_versions import EXAMPLE
 from titan_rl.cluster.actor_replica import ActorReplica
 from titan_rl.cluster.generator_processes import GeneratorProcesses
-from titan_rl.cluster.hosts.requests import HostFiles
+from titan_rl.cluster.hosts.host_files import HostFiles
 from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.cluster.run_processes import start_processes
 from titan_rl.config.load import dump_config, load_config
@@ -44,8 +44,8 @@ from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.run.components import watcher
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.machine.process_environment import run_environment
-from titan_rl.run.provider_workers import use_monarch
+from titan_rl.run.open_host_workers import use_monarch
+from titan_rl.run.process.environment import run_environment
 from titan_rl.run.status import status_kept
 from titan_rl.types import Completion, SamplingParams, TokenChunk
 from titan_rl.weights.types import PublishedWeights

@@ -12,7 +12,7 @@ import pytest
 from titan_rl.cli import doctor
 from titan_rl.cli.main import main
 from titan_rl.core.errors import MissingExtraError, install_command
-from titan_rl.run.machine.machine_checks import TRIALS, Finding, check_up, try_out
+from titan_rl.run.checks.machine_checks import TRIALS, Finding, check_up, try_out
 
 
 def test_trials_report_success_failure_crash_and_hang():
@@ -79,7 +79,7 @@ def test_deleted_current_folder_is_the_only_finding(
 
 
 def test_checks_the_machine_and_the_packages(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("titan_rl.run.machine.machine_checks.try_out", lambda *_: iter(()))
+    monkeypatch.setattr("titan_rl.run.checks.machine_checks.try_out", lambda *_: iter(()))
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     found = {finding.subject: finding for finding in check_up()}
     assert {"python", "cores", "memory", "shared memory", "open files", "scratch", "torch", "torchmonarch"} <= set(
@@ -93,10 +93,8 @@ def test_uninstalled_source_tree_is_a_warning(monkeypatch: pytest.MonkeyPatch):
     def not_installed(name: str):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(
-        "titan_rl.run.machine.machine_checks.try_out", lambda *_: iter([Finding("torch", "ok", "2.11")])
-    )
-    monkeypatch.setattr("titan_rl.run.machine.machine_checks.requires", not_installed)
+    monkeypatch.setattr("titan_rl.run.checks.machine_checks.try_out", lambda *_: iter([Finding("torch", "ok", "2.11")]))
+    monkeypatch.setattr("titan_rl.run.checks.machine_checks.requires", not_installed)
     findings = {finding.subject: finding for finding in check_up()}
     assert findings["titan-rl"].state == "warning"
     assert findings["torch"].found == "2.11"
@@ -112,9 +110,9 @@ def test_uninstalled_extras_are_optional(monkeypatch: pytest.MonkeyPatch):
         'pytest; extra == "tables"',
         'nowhere; extra == "dev"',
     ]
-    monkeypatch.setattr("titan_rl.run.machine.machine_checks.try_out", lambda *_: iter(()))
-    monkeypatch.setattr("titan_rl.run.machine.machine_checks.metadata", lambda _: about)
-    monkeypatch.setattr("titan_rl.run.machine.machine_checks.requires", lambda _: needs)
+    monkeypatch.setattr("titan_rl.run.checks.machine_checks.try_out", lambda *_: iter(()))
+    monkeypatch.setattr("titan_rl.run.checks.machine_checks.metadata", lambda _: about)
+    monkeypatch.setattr("titan_rl.run.checks.machine_checks.requires", lambda _: needs)
     found = {finding.subject: finding for finding in check_up() if finding.subject.startswith("[")}
     assert found == {
         "[games]": Finding("[games]", "absent", "lacks no-such-game", install_command("games")),
@@ -173,9 +171,9 @@ def test_sockets_reachable_by_other_users_are_a_warning(
     links = {"/proc/self/ns/net": "net:[1]", "/proc/1/ns/net": f"net:[{2 if own else 1}]"}
     monkeypatch.setattr("os.readlink", lambda path, real=os.readlink: links.get(path) or real(path))
     tried = [Finding("other users", "ok" if private else "missing", "as tried out")]
-    monkeypatch.setattr("titan_rl.run.machine.machine_checks.version", lambda _: "1.0")
+    monkeypatch.setattr("titan_rl.run.checks.machine_checks.version", lambda _: "1.0")
     monkeypatch.setattr(
-        "titan_rl.run.machine.machine_checks.try_out", lambda trials, *_: iter(tried) if len(trials) == 1 else ()
+        "titan_rl.run.checks.machine_checks.try_out", lambda trials, *_: iter(tried) if len(trials) == 1 else ()
     )
     (finding,) = [finding for finding in check_up() if finding.subject == "other users"]
     assert finding.state == ("ok" if own or private else "warning")

@@ -137,7 +137,7 @@ def test_invalid_hosts_are_rejected_before_a_run_has_a_folder(
 def test_settings_that_need_a_gpu_are_rejected_without_one(
     project: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str, capsys
 ):
-    monkeypatch.setattr("titan_rl.run.machine.requirements.visible_gpus", lambda: ())
+    monkeypatch.setattr("titan_rl.run.checks.requirements.visible_gpus", lambda: ())
     for dry_run in (["--dry-run"], []):
         assert main(["train", "config.toml", arguments, *dry_run]) == 2
         assert message in capsys.readouterr().err
@@ -147,8 +147,8 @@ def test_settings_that_need_a_gpu_are_rejected_without_one(
 def test_float32_adapters_are_rejected_when_generators_have_gpus(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    monkeypatch.setattr("titan_rl.run.machine.requirements.visible_gpus", lambda: ("0",))
-    monkeypatch.setattr("titan_rl.run.machine.requirements.least_gpu_bytes", lambda: 80 * 2**30)
+    monkeypatch.setattr("titan_rl.run.checks.requirements.visible_gpus", lambda: ("0",))
+    monkeypatch.setattr("titan_rl.run.checks.requirements.least_gpu_bytes", lambda: 80 * 2**30)
     for dry_run in (["--dry-run"], []):
         assert main(["train", "config.toml", "--training.adapter.rank=1", *dry_run]) == 2
         assert 'set model.dtype = "bfloat16"' in capsys.readouterr().err
@@ -168,8 +168,8 @@ def test_float32_adapters_are_rejected_when_generators_have_gpus(
 def test_dry_run_names_the_weight_transport_and_the_reason(
     project: Path, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], arguments: list[str], message: str, capsys
 ):
-    monkeypatch.setattr("titan_rl.run.machine.requirements.visible_gpus", lambda: gpus)
-    monkeypatch.setattr("titan_rl.run.machine.requirements.least_gpu_bytes", lambda: 80 * 2**30)
+    monkeypatch.setattr("titan_rl.run.checks.requirements.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("titan_rl.run.checks.requirements.least_gpu_bytes", lambda: 80 * 2**30)
     main(["train", "config.toml", *arguments, "--dry-run"])
     assert message in capsys.readouterr().err
 
@@ -189,7 +189,7 @@ def test_dry_run_names_the_weight_transport_and_the_reason(
 def test_settings_beyond_the_machine_are_rejected_before_a_run_has_a_folder(
     project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str, capsys
 ):
-    monkeypatch.setattr("titan_rl.run.machine.requirements.visible_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr("titan_rl.run.checks.requirements.visible_gpus", lambda: ("0", "1"))
     for dry_run in (["--dry-run"], []):
         assert main(["train", "config.toml", *arguments, *dry_run]) == 2
         assert message in capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_only_the_listed_modules_write_to_the_terminal():
     allowed = {
         "run/terminal/standard_streams.py",  # escapes text
         "core/console.py",  # writes to the log
-        "run/machine/guard.py",  # a program without imports; its text is escaped by the caller
+        "run/process/guard.py",  # a program without imports; its text is escaped by the caller
         "cluster/processes/sockets.py",  # forwards, escaped, the output of Monarch during its start
         "cluster/hosts/monarch_host.py",  # one fixed word to the process that started it
     }
@@ -168,7 +168,9 @@ def test_hosts_request_does_not_follow_links(
     target = tmp_path / "mine"
     target.write_text("precious")
     (stopped.path / "hosts.jsonl").symlink_to(target)
-    monkeypatch.setattr("titan_rl.cluster.hosts.requests.read_status", lambda folder: SimpleNamespace(state="running"))
+    monkeypatch.setattr(
+        "titan_rl.cluster.hosts.host_files.read_status", lambda folder: SimpleNamespace(state="running")
+    )
     assert main(["hosts", str(stopped.path), "drain", "h1"]) == 2
     assert "hosts.jsonl cannot be written" in capfd.readouterr().err
     assert target.read_text() == "precious"

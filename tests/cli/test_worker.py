@@ -17,7 +17,7 @@ def test_ctrl_c_stops_a_worker_at_once_and_suggests_sigterm(
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("titan_rl.run.worker.run_worker", interrupted)
+    monkeypatch.setattr("titan_rl.run.host_worker.run_worker", interrupted)
     assert main(["worker", "--listen", "127.0.0.1:0"]) == 130
     err = capsys.readouterr().err
     assert "titan-rl: stopped at once, with the work of runs on this host; SIGTERM lets them move it first" in err

@@ -19,8 +19,8 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.cluster.hosts.folders import FOLDER
 from titan_rl.cluster.hosts.host import connect_to_worker
+from titan_rl.cluster.hosts.host_worker_server import WorkerServer, reserved_port
 from titan_rl.cluster.hosts.monarch_host import READY
-from titan_rl.cluster.hosts.worker_server import WorkerServer, reserved_port
 
 COUNT = 8  # several, to load the machine: the race is between reporting ready and listening
 
@@ -75,7 +75,12 @@ def worker() -> Iterator[Path]:
 
 async def test_monarch_log_is_private_and_removed_with_the_run(worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(worker))
-    for limit in ("worker_server.START_S", "host.MONARCH_TIMEOUT_S", "host.REACH_TIMEOUT_S", "worker_server.HELLO_S"):
+    for limit in (
+        "host_worker_server.START_S",
+        "host.MONARCH_TIMEOUT_S",
+        "host.REACH_TIMEOUT_S",
+        "host_worker_server.HELLO_S",
+    ):
         monkeypatch.setattr(f"titan_rl.cluster.hosts.{limit}", HANG_S)
     before = os.umask(0o022)
     serving = asyncio.ensure_future(WorkerServer(listener := socket.create_server(("127.0.0.1", 0))).serve())

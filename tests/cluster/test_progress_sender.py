@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from test_worker_pool import answer
+from test_rollout_worker_pool import answer
 
 from titan_rl import Rollout, Turn
 from titan_rl.cluster.rollout_worker import GIVE_UP_S, MOST_UNSENT, ProgressSender

@@ -24,7 +24,7 @@ from titan_rl.cluster.liveness.health_check import HealthChecks, ProcessObserver
 from titan_rl.cluster.liveness.local_processes import CAN_WATCH, TreeUse, WatchedProcess
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.rollout_worker import GroupOrder
-from titan_rl.cluster.rollout_workers import WorkerPool
+from titan_rl.cluster.rollout_worker_pool import WorkerPool
 from titan_rl.cluster.trainer_processes import ActorTrainer
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.testing.clock import ManualClock

@@ -14,7 +14,7 @@ from titan_rl.config.model_folder import adapter_base_note
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.generation.engine import AdapterSpec
-from titan_rl.run.machine.requirements import checkpoint_bytes
+from titan_rl.run.checks.requirements import checkpoint_bytes
 from titan_rl.run.sft.train import supervised
 from titan_rl.training.settings import TARGETS, UNSUPPORTED_TARGETS
 

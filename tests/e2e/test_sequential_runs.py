@@ -13,7 +13,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 PROGRAM = """
 import asyncio, os
-from titan_rl.run.machine.process_environment import process_scratch, run_environment
+from titan_rl.run.process.environment import process_scratch, run_environment
 from titan_rl.cluster.processes.sockets import listen_below
 from monarch.actor import Actor, endpoint, this_host
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from hosts.scripted import *
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.core.errors import TitanRLError
-from titan_rl.cluster.hosts.requests import HostFiles
+from titan_rl.cluster.hosts.host_files import HostFiles
 from titan_rl.run.components import watcher
 from titan_rl.run.status import status_kept
 

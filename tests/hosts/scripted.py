@@ -82,8 +82,8 @@ class Printed(Console):
 async def generators(config: RunConfig, folder: Path) -> AsyncGenerator[tuple[Any, Any]]:
     """Start the generators of a config, and yield their processes and a router."""
     from titan_rl.cluster.run_processes import start_processes
-    from titan_rl.run.machine.process_environment import run_environment
-    from titan_rl.run.provider_workers import use_monarch
+    from titan_rl.run.open_host_workers import use_monarch
+    from titan_rl.run.process.environment import run_environment
     from titan_rl.weights.types import PublishedWeights
 
     with run_environment((str(TESTS), *config.pythonpath)):

@@ -13,9 +13,9 @@ import pytest
 from background import HANG_S
 from providers.fakes import worker_command
 
-from titan_rl.cluster.providers import workers
+from titan_rl.cluster.providers import host_worker_commands
+from titan_rl.cluster.providers.host_worker_commands import KeptWorkers, kept_workers, tethered
 from titan_rl.cluster.providers.spec import ChangingWorkers
-from titan_rl.cluster.providers.workers import KeptWorkers, kept_workers, tethered
 from titan_rl.core.console import LOG, Console, ConsoleLines
 from titan_rl.core.errors import ProviderError
 
@@ -33,8 +33,8 @@ signal.pause()
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "FIRST_WAIT_S", 0.02)
-    monkeypatch.setattr(workers, "MOST_WAIT_S", 0.05)
+    monkeypatch.setattr(host_worker_commands, "FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr(host_worker_commands, "MOST_WAIT_S", 0.05)
 
 
 def listening(tmp_path: Path, *addresses: str, program: str | None = None) -> list[tuple[str, list[str]]]:
@@ -136,7 +136,7 @@ async def test_failed_worker_is_restarted_when_its_host_returns(tmp_path: Path) 
 
 
 async def test_repeated_failure_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(host_worker_commands, "FIRST_WAIT_S", 0.001)
     async with Kept(tmp_path) as kept:
         await until(lambda: (tmp_path / "worker-comes.log").read_text().count("no route") >= 4)
         assert [line for line in kept.console if "no route" in line] == kept.console[:1]

@@ -10,7 +10,7 @@ from pathlib import Path
 from background import HANG_S
 from providers.fakes import Commands, worker_command
 
-from titan_rl.cluster.providers.workers import WorkerProcess, tethered
+from titan_rl.cluster.providers.host_worker_commands import WorkerProcess, tethered
 from titan_rl.core.console import LOG
 
 

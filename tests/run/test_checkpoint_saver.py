@@ -15,9 +15,9 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig
 from titan_rl.core.errors import CheckpointError, ConfigError, NoSpaceError
 from titan_rl.run import loop
+from titan_rl.run.checks import requirements
+from titan_rl.run.checks.requirements import check_room, checkpoint_bytes
 from titan_rl.run.loop import CheckpointSaver
-from titan_rl.run.machine import requirements
-from titan_rl.run.machine.requirements import check_room, checkpoint_bytes
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.stages.training import TrainerCalls
 from titan_rl.training.state.checkpoint import step_directory, write_checksums, write_summed

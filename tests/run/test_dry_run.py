@@ -16,7 +16,7 @@ import pytest
 from user_project import project
 
 from titan_rl.cli.main import main
-from titan_rl.run.machine.own_processes import Machine
+from titan_rl.run.checks.own_processes import Machine
 
 __all__ = ["project"]
 

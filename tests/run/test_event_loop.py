@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from titan_rl.run.machine.signals import run_to_its_end
+from titan_rl.run.process.signals import run_to_its_end
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
@@ -54,7 +54,7 @@ def test_run_to_its_end_returns_or_raises_like_the_program():
 
 HANGING = """
 import asyncio, threading
-from titan_rl.run.machine.signals import run_to_its_end
+from titan_rl.run.process.signals import run_to_its_end
 
 async def program():
     hanging = [asyncio.ensure_future(asyncio.to_thread(threading.Event().wait)) for _ in range(40)]

@@ -27,7 +27,7 @@ from titan_rl.metrics.metric import MetricGroup
 from titan_rl.metrics.table import METRICS, find_metric, match_metric
 from titan_rl.run.directory import read_jsonl
 from titan_rl.run.observability.processor_meter import ProcessorMeter
-from titan_rl.run.observability.steps import group_metrics, prefixed, validation_metrics
+from titan_rl.run.observability.step_metrics import group_metrics, prefixed, validation_metrics
 from titan_rl.run.several_adapters import RunMetrics
 from titan_rl.run.sft.loop import LOGGED
 from titan_rl.scheduling.fair_turns import FairTurns

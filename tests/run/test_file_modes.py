@@ -16,7 +16,7 @@ from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.machine.process_environment import file_modes
+from titan_rl.run.process.environment import file_modes
 from titan_rl.training.state.checkpoint import atomic_directory
 from titan_rl.weights.shard_files import OwnedFolder, ShardFile
 

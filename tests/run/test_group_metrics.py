@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Turn, VersionSpan
-from titan_rl.run.observability.steps import group_metrics, validation_metrics
+from titan_rl.run.observability.step_metrics import group_metrics, validation_metrics
 
 
 class Scalar:

@@ -15,8 +15,8 @@ import pytest
 from background import in_background
 
 from titan_rl.cluster.hosts.elastic import ASK_S, MISSES, RETRY_S, HostReconciler, ProvidedHosts
+from titan_rl.cluster.hosts.host_files import HostFiles, HostRequest, HostStates, describe
 from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostState, HostStatus
-from titan_rl.cluster.hosts.requests import HostFiles, HostRequest, HostStates, describe
 from titan_rl.core.errors import ActorDiedError, ConfigError, TitanRLError
 from titan_rl.core.run_files import RunStatus
 from titan_rl.run.status import status_kept
@@ -85,7 +85,7 @@ def run_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def running_status(monkeypatch: pytest.MonkeyPatch) -> None:
     status = RunStatus("running", began=0.0)
-    monkeypatch.setattr("titan_rl.cluster.hosts.requests.read_status", lambda folder: status)
+    monkeypatch.setattr("titan_rl.cluster.hosts.host_files.read_status", lambda folder: status)
 
 
 def reconciler_of(

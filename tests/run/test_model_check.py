@@ -13,8 +13,8 @@ import pytest
 
 from titan_rl.cli.main import main
 from titan_rl.core.errors import ModelError
-from titan_rl.run.machine import model_check
-from titan_rl.run.machine.model_check import CheckedModel, ModelOutcome, check_model, in_a_line, read_model
+from titan_rl.run.checks import model_check
+from titan_rl.run.checks.model_check import CheckedModel, ModelOutcome, check_model, in_a_line, read_model
 from titan_rl.training.numerical_check import NumericalCheck
 
 RIGHT = NumericalCheck("logprobs", "A against B", 1e-6, 2e-5, "nats")
@@ -96,7 +96,7 @@ def test_process_errors_crashes_and_hangs_are_reported(
             started.append(process.pid)
             return process
 
-        monkeypatch.setattr("titan_rl.run.machine.model_check.subprocess.Popen", instead)
+        monkeypatch.setattr("titan_rl.run.checks.model_check.subprocess.Popen", instead)
 
     def problems(limit_s: float = 60.0) -> set[str | None]:
         return {outcome.problem for outcome in check_model(model(make({})), limit_s=limit_s)}

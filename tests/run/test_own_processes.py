@@ -9,7 +9,7 @@ import pytest
 from user_project import project
 
 from titan_rl.config.load import load_config
-from titan_rl.run.machine.own_processes import Machine, describe_processes, memory_problem, overloads
+from titan_rl.run.checks.own_processes import Machine, describe_processes, memory_problem, overloads
 
 __all__ = ["project"]
 

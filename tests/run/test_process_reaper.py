@@ -9,8 +9,8 @@ import time
 import pytest
 
 from titan_rl.cluster.liveness.local_processes import children_of, unreaped_children_of
-from titan_rl.run import worker
-from titan_rl.run.worker import CLEAN_FOR_S, LOOK_CHILDREN_S, REAP_AFTER_S, ProcessReaper
+from titan_rl.run import host_worker
+from titan_rl.run.host_worker import CLEAN_FOR_S, LOOK_CHILDREN_S, REAP_AFTER_S, ProcessReaper
 from titan_rl.testing.clock import ManualClock
 
 pytestmark = pytest.mark.skipif(
@@ -32,7 +32,7 @@ def kill(child: int) -> None:
 
 def test_reaper_cleans_up_only_after_a_child_has_ended(child: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, cleaned = ManualClock(), list[float]()
-    monkeypatch.setattr(worker, "clean_up_after_dead_runs", lambda root: cleaned.append(clock.seconds))
+    monkeypatch.setattr(host_worker, "clean_up_after_dead_runs", lambda root: cleaned.append(clock.seconds))
     reaper = ProcessReaper(clock)
 
     def look(times: int) -> None:

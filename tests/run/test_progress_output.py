@@ -9,7 +9,7 @@ import os
 import pytest
 
 from titan_rl.run.observability.progress import Progress, ShownStep
-from titan_rl.run.observability.steps import shown_step
+from titan_rl.run.observability.step_metrics import shown_step
 
 
 def show_run(descriptor: int) -> None:

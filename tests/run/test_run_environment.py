@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.run.machine.process_environment import run_environment
+from titan_rl.run.process.environment import run_environment
 
 PROBE = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['TOKENIZERS_PARALLELISM'])"
 
@@ -51,7 +51,7 @@ def test_child_processes_get_the_module_search_path(monkeypatch: pytest.MonkeyPa
 
 HOLDING = """
 import os, sys, tempfile
-from titan_rl.run.machine.process_environment import process_scratch, run_environment
+from titan_rl.run.process.environment import process_scratch, run_environment
 
 with run_environment():
     first = tempfile.gettempdir()

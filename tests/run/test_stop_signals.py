@@ -17,8 +17,8 @@ from user_project import project
 
 from titan_rl.cluster.liveness.local_processes import children_of
 from titan_rl.core.run_files import ENDED_AT_ONCE, read_status
-from titan_rl.run.machine.guard import GRACE_S
-from titan_rl.run.machine.signals import StopSignals
+from titan_rl.run.process.guard import GRACE_S
+from titan_rl.run.process.signals import StopSignals
 from titan_rl.run.terminal.standard_streams import StderrConsole
 
 __all__ = ["project"]
@@ -40,10 +40,10 @@ sys.exit(train.run_training(load_config("config.toml")).code)
 PROGRAM = """
 import asyncio, ctypes, os, sys, time
 from pathlib import Path
-from titan_rl.run.machine.guard import guarded
+from titan_rl.run.process.guard import guarded
 from titan_rl.cluster.hosts.folders import scratch_root
-from titan_rl.run.machine.process_environment import run_environment
-from titan_rl.run.machine.signals import StopSignals
+from titan_rl.run.process.environment import run_environment
+from titan_rl.run.process.signals import StopSignals
 from titan_rl.run.status import status_kept
 
 def native():

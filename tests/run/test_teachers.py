@@ -17,8 +17,8 @@ from titan_rl.core.console import LOG
 from titan_rl.core.errors import ConfigError, GenerationError
 from titan_rl.generation.scripted_engine import scripted_logprobs
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
+from titan_rl.run.open_teachers import PrivilegedPrompt, TokenCheck, check_tokens, open_teachers
 from titan_rl.run.sft.train import supervised
-from titan_rl.run.teachers import PrivilegedPrompt, TokenCheck, check_tokens, open_teachers
 from titan_rl.tasks.policy_servers import Served
 
 __all__ = ["project"]

@@ -14,7 +14,7 @@ from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import DroppedGroups, RolloutLog
-from titan_rl.run.observability.steps import StepReports, group_metrics
+from titan_rl.run.observability.step_metrics import StepReports, group_metrics
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.types import Completion, FinishReason, VersionSpan
 from titan_rl.viewer.runs import RunReader

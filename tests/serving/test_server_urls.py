@@ -14,7 +14,7 @@ from serving.conversation_fakes import SAMPLING, user
 from titan_rl import GenerationError
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.evaluation.policies.inference import open_endpoint
-from titan_rl.run.teachers import TokenCheck, check_tokens
+from titan_rl.run.open_teachers import TokenCheck, check_tokens
 from titan_rl.serving.client import HttpChatFn, HttpGenerateFn
 from titan_rl.tasks import ServedClassifier
 from titan_rl.tasks.players import Endpoint, EndpointPlayer

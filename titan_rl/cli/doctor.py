@@ -11,8 +11,8 @@ from msgspec import json
 
 from titan_rl.cli import EXIT_FAILED
 from titan_rl.cli.options import Parser
-from titan_rl.run.machine.machine_checks import Finding, check_up
-from titan_rl.run.machine.model_check import CheckedModel, ModelOutcome, check_model, read_model
+from titan_rl.run.checks.machine_checks import Finding, check_up
+from titan_rl.run.checks.model_check import CheckedModel, ModelOutcome, check_model, read_model
 from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
 from titan_rl.run.terminal.waiting import WAITING
 

@@ -15,7 +15,7 @@ from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 from titan_rl.run.terminal.waiting import WAITING
 
 if TYPE_CHECKING:
-    from titan_rl.run.machine.gpu_memory import Fit, GPUMemory, Saving
+    from titan_rl.run.checks.gpu_memory import Fit, GPUMemory, Saving
 
 GIB = 2**30
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise MissingExtraError("torchtitan", "cpu")
     with nullcontext() if arguments.json else WAITING.shown("computing the memory"):
         from titan_rl.config.load import read_config
-        from titan_rl.run.machine.gpu_memory import plan_memory, savings, smallest_change
+        from titan_rl.run.checks.gpu_memory import plan_memory, savings, smallest_change
 
         config, _ = read_config(arguments.config, arguments.overrides)
         fit = plan_memory(config, arguments.gpus, int(arguments.memory * GIB))

@@ -6,7 +6,7 @@ import argparse
 
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.runs import find_run
-from titan_rl.cluster.hosts.requests import HostFiles, describe
+from titan_rl.cluster.hosts.host_files import HostFiles, describe
 from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 
 WAIT_S = 600.0  # a drain waits for the requests of the host

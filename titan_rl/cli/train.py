@@ -77,7 +77,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     from titan_rl.cli.runs import load_run
     from titan_rl.config.concurrency import throttles
     from titan_rl.config.hosts import check_own_machine
-    from titan_rl.run.machine.requirements import check_needs, warn_of_experimental
+    from titan_rl.run.checks.requirements import check_needs, warn_of_experimental
 
     config, resume = load_run(arguments)
     for warning in throttles(config):
@@ -91,14 +91,14 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
 
 def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespace) -> int:
     from titan_rl.config.load import dump_config
-    from titan_rl.run.directory import check_run_dir
-    from titan_rl.run.machine.own_processes import Machine, describe_processes, memory_problem, overloads
-    from titan_rl.run.machine.requirements import (
+    from titan_rl.run.checks.own_processes import Machine, describe_processes, memory_problem, overloads
+    from titan_rl.run.checks.requirements import (
         check_policy,
         describe_chat,
         describe_implementation,
         describe_transport,
     )
+    from titan_rl.run.directory import check_run_dir
 
     if resume is None:
         check_run_dir(config)
@@ -157,7 +157,7 @@ def _check_teachers(config: RunConfig) -> None:
 
     from titan_rl.config.serve import load_serve_config
     from titan_rl.evaluation.policies.policy_source import find_policy
-    from titan_rl.run.teachers import TokenCheck, check_tokens, server_of
+    from titan_rl.run.open_teachers import TokenCheck, check_tokens, server_of
 
     try:
         check = TokenCheck.of_policy(config.model.path)

@@ -14,7 +14,7 @@ from pathlib import Path
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.core.files import write_output
-from titan_rl.run.machine.process_environment import file_modes
+from titan_rl.run.process.environment import file_modes
 from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 from titan_rl.viewer.report import make_report
 from titan_rl.viewer.runs import Runs

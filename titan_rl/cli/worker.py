@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     address = _free(arguments.listen)
     if importlib.util.find_spec("monarch") is None:
         raise MissingExtraError("monarch", "cpu")
-    from titan_rl.run.worker import run_worker
+    from titan_rl.run.host_worker import run_worker
 
     try:
         run_worker(address, StderrConsole(), arguments.drain_s)

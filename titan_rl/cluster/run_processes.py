@@ -29,7 +29,7 @@ from titan_rl.cluster.processes.process import RunFiles
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.processes.roles import ProcessId, Role
 from titan_rl.cluster.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
-from titan_rl.cluster.rollout_workers import GroupService, WorkerPool
+from titan_rl.cluster.rollout_worker_pool import GroupService, WorkerPool
 from titan_rl.cluster.supervision import SupervisedProcesses, started
 from titan_rl.cluster.trainer_processes import TRAINER, TrainerProcesses, gpus_for_training, needs_of, trainer_settings
 from titan_rl.config.concurrency import engine_max_running

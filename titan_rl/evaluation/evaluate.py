@@ -32,9 +32,9 @@ from titan_rl.evaluation.suites import Suite, chosen_suites, finished_lines, ope
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import read_jsonl
 from titan_rl.run.json_lines import JsonLines, cut_records
-from titan_rl.run.machine.process_environment import file_modes, logging_to
-from titan_rl.run.machine.signals import StopSignals, first_cause, run_to_its_end
 from titan_rl.run.observability.progress import Progress, ShownStep
+from titan_rl.run.process.environment import file_modes, logging_to
+from titan_rl.run.process.signals import StopSignals, first_cause, run_to_its_end
 from titan_rl.run.session import SessionFiles, process_session
 from titan_rl.types import GenerateFn
 

@@ -35,11 +35,11 @@ from titan_rl.generation.registry import find_engine
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.run.machine.process_environment import file_modes, logging_to
-from titan_rl.run.machine.requirements import require_modules
-from titan_rl.run.machine.signals import StopSignals, run_to_its_end
+from titan_rl.run.checks.requirements import require_modules
 from titan_rl.run.observability.progress import status
-from titan_rl.run.provider_workers import open_workers
+from titan_rl.run.open_host_workers import open_workers
+from titan_rl.run.process.environment import file_modes, logging_to
+from titan_rl.run.process.signals import StopSignals, run_to_its_end
 from titan_rl.run.session import SessionFiles, process_session
 from titan_rl.run.terminal.standard_streams import OutputError, StderrConsole, print_result
 from titan_rl.serving.api_keys import Keys

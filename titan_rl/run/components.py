@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from typing_extensions import get_protocol_members
 
 from titan_rl.cluster.hosts.elastic import ProvidedHosts, hosts_watcher
+from titan_rl.cluster.hosts.host_files import HostFiles
 from titan_rl.cluster.hosts.lifecycle import HostHistory
-from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.build import is_single_turn, make_renderer, template_note
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
@@ -27,8 +27,8 @@ from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.strategies import Strategy, make_strategy
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.renderer import Renderer
+from titan_rl.run.checks.requirements import require_modules
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.observability.processor_meter import ProcessorSource
 from titan_rl.run.observability.watchers import background_tasks
 from titan_rl.scheduling.filters import GroupFilter
@@ -38,7 +38,7 @@ from titan_rl.weights.types import PublishedWeights
 if TYPE_CHECKING:
     from titan_rl.cluster.adapter_routers import AdapterRouters
     from titan_rl.cluster.generator_processes import GeneratorProcesses
-    from titan_rl.cluster.rollout_workers import WorkerPool
+    from titan_rl.cluster.rollout_worker_pool import WorkerPool
     from titan_rl.cluster.trainer_processes import TrainerProcesses
 
 RARELY_CALLED = frozenset({"load", "measure"})
@@ -201,7 +201,7 @@ async def _in_this_process(
 async def _with_processes(
     config: RunConfig, components: Components, run_dir: RunDirectory, console: Console
 ) -> AsyncGenerator[Planes[GeneratorRouter]]:
-    from titan_rl.cluster.rollout_workers import show_worker_lines
+    from titan_rl.cluster.rollout_worker_pool import show_worker_lines
     from titan_rl.cluster.run_processes import start_processes
 
     (files := HostFiles(run_dir.path)).begin()

@@ -49,7 +49,7 @@ from titan_rl.run.observability.generation_status import GenerationStatus
 from titan_rl.run.observability.processor_meter import ProcessorMeter, ProcessorSource
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
-from titan_rl.run.observability.steps import Stage, StepReports, prefixed
+from titan_rl.run.observability.step_metrics import Stage, StepReports, prefixed
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.stages.league import FrozenVersions
 from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix
@@ -63,7 +63,7 @@ from titan_rl.training.trainer_protocol import Trainer
 from titan_rl.weights.types import PublishedWeights
 
 if TYPE_CHECKING:
-    from titan_rl.cluster.rollout_workers import WorkerPool
+    from titan_rl.cluster.rollout_worker_pool import WorkerPool
 
 
 class Controller(TrainingLoop[RunSummary]):

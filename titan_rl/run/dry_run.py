@@ -353,7 +353,7 @@ def _untaught(config: RunConfig, source: TaskSource, group: RolloutGroup, render
     """
     if config.teacher_of(source) != "self":
         return
-    from titan_rl.run.teachers import PrivilegedPrompt
+    from titan_rl.run.open_teachers import PrivilegedPrompt
 
     limit = config.model.max_context
     for rollout in group.rollouts[:1]:

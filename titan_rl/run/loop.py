@@ -20,11 +20,11 @@ from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import NoSpaceError
 from titan_rl.core.tracing.spans import span
 from titan_rl.metrics.sinks.types import MetricSink
+from titan_rl.run.checks.requirements import checkpoint_bytes, free_bytes, gigabytes, no_space, require_room, size_of
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import FILE, RunState
-from titan_rl.run.machine.requirements import checkpoint_bytes, free_bytes, gigabytes, no_space, require_room, size_of
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.observability.steps import LoopStages, Stage
+from titan_rl.run.observability.step_metrics import LoopStages, Stage
 from titan_rl.run.stages.training import SkippedSteps, TrainerCalls
 from titan_rl.training.state.checkpoint import (
     CHECKSUMS,

@@ -33,13 +33,13 @@ from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState, list_segments, read_segments
 from titan_rl.run.loop import TrainingLoop
-from titan_rl.run.machine.guard import guarded
-from titan_rl.run.machine.process_environment import logging_to, run_environment
-from titan_rl.run.machine.signals import StopSignals, run_to_its_end
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import Sinks, open_sinks
 from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage
-from titan_rl.run.provider_workers import open_workers
+from titan_rl.run.open_host_workers import open_workers
+from titan_rl.run.process.environment import logging_to, run_environment
+from titan_rl.run.process.guard import guarded
+from titan_rl.run.process.signals import StopSignals, run_to_its_end
 from titan_rl.run.resumption import Resumption, begin_run, is_finished, resume_from_newest
 from titan_rl.run.status import report_written, status_kept
 from titan_rl.run.terminal.standard_streams import write_stderr_unbuffered

@@ -36,17 +36,17 @@ from titan_rl.run.components import Components, Planes, describe_processes, open
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import ADAPTERS, RunDirectory, check_files
 from titan_rl.run.journal.state import RunState
-from titan_rl.run.machine.signals import first_cause
 from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.sinks import open_sinks
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import Progressing, background_tasks, warn_of_stalls
+from titan_rl.run.policy_training import PolicyTraining, show_notes
+from titan_rl.run.process.signals import first_cause
 from titan_rl.run.resumption import Resumption, begin_run, check_unfinished, is_finished, resume_from_newest
 from titan_rl.run.session import EndMessages, RunSession, open_journal
 from titan_rl.run.shared_trainer import SharedTrainers
 from titan_rl.run.stages.validation import MEAN
 from titan_rl.run.status import status_kept
-from titan_rl.run.training_run import TrainingRun, show_notes
 from titan_rl.scheduling.fair_turns import FairTurns
 from titan_rl.training.state.checkpoint import latest, step_of
 
@@ -293,7 +293,7 @@ class Experiments:
         opened = open_sinks(config.logging, run_dir, progress, step=start.state.step)
         sinks = resources.enter_context(opened)
         journal = resources.enter_context(open_journal(start, run_dir, progress))
-        run = TrainingRun(config, run_dir, progress, sinks, start, journal, published)
+        run = PolicyTraining(config, run_dir, progress, sinks, start, journal, published)
         opening = open_rollouters(config, run_dir.path, progress, self._renderer)
         runners = await resources.enter_async_context(opening)
         trainer = await resources.enter_async_context(run.open_trainer(self._trainers.of(name)))

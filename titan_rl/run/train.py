@@ -22,16 +22,16 @@ from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Verbosity
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import GroupRunner
+from titan_rl.run.checks.requirements import check_needs
 from titan_rl.run.components import Components, Planes, describe_processes, open_planes
-from titan_rl.run.machine.process_environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
-from titan_rl.run.machine.requirements import check_needs
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import warn_of_stalls
+from titan_rl.run.open_teachers import open_teachers
+from titan_rl.run.policy_training import PolicyTraining, show_notes
+from titan_rl.run.process.environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
 from titan_rl.run.resumption import open_run_dir
 from titan_rl.run.session import RunSession, open_journal
 from titan_rl.run.several_adapters import ExperimentsSession, train_adapters
-from titan_rl.run.teachers import open_teachers
-from titan_rl.run.training_run import TrainingRun, show_notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ async def _train(
     if components.trainer is None:
         show_notes(config, progress)
     journal = resources.enter_context(open_journal(start, run_dir, progress))
-    run = TrainingRun(config, run_dir, progress, session.sinks, start, journal, components.published)
+    run = PolicyTraining(config, run_dir, progress, session.sinks, start, journal, components.published)
     async with asyncio.TaskGroup() as startup:  # during the start, which takes longer than a renderer's imports
         making = startup.create_task(components.make_renderer(config, progress), name="renderer")
         planes = await _start_planes(session, components, resources)

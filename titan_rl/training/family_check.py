@@ -1,5 +1,5 @@
 """Checks of a model family with a tiny model: its logprobs must match those of transformers' own layers, and packed
-sequences must not affect each other. `titan_rl.run.machine.engine_check` compares an engine with it."""
+sequences must not affect each other. `titan_rl.run.checks.engine_check` compares an engine with it."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from titan_rl.cluster.hosts.host_files import AddressFile, HostFiles, HostRequest, HostStates
 from titan_rl.cluster.hosts.lifecycle import (
     Demand,
     HostHistory,
@@ -20,7 +21,6 @@ from titan_rl.cluster.hosts.lifecycle import (
     HostState,
     HostStatus,
 )
-from titan_rl.cluster.hosts.requests import AddressFile, HostFiles, HostRequest, HostStates
 from titan_rl.cluster.liveness.heartbeat import RemoteWatcher
 from titan_rl.config.hosts import HostsConfig, join_address, split_address
 from titan_rl.core.calls.user_code import reason

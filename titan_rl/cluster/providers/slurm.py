@@ -15,8 +15,8 @@ from pathlib import Path
 
 from titan_rl.cluster.providers.addresses import addresses_of
 from titan_rl.cluster.providers.cluster_commands import rendered, run_tool, tool_output, unused_word
+from titan_rl.cluster.providers.host_worker_commands import KeptWorkers, kept_workers, tethered
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, command, worker_command
-from titan_rl.cluster.providers.workers import KeptWorkers, kept_workers, tethered
 from titan_rl.config.hosts import ProviderSettings, join_address
 from titan_rl.core.errors import ConfigError
 

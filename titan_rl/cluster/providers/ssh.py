@@ -11,8 +11,8 @@ from pathlib import Path
 
 from titan_rl.cluster.providers.addresses import addresses_of
 from titan_rl.cluster.providers.cluster_commands import tool_output
+from titan_rl.cluster.providers.host_worker_commands import kept_workers, tethered
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, worker_command
-from titan_rl.cluster.providers.workers import kept_workers, tethered
 from titan_rl.config.hosts import ProviderSettings, join_address
 from titan_rl.core.errors import ProviderError
 

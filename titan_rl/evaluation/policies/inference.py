@@ -35,9 +35,9 @@ from titan_rl.generation.registry import find_engine
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.run.machine.process_environment import run_environment
-from titan_rl.run.machine.requirements import require_modules
-from titan_rl.run.provider_workers import open_workers
+from titan_rl.run.checks.requirements import require_modules
+from titan_rl.run.open_host_workers import open_workers
+from titan_rl.run.process.environment import run_environment
 from titan_rl.run.session import SessionFiles
 from titan_rl.serving.client import HttpChatFn, HttpGenerateFn
 from titan_rl.training.settings import ModelConfig

@@ -15,7 +15,7 @@ from titan_rl.config.serve import load_serve_config
 from titan_rl.core.console import Console
 from titan_rl.core.errors import CheckpointError, ConfigError
 from titan_rl.evaluation.policies.policy_source import PolicySource, find_policy, newest_checkpoint, single_policy
-from titan_rl.run.machine.requirements import require_modules
+from titan_rl.run.checks.requirements import require_modules
 from titan_rl.training.choices import DType
 from titan_rl.training.settings import ModelConfig
 

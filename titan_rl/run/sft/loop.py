@@ -22,7 +22,7 @@ from titan_rl.run.journal.state import RunState
 from titan_rl.run.loop import TrainingLoop
 from titan_rl.run.observability.processor_meter import ProcessorMeter, ProcessorSource
 from titan_rl.run.observability.progress import Progress, ShownStep
-from titan_rl.run.observability.steps import Stage
+from titan_rl.run.observability.step_metrics import Stage
 from titan_rl.run.sft.demonstration_sources import TokenSource
 from titan_rl.run.terminal.live_display import format_seconds
 from titan_rl.training.data.sample import TrainingSample

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from titan_rl.cluster.hosts.elastic import hosts_watcher
+from titan_rl.cluster.hosts.host_files import HostFiles
 from titan_rl.cluster.hosts.lifecycle import HostHistory
-from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.build import make_renderer, template_note
 from titan_rl.config.conflicts import reset_without_effect
 from titan_rl.config.hosts import check_own_machine
@@ -28,12 +28,12 @@ from titan_rl.core.errors import CheckpointError, ConfigError, DataError
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import renderable
+from titan_rl.run.checks.requirements import check_policy, require_modules
 from titan_rl.run.components import Planes
 from titan_rl.run.directory import RunDirectory, run_name
-from titan_rl.run.machine.process_environment import file_modes
-from titan_rl.run.machine.requirements import check_policy, require_modules
 from titan_rl.run.observability.progress import status
 from titan_rl.run.observability.summary import show_summary
+from titan_rl.run.process.environment import file_modes
 from titan_rl.run.resumption import check_resumption, open_run_dir
 from titan_rl.run.session import RunSession
 from titan_rl.run.sft.demonstration_sources import Found, TokenSource, best_rollouts, read_chats, task_demonstrations

@@ -30,7 +30,7 @@ from titan_rl.training.teacher import Teacher
 from titan_rl.types import SamplingParams
 
 if TYPE_CHECKING:
-    from titan_rl.cluster.rollout_workers import WorkerPool
+    from titan_rl.cluster.rollout_worker_pool import WorkerPool
 
 
 def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix:

@@ -34,7 +34,7 @@ from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import RolloutLog
-from titan_rl.run.observability.steps import validation_metrics
+from titan_rl.run.observability.step_metrics import validation_metrics
 from titan_rl.run.stages.rollout_stage import RolloutStage
 from titan_rl.training.trainer_protocol import HoldingTrainer, Trainer
 from titan_rl.weights.types import PublishedWeights

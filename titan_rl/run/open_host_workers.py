@@ -23,9 +23,9 @@ from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.calls.user_code import reason, where
 from titan_rl.core.console import Console, Verbosity
 from titan_rl.core.errors import ConfigError, ProviderError, TitanRLError
-from titan_rl.run.machine.process_environment import process_scratch
-from titan_rl.run.machine.signals import StopSignals
 from titan_rl.run.observability.progress import status
+from titan_rl.run.process.environment import process_scratch
+from titan_rl.run.process.signals import StopSignals
 from titan_rl.run.terminal.standard_streams import StderrConsole
 
 logger = logging.getLogger(__name__)

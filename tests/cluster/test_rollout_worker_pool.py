@@ -13,10 +13,10 @@ from group_requests import Journal, requests
 from monarch.actor import ActorError
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, VersionSpan
-from titan_rl.cluster import rollout_workers
+from titan_rl.cluster import rollout_worker_pool
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.rollout_worker import ROOM_S, GroupOrder
-from titan_rl.cluster.rollout_workers import WorkerLink, WorkerPool
+from titan_rl.cluster.rollout_worker_pool import WorkerLink, WorkerPool
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.generation.recording import RecordedAnswer
 from titan_rl.generation.router import GeneratorRouter
@@ -81,7 +81,7 @@ class RecordingWorker(Worker):
     async def run(self, order: GroupOrder) -> RolloutGroup:
         order.sample["lock"] = threading.Lock()
         rollout = Rollout("g/0", "g", 0, order.sample, messages=[{"role": "tool", "content": object}])
-        rollout_workers.record([], [(order.key, portable(rollout))])
+        rollout_worker_pool.record([], [(order.key, portable(rollout))])
         return RolloutGroup("g", None, [portable(rollout)])
 
 
@@ -115,10 +115,10 @@ class DyingWorkers(Worker):
     async def run(self, order: GroupOrder) -> RolloutGroup:
         first = self.orders[0].key
         if len(self.orders) == 1:
-            rollout_workers.record([(first, answer(0))], [])
+            rollout_worker_pool.record([(first, answer(0))], [])
             raise ActorDiedError("worker died")
         late = Rollout("g/0", "g", 0, None, error="late")
-        rollout_workers.record([(first, answer(1)), (order.key, answer(2))], [(first, late)])
+        rollout_worker_pool.record([(first, answer(1)), (order.key, answer(2))], [(first, late)])
         return await super().run(order)
 
 
@@ -296,7 +296,7 @@ async def test_answers_sent_during_cancellation_are_recorded() -> None:
     class Cancelled(SlowWorker):
         async def call(self, endpoint: Endpoint, *args: Any, timeout_s: float | None = None) -> Any:
             if endpoint.name == "cancel":
-                rollout_workers.record([(args[0], answer(0))], [])
+                rollout_worker_pool.record([(args[0], answer(0))], [])
             return await super().call(endpoint, *args)
 
     worker = Cancelled()

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.cluster.hosts import host, worker_server
+from titan_rl.cluster.hosts import host, host_worker_server
 from titan_rl.cluster.hosts.host import WorkerConnection, connect_to_worker, worker_id_at
-from titan_rl.cluster.hosts.worker_server import WorkerServer
+from titan_rl.cluster.hosts.host_worker_server import WorkerServer
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ActorDiedError, ConfigError
 
@@ -46,8 +46,8 @@ class _Process:
 @pytest.fixture
 def monarchs(monkeypatch: pytest.MonkeyPatch) -> Monarchs:
     made = Monarchs()
-    monkeypatch.setattr(worker_server, "_monarch", made.one)
-    monkeypatch.setattr(worker_server, "_end_of_children", made.end_of_children)
+    monkeypatch.setattr(host_worker_server, "_monarch", made.one)
+    monkeypatch.setattr(host_worker_server, "_end_of_children", made.end_of_children)
     return made
 
 

@@ -16,7 +16,7 @@ from titan_rl.cluster.hosts.folders import (
     make_worker_folder,
     scratch_root,
 )
-from titan_rl.cluster.hosts.worker_server import WorkerServer
+from titan_rl.cluster.hosts.host_worker_server import WorkerServer
 from titan_rl.cluster.liveness.local_processes import children_of, unreaped_children_of
 from titan_rl.cluster.liveness.loop_thread import LoopThread
 from titan_rl.config.hosts import OPEN, join_address, split_address

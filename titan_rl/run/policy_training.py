@@ -30,7 +30,7 @@ from titan_rl.training.trainer_protocol import Trainer
 from titan_rl.weights.types import PublishedWeights
 
 if TYPE_CHECKING:
-    from titan_rl.cluster.rollout_workers import WorkerPool
+    from titan_rl.cluster.rollout_worker_pool import WorkerPool
 
 
 def show_notes(config: RunConfig, console: Console) -> None:
@@ -41,7 +41,7 @@ def show_notes(config: RunConfig, console: Console) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingRun:
+class PolicyTraining:
     """Training of one policy.
 
     Args:

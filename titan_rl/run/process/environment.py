@@ -19,7 +19,7 @@ from titan_rl.cluster.hosts.folders import (
     scratch_root,
 )
 from titan_rl.cluster.processes.sockets import has_abstract_sockets
-from titan_rl.run.machine.guard import keep_clean
+from titan_rl.run.process.guard import keep_clean
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

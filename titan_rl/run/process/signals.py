@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.errors import TitanRLError
 from titan_rl.core.run_files import record_immediate_stop
-from titan_rl.run.machine.guard import ONE_STOP_S, SECOND_STOPS, STOPS
+from titan_rl.run.process.guard import ONE_STOP_S, SECOND_STOPS, STOPS
 from titan_rl.run.terminal.standard_streams import StderrConsole
 
 logger = logging.getLogger(__name__)

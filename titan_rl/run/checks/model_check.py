@@ -2,7 +2,7 @@
 
 The trainer is checked in one process and the engine in another, both with a time limit, so that a crash, a hang or an
 engine that does not start is a result like any other. Importing this file imports no torch; running it,
-`python -m titan_rl.run.machine.model_check PART FOLDER OUT`, is one of these processes.
+`python -m titan_rl.run.checks.model_check PART FOLDER OUT`, is one of these processes.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Process:
         self._limit_s = limit_s
         self._found, self._log = temporary / f"{part}.json", temporary / f"{part}.log"
         command = [
-            sys.executable, "-P", "-m", "titan_rl.run.machine.model_check", part, str(folder.absolute()),
+            sys.executable, "-P", "-m", "titan_rl.run.checks.model_check", part, str(folder.absolute()),
             str(temporary), str(limit_s),
         ]  # fmt: skip
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
@@ -186,7 +186,7 @@ def _compare(part: Part, folder: Path, tiny: Path) -> Iterator[NumericalCheck]:
     if part == "trainer":
         yield from check_family(tiny)
         return
-    from titan_rl.run.machine.engine_check import check_engine
+    from titan_rl.run.checks.engine_check import check_engine
 
     yield from check_engine(tiny)
 

@@ -20,7 +20,7 @@ from test_run_processes import Supervisor, cluster_of, host_of, lose, worker, wo
 from titan_rl import SamplingParams
 from titan_rl.cluster.hosts.lifecycle import HostState
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.rollout_workers import WorkerPool
+from titan_rl.cluster.rollout_worker_pool import WorkerPool
 from titan_rl.cluster.run_processes import RunProcesses
 from titan_rl.cluster.supervision import ProcessFailure
 from titan_rl.config.hosts import HostsConfig

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from titan_rl.cluster.hosts.cores import usable_cores, usable_memory
 from titan_rl.cluster.hosts.folders import LONGEST_TMPDIR, scratch_root
 from titan_rl.core.errors import install_command
-from titan_rl.run.machine.process_environment import EXPOSED, OWN_NAMESPACE, PRIVATE, shares_network
+from titan_rl.run.process.environment import EXPOSED, OWN_NAMESPACE, PRIVATE, shares_network
 from titan_rl.weights.shard_files import shard_root
 
 LEAST_SHARED_MEMORY = 1 << 30  # bytes; for two versions of the weights, and for memory that engines share

@@ -1,0 +1,1 @@
+"""Process of a command: its environment, signals, and a guard process that cleans up after it."""
