@@ -14,10 +14,10 @@ import pytest
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig
 from titan_rl.core.errors import CheckpointError, ConfigError, NoSpaceError
-from titan_rl.run import loop
+from titan_rl.run import checkpoint_saver
+from titan_rl.run.checkpoint_saver import CheckpointSaver
 from titan_rl.run.checks import requirements
 from titan_rl.run.checks.requirements import check_room, checkpoint_bytes
-from titan_rl.run.loop import CheckpointSaver
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.stages.training import TrainerCalls
 from titan_rl.training.state.checkpoint import step_directory, write_checksums, write_summed
@@ -167,7 +167,7 @@ async def test_last_save_reports_progress_until_it_ends(disk: Disk):
     assert disk.saved == [(5, 7200.0)]
     assert disk.messages[0] == f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"
     assert disk.messages[-1] == "step 5 is saved"
-    assert len(disk.messages) == 2 + 7200 / loop.REPORT_EVERY_S - 1
+    assert len(disk.messages) == 2 + 7200 / checkpoint_saver.REPORT_EVERY_S - 1
 
 
 @pytest.mark.looptime

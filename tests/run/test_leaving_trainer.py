@@ -12,7 +12,7 @@ from depth import DEEP
 from test_trainer_recovery import STEPS, Fate, MortalRig, checkpoints, times_trained, trained_on, undisturbed
 
 from titan_rl.core.errors import NoSpaceError
-from titan_rl.run import loop
+from titan_rl.run import checkpoint_saver
 from titan_rl.training.state.checkpoint import list_checkpoints
 
 
@@ -105,7 +105,7 @@ async def test_save_soon_gives_up_on_a_full_disk(tmp_path: Path, monkeypatch: py
     running = asyncio.ensure_future(rig.run())
     await waits.wait()
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "require_room" if full == "before it is copied" else "is_complete", refuse)
+        patched.setattr(checkpoint_saver, "require_room" if full == "before it is copied" else "is_complete", refuse)
         async with asyncio.timeout(HANG_S):
             await rig.controller.save_soon()
     assert not running.done()

@@ -66,9 +66,7 @@ async def test_provider_failure_prevents_the_run(tmp_path: Path):
 
 
 async def test_provider_with_too_few_hosts_prevents_the_run(tmp_path: Path):
-    with pytest.raises(
-        ProviderError, match=r"test_open_host_workers:two.*hosts.train is 3, and there are 2 hosts; lower it"
-    ):
+    with pytest.raises(ProviderError, match=r"_workers:two.*hosts.train is 3, and there are 2 hosts; lower it"):
         async with start_workers(config(provider=f"{__name__}:two", train=3), tmp_path):
             pytest.fail("the run began")
 
@@ -141,9 +139,7 @@ async def test_provider_address_without_a_port_gets_the_default_port(tmp_path: P
 
 @pytest.mark.parametrize("name", ["broke", "out_of_order"])
 async def test_provider_error_names_the_provider_and_its_line(tmp_path: Path, name: str):
-    with pytest.raises(
-        ProviderError, match=rf":{name}: RuntimeError: no credit \(.*test_open_host_workers.py:\d+ in {name}\)"
-    ):
+    with pytest.raises(ProviderError, match=rf":{name}: RuntimeError: no credit \(.*host_workers.py:\d+ in {name}\)"):
         async with start_workers(config(provider=f"{__name__}:{name}"), tmp_path):
             pytest.fail("the run began")
 

@@ -44,7 +44,6 @@ from titan_rl.rollout.renderer.tokenizer import TokenTexts
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState, train_index
-from titan_rl.run.loop import TrainingLoop
 from titan_rl.run.observability.generation_status import GenerationStatus
 from titan_rl.run.observability.processor_meter import ProcessorMeter, ProcessorSource
 from titan_rl.run.observability.progress import Progress
@@ -56,6 +55,7 @@ from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix
 from titan_rl.run.stages.training import WeightSync
 from titan_rl.run.stages.validation import BackgroundValidation, Validation
 from titan_rl.run.terminal.live_display import RunLook
+from titan_rl.run.training_loop import TrainingLoop
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.teacher import Teacher

@@ -32,7 +32,6 @@ from titan_rl.run.components import Planes
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState, list_segments, read_segments
-from titan_rl.run.loop import TrainingLoop
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import Sinks, open_sinks
 from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage
@@ -43,6 +42,7 @@ from titan_rl.run.process.signals import StopSignals, run_to_its_end
 from titan_rl.run.resumption import Resumption, begin_run, is_finished, resume_from_newest
 from titan_rl.run.status import report_written, status_kept
 from titan_rl.run.terminal.standard_streams import write_stderr_unbuffered
+from titan_rl.run.training_loop import TrainingLoop
 from titan_rl.training.state.checkpoint import latest, step_of
 from titan_rl.weights.shard_files import clean_dead_shards
 

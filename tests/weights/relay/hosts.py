@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from titan_rl.weights.relay.delta import ChunkDelta
 from titan_rl.weights.relay.server import RelayServer, RemoteShard, ask
-from titan_rl.weights.relay.shard_copy import ChunkDelta, ShardCopy
+from titan_rl.weights.relay.shard_copy import ShardCopy
 from titan_rl.weights.transports.tcp import TCPTransport
 from titan_rl.weights.types import Manifest
 

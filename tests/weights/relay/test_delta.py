@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.relay.shard_copy import apply_delta, encode_delta
+from titan_rl.weights.relay.delta import apply_delta, encode_delta
 
 seeds = st.integers(0, 2**32 - 1)
 shares = st.sampled_from([0.0, 1e-5, 0.01, 0.3, 1.0])

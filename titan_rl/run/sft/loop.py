@@ -19,12 +19,12 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
-from titan_rl.run.loop import TrainingLoop
 from titan_rl.run.observability.processor_meter import ProcessorMeter, ProcessorSource
 from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.step_metrics import Stage
 from titan_rl.run.sft.demonstration_sources import TokenSource
 from titan_rl.run.terminal.live_display import format_seconds
+from titan_rl.run.training_loop import TrainingLoop
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.settings import MADE_BY_SFT
 from titan_rl.training.state.checkpoint import atomic_directory, step_of

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_rl.core.errors import StateDictError
+from titan_rl.weights.relay.delta import ChunkDelta, apply_delta
 from titan_rl.weights.relay.origin import Sender
 from titan_rl.weights.relay.server import (
     ConnectionLostError,
@@ -39,7 +40,7 @@ from titan_rl.weights.relay.server import (
     receive_into,
     send,
 )
-from titan_rl.weights.relay.shard_copy import ChunkDelta, ShardCopy, apply_delta
+from titan_rl.weights.relay.shard_copy import ShardCopy
 from titan_rl.weights.shard_files import PREFIX, FileShardStore, checksum, shard_root
 from titan_rl.weights.types import NUM_KEPT
 

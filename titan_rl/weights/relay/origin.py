@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_rl.weights.relay.delta import ChunkDelta, encode_delta
 from titan_rl.weights.relay.server import RelayServer, RemoteShard
-from titan_rl.weights.relay.shard_copy import ChunkDelta, ShardCopy, encode_delta
+from titan_rl.weights.relay.shard_copy import ShardCopy
 
 KEPT = 4  # number of versions whose chains are known
 REMEMBERED = 8  # number of versions for which a reported host gets no readers
