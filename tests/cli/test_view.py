@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,23 @@ def test_report_rejects_what_cannot_be_written(tmp_path: Path, capsys: pytest.Ca
         assert main(["view", run, "--report", str(path)]) == 2
         assert f"--report {path}: {problem}; name a file" in capsys.readouterr().err
     assert loop.is_symlink()
+
+
+def test_trace_that_cannot_be_made_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_trace(folder: Path) -> Iterator[bytes]:
+        yield b"{"
+        raise KeyboardInterrupt
+
+    run = write_run(tmp_path / "a", steps=2, rollouts=0)
+    (run / "trace").mkdir(exist_ok=True)
+    out = tmp_path / "out" / "trace.json"
+    out.parent.mkdir()
+    assert main(["view", str(run), "--trace", str(out)]) == 0
+    before = out.read_bytes()
+    monkeypatch.setattr("titan_rl.cli.view.chrome_trace", broken_trace)
+    assert main(["view", str(run), "--trace", str(out)]) == 130
+    assert out.read_bytes() == before
+    assert [*out.parent.iterdir()] == [out]
 
 
 def test_report_of_a_folder_without_a_run_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def _write_report(given: Sequence[str], folders: Sequence[Path], out: Path) -> N
     if not folders:
         raise ConfigError(f"--report {out}: there is no run in {', '.join(given)}; name the folder of a run")
     with _writing(f"--report {out}"):
-        write_output(out, make_report(folders))
+        write_output(out, [make_report(folders)])
     print_result(f"{out}\n")
 
 
@@ -88,8 +88,8 @@ def _write_trace(folders: Sequence[Path], out: Path) -> None:
     (folder,) = folders
     if not (folder / "trace").is_dir():
         raise ConfigError(f"--trace {out}: {folder} has no trace; set logging.trace = true to write one")
-    with _writing(f"--trace {out}"), out.open("wb") as file:
-        file.writelines(chrome_trace(folder))
+    with _writing(f"--trace {out}"):
+        write_output(out, chrome_trace(folder))
     print_result(f"{out}\n")
 
 

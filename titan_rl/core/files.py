@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -61,9 +61,12 @@ def _check(path: Path, status: os.stat_result) -> os.stat_result:
     return status
 
 
-def write_output(path: Path, data: bytes) -> None:
+def write_output(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file that the user has named. A regular file is replaced atomically; links are followed, and a pipe or a
     device receives the bytes.
+
+    Args:
+        parts: Content of the file, in parts.
 
     Raises:
         OSError: The file cannot be written.
@@ -73,20 +76,25 @@ def write_output(path: Path, data: bytes) -> None:
     except FileNotFoundError:
         is_replaced = True
     if is_replaced:
-        replace_file(Path(os.path.realpath(path)), data)
-    else:
-        path.write_bytes(data)
+        replace_file(Path(os.path.realpath(path)), parts)
+        return
+    with path.open("wb") as file:
+        file.writelines(parts)
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, parts: Iterable[bytes]) -> None:
     """Replace a file atomically, without following a link at `path`.
+
+    Args:
+        parts: Content of the file, in parts.
 
     Raises:
         OSError: The file cannot be written; it is unchanged.
     """
     fresh = path.with_name(f".{path.name}.part")
     try:
-        fresh.write_bytes(data)
+        with fresh.open("wb") as file:
+            file.writelines(parts)
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)

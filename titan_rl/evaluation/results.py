@@ -78,7 +78,7 @@ class Evaluation:
 
 def write_json(path: Path, content: object) -> None:
     """Replace a file of results atomically."""
-    replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
+    replace_file(path, [(json.dumps(content, indent=2) + "\n").encode()])
 
 
 def read_evaluation(path: str | Path) -> Evaluation:

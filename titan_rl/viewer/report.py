@@ -39,7 +39,7 @@ def write_report(
     Raises:
         OSError: The file cannot be written.
     """
-    replace_file(out, make_report(folders, most_bytes=most_bytes, patience_s=patience_s))
+    replace_file(out, [make_report(folders, most_bytes=most_bytes, patience_s=patience_s)])
     return out
 
 
