@@ -140,7 +140,7 @@ async def test_cores_are_shown_as_a_waterfall(open_page: OpenPage, supervised: s
 async def test_same_prompt_is_shown_over_time_by_its_median_rollout(open_page: OpenPage, dull: str) -> None:
     page = await open_page(f"#runs={dull}")
     prompts = page.locator(".prompts")
-    assert "What the policy says to the same prompt" in await prompts.inner_text()
+    assert "Answers to one prompt over time" in await prompts.inner_text()
     assert await prompts.locator(".opening").inner_text() == "user\nSort: Bo, Al"
     said = [await one.inner_text() for one in await prompts.locator("article.transcript").all()]
     assert [text.splitlines()[0] for text in said] == [f"Step {step}" for step in ANSWERS]

@@ -266,7 +266,7 @@ _REASONS = (
     _Reason("rollout/status/truncated_turns", 0.5, 1.1, "{:.0%} of the rollouts use up their turns",
           "Try a larger rollout.max_turns.", "truncated_turns"),
     _Reason("rollout/status/truncated_time", 0.1, 0.5, "{:.0%} of the rollouts run out of time",
-          "Try a larger rollout.timeout_s, or a faster environment.", "truncated_time"),
+          "Try a larger rollout.rollout_timeout_s, or a faster environment.", "truncated_time"),
     _Reason("rollout/status/error_env", 0.05, 0.3, "{:.0%} of the rollouts fail in the environment",
           "They take no part in training. logs/controller.log has each error in full.", "error_env"),
     _Reason("rollout/status/error_timeout", 0.05, 0.3, "{:.0%} of the rollouts end because a call takes too long",
@@ -383,8 +383,8 @@ SIGNS = (
     Sign(
         "sync/unverified_share",
         0.001,
-        "nothing has shown that the generators hold the trainer's weights: the engine cannot be read back, and the "
-        "probes cannot tell a version from the one before. Try: held_weights() in an engine of your own; more "
+        "some of the generators' weights are not verified: they cannot be read back from the engine, and the probes "
+        "cannot distinguish a version from the previous one. Try: held_weights() in an engine of your own; more "
         "statedict.num_probes",
     ),
 )

@@ -54,7 +54,7 @@ export class Prompts {
     const opening = same ? openingOf(found[0].record) : [];
     this.columns = found.map(({ at, record }) => this.#column(at, record, opening.length));
     const of = this.several ? ` of ${this.run.name}` : "";
-    const title = same ? `What the policy${of} says to the same prompt` : `What the policy${of} says: the median rollout of a step`;
+    const title = same ? `Answers${of} to one prompt over time` : `Median rollout of each step${of}`;
     const held = found[0].record.phase === "validation" ? "held out" : "of the training data";
     const about = [same ? held : "no prompt was asked twice", same && line.task, same && line.seat && `seat ${line.seat}`, place === median && same && prompts.length > 2 ? "this prompt earns the median of all" : null];
     this.element.replaceChildren(

@@ -15,7 +15,7 @@ export function verdicts(runs, summaries) {
     h("span", { class: "mark", "aria-hidden": "true" }, MARKS[tone] ?? "…"),
     h("div", {}, several ? h("span", { class: "dotted soft", style: { "--run": run.colour } }, run.name) : null, several ? " " : null, h("b", {}, title), text ? h("p", {}, text) : null),
     to && link(to.label, to.tab, { ...to.values, ...(several && to.tab === "rollouts" ? { "rollouts.run": run.id } : {}) }, { class: "see" }));
-  const title = several ? "Do they learn?" : "Does it learn?";
+  const title = several ? "Are they learning?" : "Is it learning?";
   const others = judged.flatMap(({ run, all }) => all.slice(1).map(verdict => item(run, verdict)));
   const warningsOfSteps = runs.flatMap((run, i) => (summaries[i].verdicts?.length ? (summaries[i].warnings ?? []).filter(isOfStep) : []).map(text => (several ? `${run.name}, ${text}` : text)));
   const learns = judged.every(({ all }) => all[0].tone === "good");
