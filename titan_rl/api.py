@@ -22,7 +22,7 @@ from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import ConfigLike, TaskLike, given_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
-from titan_rl.evaluation.evaluate import EvaluationRun, folder_name
+from titan_rl.evaluation.evaluate import EvaluationRun, check_out_folder, folder_name
 from titan_rl.evaluation.policies.inference import OpenedPolicy, open_policy, refuse_tokens
 from titan_rl.evaluation.results import Evaluation
 from titan_rl.generation.function_replica import FunctionReplica, within_vocabulary
@@ -165,7 +165,8 @@ def evaluate(
         task: Task that replaces those of the config.
         renderer: Renderer for a `GenerateFn`; by default that of the config's model.
         overrides: Settings by their dotted names, including those of tasks.
-        out: Folder for transcripts and results. An evaluation that was stopped continues in the same folder.
+        out: Folder for transcripts and results, which must not be that of a run. An evaluation that was stopped
+            continues in the same folder.
         options: Fields of `EvalConfig`: num_prompts, samples, temperature, max_tokens, top_p, tasks, success,
             in_flight, and for endpoints model, api, key_env, body.
 
@@ -194,6 +195,8 @@ async def evaluate_async(
             f"policy = {policy!r} must be the folder of a run, a checkpoint or a model, the URL of an endpoint, or an "
             "async function: a GenerateFn, or a ChatFn"
         )
+    if out is not None:
+        check_out_folder(Path(out))
     settings = make_eval_config(options)
     made = given_config(config, task=task, functions={}, overrides=overrides, check_files=False)
     if not isinstance(policy, str | Path):

@@ -39,6 +39,7 @@ from titan_rl.core.errors import TrainingError
 from titan_rl.core.run_files import read_status
 from titan_rl.rollout.chat_env import ChatReply
 from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.run.directory import RunDirectory
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer_protocol import StepResult
@@ -308,6 +309,16 @@ def test_evaluate_rejects_an_invalid_policy(tmp_path: Path) -> None:
     given: Any = 3
     with pytest.raises(ConfigError, match="policy = 3 must be the folder of a run"):
         titan_rl.evaluate(config(tmp_path), given)
+
+
+@pytest.mark.parametrize("policy", [count_down, "http://localhost:1"])
+def test_evaluate_rejects_the_folder_of_a_run_as_out_folder(tmp_path: Path, policy: Any) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.config.write_text("")
+    before = sorted(run.path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"/run: this is the folder of a run; name another folder"):
+        titan_rl.evaluate(config(tmp_path), policy, renderer=LetterRenderer(), out=run.path)
+    assert sorted(run.path.rglob("*")) == before
 
 
 def test_token_outside_the_vocabulary_is_an_error(tmp_path: Path) -> None:

@@ -303,14 +303,23 @@ def run_evaluations(
             return signals.code
 
 
+def check_out_folder(out: Path) -> None:
+    """Check that an evaluation may be written to a folder.
+
+    Raises:
+        ConfigError: The folder is that of a run.
+    """
+    if (out / "config.toml").is_file() and (out / "checkpoints").is_dir():
+        raise ConfigError(f"--out {out}: this is the folder of a run; name another folder, such as {out}/evaluation")
+
+
 def _prepare_folder(out: Path, log: Path) -> None:
     """Create the folder of an evaluation, and its log.
 
     Raises:
         ConfigError: The folder is that of a run, or cannot be written to.
     """
-    if (out / "config.toml").is_file() and (out / "checkpoints").is_dir():
-        raise ConfigError(f"--out {out}: this is the folder of a run; name another folder, such as {out}/evaluation")
+    check_out_folder(out)
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.open("ab").close()
