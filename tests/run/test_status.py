@@ -15,7 +15,7 @@ import pytest
 from background import HANG_S
 
 from titan_rl.core.errors import TrainingError
-from titan_rl.core.run_files import LOST, SILENT_S, read_status
+from titan_rl.core.run_files import ENDED_AT_ONCE, LOST, SILENT_S, read_status, record_immediate_stop
 from titan_rl.run.status import report_written, status_kept
 from titan_rl.viewer.runs import is_run
 
@@ -47,6 +47,23 @@ def test_stopped_and_failed_status_last_until_the_run_resumes(tmp_path: Path) ->
         pass
     third = read_status(tmp_path)
     assert (third.state, third.reason, len(third.resumed)) == ("finished", "", 2)
+
+
+def test_immediate_stop_is_recorded_in_the_folders_of_running_adapters(tmp_path: Path) -> None:
+    names = ("running", "finished", "not_begun")
+    running, finished, not_begun = (tmp_path / "adapters" / name for name in names)
+    for folder in (running, finished, not_begun):
+        folder.mkdir(parents=True)
+    with status_kept(finished, begins=True):
+        pass
+    with (running / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with status_kept(tmp_path, begins=True), status_kept(running, begins=True):
+            record_immediate_stop(tmp_path)
+            for folder in (tmp_path, running):
+                assert (read_status(folder).state, read_status(folder).reason) == ("stopped", ENDED_AT_ONCE)
+    assert read_status(finished).state == "finished"
+    assert not [*not_begun.iterdir()]
 
 
 @pytest.mark.parametrize("text", [None, "{"])

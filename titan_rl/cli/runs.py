@@ -12,7 +12,8 @@ from titan_rl.config.load import load_config, load_sft_config
 from titan_rl.config.resume_changes import check_options, is_resumable
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
-from titan_rl.run.directory import ADAPTERS, adapters_of_run, check_files
+from titan_rl.core.run_files import ADAPTERS
+from titan_rl.run.directory import adapters_of_run, check_files
 from titan_rl.run.terminal.standard_streams import print_stderr
 
 CONFIG = "config.toml"

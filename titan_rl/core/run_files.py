@@ -17,6 +17,8 @@ from titan_rl.core.calls.parsing import parse_json_as
 from titan_rl.core.errors import means_no_space
 from titan_rl.core.files import read_file, read_json
 
+ADAPTERS = "adapters"
+"""Folder in the folder of a run with several adapters; it has a folder for each adapter."""
 STATUS = "status.json"
 LOCK = "lock"
 BLOCK_BYTES = 4096
@@ -95,16 +97,18 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def record_immediate_stop(folder: Path) -> None:
-    """Record in `status.json` that a run which a second signal ends at once was stopped. Do nothing if the run has
-    already recorded its end.
+    """Record in the `status.json` of a run that a second signal ends at once, and of each of its adapters, that it was
+    stopped. An end that was recorded before stays.
 
     Raises:
-        OSError: The file could not be written.
+        OSError: A file could not be written.
     """
-    status = read_status(folder)
-    if status.state == "running" or status.reason == LOST:
-        status.state, status.reason, status.ended, status.waits_for = "stopped", ENDED_AT_ONCE, time.time(), ""
-        status.write(folder)
+    adapters = (path.parent for path in folder.glob(f"{ADAPTERS}/*/{STATUS}"))
+    for each in (folder, *adapters):
+        status = read_status(each)
+        if status.state == "running" or status.reason == LOST:
+            status.state, status.reason, status.ended, status.waits_for = "stopped", ENDED_AT_ONCE, time.time(), ""
+            status.write(each)
 
 
 def _is_alive_elsewhere(folder: Path, status: RunStatus) -> bool:

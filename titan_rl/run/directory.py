@@ -22,11 +22,9 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError, ConfigError
 from titan_rl.core.files import last_lines, read_json
+from titan_rl.core.run_files import ADAPTERS
 from titan_rl.run.journal.state import JournalState, RunState, ranges, train_index
 from titan_rl.run.json_lines import JsonLines, cut_records, cut_traces, records
-
-ADAPTERS = "adapters"
-"""Folder in the folder of a run with several adapters; it has a folder for each adapter."""
 
 LONGEST = 80
 NOT_IN_NAMES = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath", "hosts.")

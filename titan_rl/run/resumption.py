@@ -13,8 +13,9 @@ from titan_rl.config.model_files import changed_parts, model_identity
 from titan_rl.config.resume_changes import check_unchanged, settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from titan_rl.core.run_files import ADAPTERS
 from titan_rl.run.checks.requirements import check_room, size_of
-from titan_rl.run.directory import ADAPTERS, RunDirectory, check_files
+from titan_rl.run.directory import RunDirectory, check_files
 from titan_rl.run.journal.state import FILE, JournalContents, RunState, list_segments, read_segments
 from titan_rl.run.observability.progress import Progress
 from titan_rl.scheduling.task_mix import MixState

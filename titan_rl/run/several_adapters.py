@@ -29,12 +29,13 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.errors import AdaptersFailedError
+from titan_rl.core.run_files import ADAPTERS
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.components import Components, Planes, describe_processes, open_adapter_planes
 from titan_rl.run.controller import Controller
-from titan_rl.run.directory import ADAPTERS, RunDirectory, check_files
+from titan_rl.run.directory import RunDirectory, check_files
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.sinks import open_sinks

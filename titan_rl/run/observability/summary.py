@@ -10,8 +10,9 @@ from typing import Protocol, TextIO
 
 from rich.text import Text
 
+from titan_rl.core.run_files import ADAPTERS
 from titan_rl.metrics.bottleneck import bottleneck
-from titan_rl.run.directory import ADAPTERS, each_of
+from titan_rl.run.directory import each_of
 from titan_rl.run.terminal.live_display import ForgivingConsole, format_seconds
 
 
