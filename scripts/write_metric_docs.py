@@ -22,6 +22,13 @@ and `completion/` metric also exists for held-out samples: as `validation/turns_
 `validation/sums/turns_mean` for the suite `sums` if there are several. The `titan_rl_...` metrics are exported to
 Prometheus by `titan-rl serve`, at `/metrics`.
 
+Some words are used throughout; the [glossary](glossary.md) has the others. A *sample* is one item of a task's data, a
+*rollout* is one conversation about it, and a *group* is all rollouts of one sample. To train, rollouts are converted to
+*token sequences*, which are packed into *rows* of `training.row_tokens` tokens. A *suite* is a set of held-out samples,
+by default one for each task. A group holds a *slot* from its start until the generators have loaded the version of the
+weights that was trained on it. A *generator* is a process that runs an *engine*, such as vLLM. It *pulls* each version
+of the weights that the trainer *publishes*.
+
 The `hosts/` metrics exist only for a run that has, or once had, several hosts. `titan-rl view` and
 `titan-rl hosts RUN list` show the state and the history of each host
 ([several hosts](hosts.md#when-hosts-come-and-go)).

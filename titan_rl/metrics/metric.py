@@ -10,7 +10,7 @@ class MetricGroup(StrEnum):
     """Groups of metrics, in the order in which they are shown."""
 
     REWARD = "Reward"
-    ENDS = "Ends and lengths"
+    ENDS = "Outcomes and lengths"
     VALIDATION = "Validation"
     OPTIMIZATION = "Optimization"
     OFF_POLICY = "Off-policy"
@@ -49,4 +49,4 @@ class Metric:
     @property
     def is_open(self) -> bool:
         """Whether a user's task, reward or engine chooses the last part of the name."""
-        return self.name.endswith(("<reward>", "<metric>", "<gauge>", "<gauge>_mean", "<gauge>_max", "<measure>"))
+        return self.name.endswith(("<reward>", "<metric>", "<counter>", "<gauge>_mean", "<gauge>_max", "<measure>"))

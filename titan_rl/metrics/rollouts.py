@@ -1,4 +1,4 @@
-"""Metrics of rollouts: rewards, endings and lengths."""
+"""Metrics of rollouts: rewards, outcomes and lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROLLOUT_METRICS = (
         "rollout/finished_reward_mean",
         "reward",
         "Mean reward of all finished rollouts, before filters: the best measure of the policy's performance.",
-        "Rises over tens of steps. From step to step it fluctuates by about rollout/reward_std divided by the "
+        "Rises over tens of steps. From step to step it fluctuates by at least rollout/reward_std divided by the "
         "square root of the number of rollouts.",
         "Read some transcripts first (rollouts.jsonl). If it is flat from the start, see "
         "rollout/zero_variance_groups and train/entropy. If it rises and then falls, lower training.lr.",
@@ -46,7 +46,9 @@ ROLLOUT_METRICS = (
     ),
     REWARD.metric("rollout/seat/<seat>/reward_mean", "reward", "Mean reward of one seat of a game."),
     REWARD.metric(
-        "league/versions", "versions", "Number of frozen versions of the run that may play seats of its games."
+        "league/versions",
+        "versions",
+        "Number of earlier versions of the policy in the league: they may play against it.",
     ),
     REWARD.metric(
         "league/win_rate",
@@ -118,20 +120,21 @@ ROLLOUT_METRICS = (
     ENDS.metric(
         "rollout/status/truncated_time",
         "share",
-        "Share of rollouts that exceeded rollout.rollout_timeout_s, not counting waits for generation.",
+        "Share of rollouts that exceeded rollout.rollout_timeout_s, not counting the time in which requests wait.",
         "Near 0.",
-        "Raise rollout.rollout_timeout_s, or speed up the environment.",
+        "Raise rollout.rollout_timeout_s, or speed up the environment or the generation.",
     ),
     ENDS.metric(
         "rollout/status/undecided",
         "share",
-        "Share of rollouts of a seat that never had a turn, or whose game ended early because of another seat.",
+        "Share of rollouts without an outcome, because their seat never had a turn or because another seat of their "
+        "game ended it early.",
     ),
     ENDS.metric(
         "rollout/status/aborted",
         "share",
-        "Share of rollouts that ended early because generation was stopped.",
-        '0, or few with scheduling.on_batch_ready = "abort".',
+        "Share of rollouts that ended early because one of their requests or their whole group was aborted.",
+        "0, or few.",
     ),
     ENDS.metric(
         "rollout/status/error_parse",
@@ -173,23 +176,25 @@ ROLLOUT_METRICS = (
     ENDS.metric("rollout/turns_mean", "turns", "Mean number of turns per rollout."),
     ENDS.metric(
         "rollout/branches_per_rollout",
-        "samples",
-        "Training samples per rollout.",
-        "1 as long as each prompt extends the previous one.",
-        "Above 1, the history is edited between turns. Each branch is trained with its full context, which costs time.",
+        "sequences",
+        "Mean number of token sequences to train on per rollout: one for each branch of its conversation.",
+        "1 if each prompt extends the previous one.",
+        "Above 1, the history is edited between turns, so that a new branch begins. Each branch is trained on with its "
+        "full context, which costs time.",
     ),
     ENDS.metric(
         "rollout/constrained_fraction",
         "share",
-        "Share of completion tokens that were restricted by a forced tool or a schema. Absent if there are none.",
+        "Share of completion tokens whose choice a forced tool or a schema restricted. Absent if there are none.",
         "Depends on the agent. correction.constrained sets how these tokens are trained on.",
         'If it is near 1 and correction.constrained = "masked", almost no tokens are trained on.',
     ),
     ENDS.metric(
         "rollout/constraint_weight_mean",
         "share",
-        "Mean probability, over constrained rollouts, that the policy assigns to the outputs that the constraint "
-        'allows. It is the weight used by correction.constrained = "corrected".',
+        "Probability that the policy, if it were not constrained, would satisfy the constraints of a rollout; mean "
+        "over "
+        'the constrained rollouts. It is the weight used by correction.constrained = "corrected".',
         "Rises as the policy learns to satisfy the constraints by itself.",
         'If it is near 0 and correction.constrained = "corrected", almost nothing is learned from these rollouts.',
     ),
@@ -197,14 +202,17 @@ ROLLOUT_METRICS = (
     ENDS.metric(
         "rollout/metrics/own_seconds",
         "s",
-        "Mean time that a rollout spends in its environment and its agent, excluding waits for generation.",
-        "Less than half of rollout/metrics/seconds.",
-        "Steps wait for the environment: speed it up, or allow more rollouts in flight.",
+        "Mean part of rollout/metrics/seconds that counts against rollout.rollout_timeout_s: the time of the "
+        "environment or agent, and of requests while they are generated, but not while they wait in a queue or are "
+        "interrupted.",
+        "Well below rollout.rollout_timeout_s.",
+        "If it approaches the limit, rollouts are cut off: see rollout/status/truncated_time.",
     ),
     ENDS.metric(
         "rollout/metrics/env_seconds",
         "s",
-        "Mean time that a rollout spends in calls of its environment or, for an agent, outside of requests.",
+        "Mean part of rollout/metrics/seconds that is spent in the environment or, for an agent, outside of requests. "
+        "Generation is not included.",
         "Less than half of rollout/metrics/seconds.",
         "Steps wait for the environment: speed it up, or allow more rollouts in flight.",
     ),
@@ -214,22 +222,28 @@ ROLLOUT_METRICS = (
     ENDS.metric(
         "rollout/metrics/teacher_seconds",
         "s",
-        "Mean time until the teacher has scored a rollout, including outages. Other groups are generated in the "
-        "meantime.",
+        "Mean time from the end of a group until the teacher has computed the logprobs of one of its rollouts, "
+        "including outages. Other groups are generated in the meantime.",
         "Less than rollout/metrics/seconds.",
         "The teacher's server is too slow or unavailable: see logs/controller.log.",
     ),
-    ENDS.metric("rollout/metrics/retries", "retries", "Mean number of times that a rollout was restarted.", "0."),
+    ENDS.metric(
+        "rollout/metrics/retries",
+        "retries",
+        "Mean number of times that a rollout was run again after an error (rollout.max_retries).",
+        "0.",
+    ),
     ENDS.metric(
         "rollout/metrics/close_failed",
-        "rollouts",
-        "1 if the environment of a rollout failed to close; absent otherwise.",
+        "",
+        "1 if the environment of any rollout failed to close; absent otherwise.",
     ),
-    ENDS.metric("rollout/metrics/branches", "samples", "Mean number of branches of an agent's conversation."),
+    ENDS.metric("rollout/metrics/branches", "branches", "Mean number of branches in the conversation of an agent."),
     ENDS.metric(
         "rollout/metrics/completion_tokens",
         "tokens",
-        "Completion tokens of a rollout, as reported by the API endpoint that answers.",
+        "Mean number of completion tokens of a rollout whose answers come from an external chat API (titan-rl eval), "
+        "as reported by that API.",
     ),
     ENDS.metric("rollout/metrics/<metric>", "", "Mean of a metric that your environment reports."),
     ENDS.metric(
@@ -242,8 +256,8 @@ ROLLOUT_METRICS = (
     ENDS.metric(
         "transcripts/left_out",
         "rollouts",
-        "Number of failed rollouts, and rollouts of dropped groups, whose transcripts are omitted because enough "
-        "transcripts of that kind have been written.",
+        "Number of rollouts, failed or of dropped groups, whose transcripts are not written, because the limit on such "
+        "transcripts per step is reached.",
     ),
     ENDS.metric(
         "transcripts/lost",

@@ -27,15 +27,15 @@ SPEED_METRICS = (
         "Part of time/step_s spent waiting for the groups of a batch to finish.",
         "Near 0 if training takes longer than generation; otherwise about time/step_s minus time/train_s.",
         "If it is most of the step, generation or environments are the bottleneck: raise "
-        "scheduling.max_staleness, add generators, or speed up the environment (rollout/metrics/own_seconds).",
+        "scheduling.max_staleness, add generators, or speed up the environment (rollout/metrics/env_seconds).",
     ),
     SPEED.metric(
-        "time/samples_s", "s", "Part of time/step_s spent converting the batch to training samples.", "Near 0."
+        "time/samples_s", "s", "Part of time/step_s spent converting the batch to token sequences.", "Near 0."
     ),
     SPEED.metric(
         "time/train_s",
         "s",
-        "Part of time/step_s from the submission of the training samples to the trainer until it has computed "
+        "Part of time/step_s from the submission of the token sequences to the trainer until it has computed "
         "the next version.",
         "Most of the step if training is the bottleneck.",
     ),
@@ -46,7 +46,7 @@ SPEED_METRICS = (
         "Time since the previous step spent copying the state for a checkpoint, and waiting until the previous "
         "checkpoint is written.",
         "0 for most steps.",
-        "The disk is slow: raise checkpoint.interval.",
+        "If it is often above 0, the disk is slow: raise checkpoint.interval or checkpoint.interval_s.",
     ),
     SPEED.metric(
         "time/wait_for_tokens_s",
@@ -87,23 +87,24 @@ SCHEDULING_METRICS = (
     SCHEDULING.metric(
         "scheduling/slot_s/pending",
         "s",
-        "Total time that slots spent waiting for their rollouts to fit into scheduling.max_running_rollouts.",
+        "Total time for which groups with a slot waited until their rollouts fitted into "
+        "scheduling.max_running_rollouts.",
     ),
     SCHEDULING.metric(
         "scheduling/slot_s/running",
         "s",
-        "Total time that slots spent running their groups: generation, environments and rewards.",
+        "Total time for which groups with a slot were running: generation, environments and rewards.",
         "Most of the slots' total time.",
     ),
     SCHEDULING.metric(
         "scheduling/slot_s/suspended",
         "s",
-        "Total time that slots spent suspended, keeping their tokens so far, until they continue in a later step.",
+        "Total time for which groups with a slot were suspended. They keep their tokens, and continue in a later step.",
     ),
     SCHEDULING.metric(
         "scheduling/slot_s/done",
         "s",
-        "Total time that slots spent finished, waiting for their batch.",
+        "Total time for which finished groups with a slot waited for their batch.",
         "A small part of the slots' total time.",
         "If it is most of the time, training is the bottleneck, or one slow group delays a batch "
         "(scheduling.window, scheduling.oversample).",
@@ -111,15 +112,22 @@ SCHEDULING_METRICS = (
     SCHEDULING.metric(
         "scheduling/slot_s/training",
         "s",
-        "Total time that slots spent in a training batch, until the generators have pulled its version.",
+        "Total time for which groups with a slot were in a training batch, until the generators had loaded the version "
+        "that was trained on it.",
     ),
-    SCHEDULING.metric("scheduling/age/<age>", "groups", "Groups whose oldest token has this age, in versions."),
-    SCHEDULING.metric("scheduling/age_mean", "steps", "Mean age of a group's oldest token, in versions."),
+    SCHEDULING.metric(
+        "scheduling/age/<age>",
+        "groups",
+        "Groups in the training batch of this age. The age of a group is the number of steps between the weights that "
+        "sampled its oldest token and those that are trained on it.",
+    ),
+    SCHEDULING.metric("scheduling/age_mean", "steps", "Mean age of the groups in the training batch."),
     SCHEDULING.metric(
         "scheduling/dropped/<reason>",
         "groups",
-        "Groups that were dropped, by reason: failed, reward_failed, aborted, too_few_siblings, too_old, "
-        "too_stale, too_long, or the reason given by a filter.",
+        "Groups that were dropped, by reason: failed, reward_failed, aborted, too_few_siblings, too_old (still "
+        "running, and started too many versions ago: scheduling.tail), too_stale (finished, but no token is young "
+        "enough to be trained on: scheduling.max_token_age), or the reason given by a filter, such as too_long.",
         "0, except for filters.",
         "failed, reward_failed: your code raises exceptions; see the messages. too_old, too_stale: generation is "
         "slower than training.",
@@ -136,7 +144,8 @@ SCHEDULING_METRICS = (
         "tokens",
         "Mean number of completion tokens of the rollouts trained on, over the whole run.",
         "Equal to scheduling/generated_tokens_mean.",
-        "If it is lower, the schedule favours short answers. scheduling.window = 1 trains in data order.",
+        "If it is lower, long answers are dropped or overtaken more often than short ones. To prevent this, set "
+        'scheduling.tail = "carry_over" and scheduling.window = 1 (data order).',
     ),
     SCHEDULING.metric(
         "scheduling/generated_tokens_mean",
@@ -147,9 +156,16 @@ SCHEDULING_METRICS = (
 
 SYNC_METRICS = (
     SYNC.metric(
-        "sync/publish_s", "s", "Time from the start of copying the weights until the whole version can be read."
+        "sync/publish_s",
+        "s",
+        "Time from the start of copying the weights until the whole version can be read by the generators.",
     ),
-    SYNC.metric("sync/pull_s", "s", "Time until every generator has loaded and verified a version."),
+    SYNC.metric(
+        "sync/pull_s",
+        "s",
+        "Time from the moment at which a version can be read until every generator in service has loaded and verified "
+        "it.",
+    ),
     SYNC.metric("sync/load_s", "s", "Time that the slowest generator took to load a version."),
     SYNC.metric(
         "sync/readback_s",
@@ -165,24 +181,25 @@ SYNC_METRICS = (
     SYNC.metric(
         "sync/unverified_share",
         "share",
-        "Share of the weights that could not be verified: they were not read back from the engine, and the "
-        "probes cannot distinguish this version from the previous one. Maximum over all generators.",
-        "0 from the first version on, with the built-in engines.",
+        "Share of the weights that could be verified in neither way: they cannot be read back from the engine, and the "
+        "probes cannot distinguish this version from the previous one. Maximum over the generators.",
+        "0 if all weights can be read back from the engine.",
         "Causes are an engine without held_weights(), a layer that cannot be read back (named in the generator's "
         "log), and a transport whose manifests list no tensors. Fix the cause, or raise statedict.num_probes.",
     ),
     SYNC.metric(
         "sync/stall_s",
         "s",
-        "Time for which the slowest generator stopped generating to pull a version.",
+        "Time for which a generator stopped generating in order to load and verify a version; maximum over the "
+        "generators.",
         "A small fraction of time/step_s.",
         'Lower statedict.num_probes, or use statedict.transport = "cuda_ipc" on GPUs of one host.',
     ),
     SYNC.metric(
         "sync/received_bytes",
         "bytes",
-        'Bytes that a host received for a version, maximum over the hosts (statedict.transport = "tcp" on '
-        "several hosts only).",
+        'Bytes that a host received for a version; maximum over the hosts. Only with statedict.transport = "tcp" on '
+        "several hosts.",
     ),
     SYNC.metric(
         "sync/received_share",
@@ -215,18 +232,18 @@ SYNC_METRICS = (
     SYNC.metric(
         "sync/probe_margin",
         "",
-        "Share of the change in the probes' logprobs, from one step to the next, that rounding can hide; maximum "
-        "over the generators.",
-        "Below 0.5, so that a pull that loads nothing fails.",
-        "Steps change the logprobs little compared with rounding: raise statedict.num_probes. Above 0.5, a "
-        "version cannot be checked against the previous one, only against versions further back.",
+        "Precision of the probe check. A new version changes the logprobs of the probes, and this share of the change "
+        "could be missing without being noticed, because of rounding; maximum over the generators.",
+        "Below 0.5, so that a pull that loads nothing is noticed and fails.",
+        "A step changes the logprobs little compared with rounding: raise statedict.num_probes. Above 0.5, the check "
+        "compares with an older version instead of the previous one.",
     ),
     SYNC.metric(
         "sync/probe_missed",
         "",
-        "Share of the change in the probes' logprobs, from one step to the next, that a generator does not show, "
-        "or shows in excess.",
-        "Below sync/probe_margin. If that is below 0.5, a pull with a larger share fails.",
+        "Result of the probe check: the share of the change in the probes' logprobs that is missing in a generator, or "
+        "exceeds it. 0 if everything was loaded, 1 if nothing was; maximum over the generators.",
+        "Below sync/probe_margin. If it is not, and the margin is below 0.5, the pull fails.",
         "The engine did not load all of the weights that it received.",
     ),
 )
@@ -255,7 +272,7 @@ HOST_METRICS = (
         "s",
         "Longest time between two heartbeats of a host since the previous step.",
         "Below 1: a host sends four heartbeats per second.",
-        "Near hosts.silence_s, the network is slow or the machine has no free core: raise hosts.silence_s.",
+        "If it approaches hosts.silence_s, the network is slow or the machine has no free core: raise hosts.silence_s.",
     ),
 )
 
@@ -288,36 +305,38 @@ ENGINE_METRICS = (
     ENGINES.metric(
         "completion/queue_s",
         "s",
-        "Time that a request waits before its engine starts it.",
+        "Mean time that a request waits before its engine starts it.",
         "Near 0.",
         "Raise generation.max_running, add generators, or allow fewer rollouts in flight.",
     ),
-    ENGINES.metric("completion/time_to_first_token_s", "s", "Time from a request to its first token."),
+    ENGINES.metric("completion/time_to_first_token_s", "s", "Mean time from a request to its first token."),
     ENGINES.metric("completion/inter_token_s", "s", "Mean time between two tokens of a completion."),
     ENGINES.metric(
         "completion/requests_in_flight",
         "requests",
-        "Number of requests in flight at the engine when a request arrives.",
+        "Mean number of requests in flight at the engine when a request arrives.",
     ),
     ENGINES.metric(
-        "completion/cached_prompt_tokens", "tokens", "Number of prompt tokens of a request found in the prefix cache."
+        "completion/cached_prompt_tokens",
+        "tokens",
+        "Mean number of prompt tokens of a request that were found in the prefix cache.",
     ),
     ENGINES.metric(
         "completion/interrupted_s",
         "s",
-        "Time that a request waited because of a pause, a suspension or a change of generator. Absent without "
-        "interruptions.",
+        "Mean time that an interrupted request waited because of a pause, a suspension or a change of generator. "
+        "Absent without interruptions.",
     ),
     ENGINES.metric(
         "completion/num_resumes",
         "resumes",
-        "Mean number of resumes (a request is sent again with its tokens so far) of the requests that were resumed. "
-        "Absent if none was.",
+        "Mean number of times that an interrupted request was sent again with its tokens so far, over the requests to "
+        "which this happened. Absent if there are none.",
     ),
     ENGINES.metric(
         "completion/completion_tokens",
         "tokens",
-        "Tokens of a completion, as reported by the API endpoint that answers.",
+        "Mean number of tokens of a completion from an external chat API (titan-rl eval), as reported by that API.",
     ),
     ENGINES.metric("completion/<metric>", "", "Mean of a metric that your engine reports for its completions."),
     ENGINES.metric("engine/running_requests_mean", "requests", "Mean number of requests in the batch of one engine."),
@@ -337,14 +356,13 @@ ENGINE_METRICS = (
     ENGINES.metric(
         "engine/places_mean",
         "requests",
-        "Maximum number of requests that one engine runs at a time, averaged: generation.max_running, or the value "
-        'chosen by "auto".',
-        "Close to engine/running_requests_mean: the engine is full.",
+        "Mean number of places of one engine, where a place is room for one running request: generation.max_running, "
+        "or "
+        'the number chosen by "auto".',
+        "Near engine/running_requests_mean, which means that the engine is full.",
         "If requests wait, raise generation.kv_cache_gib.",
     ),
-    ENGINES.metric(
-        "engine/places_max", "requests", "Largest limit on the number of requests that one engine runs at a time."
-    ),
+    ENGINES.metric("engine/places_max", "requests", "Largest number of places of one engine; see engine/places_mean."),
     ENGINES.metric("engine/kv_cache_usage_mean", "share", "Mean share of the KV cache in use.", "Below 0.9."),
     ENGINES.metric("engine/kv_cache_usage_max", "share", "Largest share of the KV cache in use."),
     ENGINES.metric(
@@ -377,7 +395,7 @@ ENGINE_METRICS = (
     ENGINES.metric(
         "engine/accepted_per_draft",
         "tokens",
-        "Mean number of accepted tokens per draft, which a forward pass yields in addition to one token.",
+        "Mean number of draft tokens accepted per draft. A forward pass yields these tokens and one more.",
         "Steady; above 0.5.",
         "If it falls in a run with a draft model, training is moving the policy away from the draft model.",
     ),
@@ -390,7 +408,11 @@ ENGINE_METRICS = (
         "Near 0 with scheduling.max_staleness of 1 or more.",
         "The engines wait for training, environments or rewards: see the timeline.",
     ),
-    ENGINES.metric("engine/<gauge>_mean", "", "Mean of a gauge of your engine, over its steps."),
-    ENGINES.metric("engine/<gauge>_max", "", "Largest value of a gauge of your engine."),
-    ENGINES.metric("engine/<gauge>", "", "Increase of a counter of your engine."),
+    ENGINES.metric("engine/<gauge>_mean", "", "Mean of a gauge that your engine reports, over the engine's steps."),
+    ENGINES.metric("engine/<gauge>_max", "", "Largest value of a gauge that your engine reports."),
+    ENGINES.metric(
+        "engine/<counter>",
+        "",
+        "Increase of a counter that your engine reports: a gauge named <counter>_total, which never falls.",
+    ),
 )

@@ -47,7 +47,7 @@ VALIDATION_METRICS = (
         "rollouts",
         "Held-out rollouts that have no reward, or that failed through no fault of the policy.",
         "0.",
-        "Look them up in rollouts.jsonl, where their phase is validation.",
+        "Look them up in rollouts.jsonl, where they have phase = validation.",
     ),
     VALIDATION.metric("validation/<suite>/unscored", "rollouts", "validation/unscored of one suite."),
     VALIDATION.metric(
@@ -95,16 +95,19 @@ ADAPTER_METRICS = (
     TASKS.metric(
         "adapter/<adapter>/step",
         "steps",
-        "Number of steps that one of several adapters has trained; in the folder of their run.",
+        "In a run that trains several LoRA adapters, of which each also has a metrics.jsonl of its own: number of "
+        "steps for which this adapter has been trained.",
     ),
     TASKS.metric(
         "adapter/<adapter>/trainer_share",
         "share",
-        "Share of one of several adapters in the trainer's time so far.",
+        "In a run that trains several LoRA adapters: share of the trainer's time so far that was spent on this one.",
         "1 divided by the number of adapters, within 10%, while all of them have batches ready.",
         "If it is lower, the adapter waits for its rollouts.",
     ),
-    TASKS.metric("adapter/<adapter>/failed", "", "1 once one of several adapters has failed, otherwise 0.", "0."),
+    TASKS.metric(
+        "adapter/<adapter>/failed", "", "1 if the training of this LoRA adapter has failed, otherwise 0.", "0."
+    ),
 )
 
 METRICS: tuple[Metric, ...] = (

@@ -29,7 +29,7 @@ TRAINING_METRICS = (
         "Steps, since the run was started or resumed, whose weight update was skipped or incomplete because the "
         "loss or the gradient was not finite, or because no token could be trained on.",
         "0.",
-        "The messages name the rollouts; in rollouts.jsonl their field dropped is skipped_step. Bound extreme "
+        "The messages name the rollouts; in rollouts.jsonl they have dropped = skipped_step. Bound extreme "
         "rewards. If the number keeps growing, lower training.lr.",
     ),
     OPTIMIZATION.metric(
@@ -59,8 +59,9 @@ TRAINING_METRICS = (
     OPTIMIZATION.metric(
         "train/teacher_kl",
         "nats",
-        "Mean KL divergence from the teacher over the most likely tokens of the teacher, for the tokens that it "
-        'has scored. Absent with training.distill = "sampled".',
+        "Mean KL divergence from the teacher, computed over the most likely tokens of the teacher, at the positions "
+        "for "
+        'which the teacher has computed logprobs. Absent with training.distill = "sampled".',
         "Falls.",
         "If it is constant, raise training.lr or training.distill_coef.",
     ),
@@ -89,11 +90,11 @@ TRAINING_METRICS = (
         "If it grows fast, raise training.kl_coef or lower training.lr.",
     ),
     OPTIMIZATION.metric("train/num_tokens", "tokens", "Number of tokens trained on."),
-    OPTIMIZATION.metric("train/num_samples", "samples", "Number of token sequences trained on."),
+    OPTIMIZATION.metric("train/num_samples", "sequences", "Number of token sequences trained on."),
     OPTIMIZATION.metric(
         "train/num_dropped_samples",
-        "samples",
-        "Token sequences that were dropped because they are longer than a row.",
+        "sequences",
+        "Number of token sequences that were dropped because they are longer than training.row_tokens.",
         "0.",
         "Raise training.row_tokens.",
     ),
@@ -114,7 +115,7 @@ TRAINING_METRICS = (
     OPTIMIZATION.metric(
         "train/wait_for_copy_s",
         "s",
-        "Time that the optimizer waited for the copy of the weights that are being published.",
+        "Time for which the optimizer waited until the weights of the previous version had been copied for publishing.",
         "Near 0.",
     ),
     OPTIMIZATION.metric(
@@ -137,17 +138,19 @@ TRAINING_METRICS = (
         "train/approx_kl",
         "nats",
         "Estimated KL divergence from the policy that sampled the tokens to the policy being trained.",
-        "Below 0.05; about 0 on policy.",
+        "Below 0.05; about 0 if training is on-policy.",
         "Lower scheduling.max_staleness, training.minibatches or training.lr.",
     ),
     OFF_POLICY.metric(
         "train/ratio_mean",
         "",
-        "Mean importance ratio: a token's probability under the policy being trained, divided by its behaviour "
-        "probability.",
+        "Mean importance ratio: a token's probability under the policy being trained, divided by the probability with "
+        "which it was sampled.",
         "1.",
     ),
-    OFF_POLICY.metric("train/ratio_max", "", "Largest importance ratio of a token.", "Below 10; 1 on policy."),
+    OFF_POLICY.metric(
+        "train/ratio_max", "", "Largest importance ratio of a token.", "Below 10; 1 if training is on-policy."
+    ),
     OFF_POLICY.metric(
         "train/clip_fraction",
         "share",
@@ -167,14 +170,15 @@ TRAINING_METRICS = (
     OFF_POLICY.metric(
         "train/on_policy_logprob_diff_mean",
         "nats",
-        "Mean difference between the trainer's and the generator's logprobs of a token under the same weights.",
+        "Mean absolute difference between the trainer's logprob of a token and that of the generator that sampled it, "
+        "for tokens sampled with the weights that are being trained.",
         "About 1e-6 in float32, 1e-2 in bfloat16.",
-        "Trainer and engine compute different functions. Compare their dtypes and temperatures, and check that "
-        "the engine uses the published weights (sync/probe_diff).",
+        "If it is far above this, trainer and engine compute different functions. Compare their dtypes and "
+        "temperatures, and check that the engine uses the published weights (sync/probe_diff).",
     ),
     OFF_POLICY.metric(
         "train/on_policy_logprob_diff_max",
         "nats",
-        "Largest difference between the trainer's and the generator's logprobs of a token under the same weights.",
+        "Largest such difference; see train/on_policy_logprob_diff_mean.",
     ),
 )
