@@ -176,7 +176,8 @@ SYNC_METRICS = (
     SYNC.metric(
         "sync/verify_s",
         "s",
-        "Time that the slowest generator took to verify a version, by reading weights back and by scoring probes.",
+        "Time that the slowest generator took to verify a version, by reading its weights back and by computing the "
+        "logprobs of the probes.",
     ),
     SYNC.metric(
         "sync/unverified_share",
