@@ -15,6 +15,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from background import HANG_S
+
 from titan_rl.metrics.table import find_metric
 
 REPOSITORY = Path(__file__).parents[2]
@@ -124,6 +126,24 @@ class Run:
                 own |= {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
         rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
         return [row[7] for row in rows if len(row) > 7 and row[3] == "00010000" and f"socket:[{row[6]}]" in own]
+
+    def trained_groups(self) -> dict[int, list[str]]:
+        """Groups that each step was trained on, from the transcripts, which must include each group."""
+        found: dict[int, list[str]] = {}
+        for line in (self.folder / "rollouts.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            if record["phase"] == "train" and "dropped" not in record:
+                groups = found.setdefault(record["step"], [])
+                if record["sibling"] == 0:
+                    groups.append(record["group_id"])
+        return found
+
+    def wait_until_nothing_is_left(self) -> None:
+        """Wait for the kernel to end the processes of a controller that is gone."""
+        deadline = time.monotonic() + HANG_S
+        while left := self.leftovers():
+            assert time.monotonic() < deadline, f"a controller that is gone leaves {left}"
+            time.sleep(0.1)
 
     def leftovers(self) -> list[str]:
         """Processes, shared-memory segments and temporary files of a run that has ended."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,6 @@ pytest.importorskip("peft", reason="needs the dev extra")
 
 import peft
 import torch
-from background import HANG_S
 from e2e.tiny_policy import (
     make_tiny_llama3,
     make_tiny_moe,
@@ -30,6 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_rl.core.errors import CheckpointError, ModelError
 from titan_rl.rollout.renderer.registry import fit_template
+from titan_rl.training import export
 from titan_rl.training.export import export_checkpoint, merge_peft
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.settings import ModelConfig, TrainingConfig
@@ -69,18 +69,14 @@ def test_exported_adapter_and_merged_model_match_trainer_scores(tmp_path: Path, 
     assert (expected - torch.tensor(untrained)).abs().max() > 1e-2
 
 
-def test_export_program_writes_the_same_bytes_as_the_function(tmp_path: Path) -> None:
+def test_export_program_writes_the_same_bytes_as_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = make_tiny_qwen3(tmp_path / "model")
     trained(base, steps=1).save(tmp_path / "checkpoint")
-    programs = []
-    for form in FILES:
+    for form, file in FILES.items():
         export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "expected" / form, as_adapter=form == "adapter")
         paths = map(str, (base, tmp_path / "checkpoint", tmp_path / form))
-        program = [sys.executable, "-m", "titan_rl.training.export", *paths, "float32", "chat_template", form]
-        programs.append(subprocess.Popen(program))
-    for form, program in zip(FILES, programs, strict=True):
-        assert program.wait(HANG_S) == 0
-        file = FILES[form]
+        monkeypatch.setattr(sys, "argv", ["export.py", *paths, "float32", "chat_template", form])
+        runpy.run_path(export.__file__, run_name="__main__")
         assert (tmp_path / form / file).read_bytes() == (tmp_path / "expected" / form / file).read_bytes()
 
 

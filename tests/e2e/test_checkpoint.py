@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import in_depth
 from e2e.warm import run_world
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
@@ -25,7 +26,7 @@ from titan_rl.training.state import train_state
 from titan_rl.training.trainer import TrainerCore
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module", params=["untied", pytest.param("tied", marks=in_depth)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
 
@@ -227,6 +228,7 @@ def test_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, tmp_path
     make_trainer(folder).load(target)
 
 
+@pytest.mark.parametrize("folder", ["untied", "tied"], indirect=True)
 def test_exported_folder_matches_logprobs_in_transformers(folder: Path, tmp_path: Path):
     trainer = make_trainer(folder)
     trainer.step(on_policy_samples(trainer, 24, 33, 8))
@@ -244,6 +246,7 @@ def test_exported_folder_matches_logprobs_in_transformers(folder: Path, tmp_path
     assert (tmp_path / "export" / "chat_template.jinja").is_file()
 
 
+@pytest.mark.parametrize("folder", ["untied", "tied"], indirect=True)
 def test_checkpoint_export_contains_only_the_model(folder: Path, tmp_path: Path):
     trainer = make_trainer(folder, optimizer="muon")
     trainer.step(on_policy_samples(trainer, 24, 33, 8))
@@ -262,6 +265,7 @@ def test_checkpoint_export_contains_only_the_model(folder: Path, tmp_path: Path)
     assert not (tmp_path / "damaged").exists()
 
 
+@pytest.mark.parametrize("folder", [pytest.param("untied", marks=in_depth), "tied"], indirect=True)
 def test_exported_folder_matches_logprobs_in_vllm(folder: Path, tmp_path: Path):
     from titan_rl.generation.engine import EngineSpec
     from titan_rl.generation.vllm_engine import VLLMEngine

@@ -27,7 +27,7 @@ LENGTHS = (24, 33, 8, 16)
 KINDS = ("head", "model")
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module", params=["untied", pytest.param("tied", marks=in_depth)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
 
@@ -85,6 +85,7 @@ def test_truncated_rollout_bootstraps_from_its_last_value(folder: Path):
     assert final["value_loss"] == pytest.approx(0.5, abs=0.1)
 
 
+@pytest.mark.parametrize("folder", ["untied", "tied"], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_critic_resumes_bitwise_identically_and_is_not_exported(folder: Path, tmp_path: Path, kind: str):
     settings = {"algorithm": "ppo", "critic": kind, "minibatches": 2, "critic_epochs": 2, "kl_coef": 0.0}

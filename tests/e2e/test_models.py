@@ -15,6 +15,7 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 import torch
+from depth import in_depth
 from e2e.tiny_policy import (
     YARN,
     make_tiny_llama3,
@@ -107,6 +108,11 @@ def test_scores_and_published_names_match_transformers(folder: Path) -> None:
     assert all(torch.equal(tensor, stored[name]) for name, tensor in published.items())
 
 
+@pytest.mark.parametrize(
+    "folder",  # test_checkpoint.py compares the scores of tied embeddings
+    [pytest.param(name, marks=in_depth if name == "llama, tied" else ()) for name in FAMILIES],
+    indirect=True,
+)
 def test_vllm_matches_trainer_scores_after_a_step(folder: Path) -> None:
     trainer = make_trainer(folder, lr=1e-2)
     before = weights(trainer)

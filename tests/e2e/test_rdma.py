@@ -4,9 +4,13 @@ import asyncio
 import math
 import sys
 import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
 
 import cloudpickle
 import pytest
+import pytest_asyncio
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
@@ -25,6 +29,9 @@ from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actor processes cannot import a test module
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LIMIT_S = 300
 SHAPES = {"a.weight": (300, 500), "b.bias": (7,), "c.weight": (64, 64)}
 
 
@@ -33,9 +40,13 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 
 class Writer(Actor):
-    def __init__(self, log_path: str, run_id: str, host: str) -> None:
+    def __init__(self, log_path: str, host: str) -> None:
         enter_actor_process(log_path)
-        self._transport = RDMATransport(run_id, host=host)
+        self._host = host
+
+    @concurrent_endpoint
+    async def open(self, run_id: str) -> None:
+        self._transport = RDMATransport(run_id, host=self._host)
 
     @concurrent_endpoint
     async def publish(self, version: int) -> Manifest:
@@ -61,9 +72,13 @@ class Writer(Actor):
 
 
 class Reader(Actor):
-    def __init__(self, log_path: str, run_id: str, host: str) -> None:
+    def __init__(self, log_path: str, host: str) -> None:
         enter_actor_process(log_path)
-        self._transport = RDMATransport(run_id, host=host)
+        self._host = host
+
+    @concurrent_endpoint
+    async def open(self, run_id: str) -> None:
+        self._transport = RDMATransport(run_id, host=self._host)
 
     @concurrent_endpoint
     async def pull(self, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -71,57 +86,69 @@ class Reader(Actor):
         return {name: tensor.clone() for name, tensor in pairs}
 
 
-async def test_local_and_remote_readers_get_complete_versions(tmp_path):
-    supervisor = this_proc().spawn("supervisor_of_rdma", Supervisor)
-    run_id = f"rdma-{uuid.uuid4().hex[:8]}"
+@dataclass
+class Stage:
+    """Writers and readers by their hosts. All are on this one, and only claim to be on others."""
 
-    async def start(name: str, actor_class, *arguments):
-        arguments = (str(tmp_path / f"{name}.log"), run_id, *arguments)
+    writers: dict[str, Any]
+    readers: dict[str, Any]
+
+    async def open(self) -> None:
+        """Begin a run: all open their transports."""
+        run_id = f"rdma-{uuid.uuid4().hex[:8]}"
+        for each in (*self.writers.values(), *self.readers.values()):
+            await call(each.open, run_id, who="process", timeout_s=LIMIT_S)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+    supervisor, logs = this_proc().spawn("supervisor_of_rdma", Supervisor), tmp_path_factory.mktemp("logs")
+
+    async def start(actor_class: Any, host: str) -> Any:
+        name = f"{actor_class.__name__.lower()}-{host}"
+        arguments = (str(logs / f"{name}.log"), host)
         return await call(supervisor.spawn, name, actor_class, arguments, who="supervisor")
 
     try:
-        writer = await start("writer", Writer, "here")
-        readers = [await start("near", Reader, "here"), await start("far", Reader, "elsewhere")]
-        manifests = []
-        for version in range(4):
-            manifests.append(await call(writer.publish, version, who="writer", timeout_s=300))
-            for reader in readers:
-                found = await call(reader.pull, manifests[-1], who="reader", timeout_s=300)
-                assert found.keys() == SHAPES.keys()
-                assert all(torch.equal(found[name], tensor) for name, tensor in tensors(version).items())
-        # Two versions are kept: the memory of the oldest was overwritten and its buffer dropped.
-        for reader in readers:
-            with pytest.raises(StateDictError, match=r"version 0|released|cannot be opened"):
-                await call(reader.pull, manifests[0], who="reader", timeout_s=300)
-        await call(writer.close, who="writer", timeout_s=300)
+        yield Stage(
+            {host: await start(Writer, host) for host in ("here", "there")},
+            {host: await start(Reader, host) for host in ("here", "elsewhere")},
+        )
     finally:
         await call(supervisor.terminate, who="supervisor", timeout_s=240)
 
 
-async def test_version_sharded_over_local_and_remote_hosts(tmp_path):
-    supervisor = this_proc().spawn("supervisor_of_parts", Supervisor)
-    run_id = f"rdma-{uuid.uuid4().hex[:8]}"
+async def test_local_and_remote_readers_get_complete_versions(stage: Stage) -> None:
+    await stage.open()
+    writer = stage.writers["here"]
+    manifests = []
+    for version in range(4):
+        manifests.append(await call(writer.publish, version, who="writer", timeout_s=LIMIT_S))
+        for reader in stage.readers.values():
+            found = await call(reader.pull, manifests[-1], who="reader", timeout_s=LIMIT_S)
+            assert found.keys() == SHAPES.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in tensors(version).items())
+    # Two versions are kept: the memory of the oldest was overwritten and its buffer dropped.
+    for reader in stage.readers.values():
+        with pytest.raises(StateDictError, match=r"version 0|released|cannot be opened"):
+            await call(reader.pull, manifests[0], who="reader", timeout_s=LIMIT_S)
+    await call(writer.close, who="writer", timeout_s=LIMIT_S)
 
-    async def start(name: str, actor_class, host: str):
-        arguments = (str(tmp_path / f"{name}.log"), run_id, host)
-        return await call(supervisor.spawn, name, actor_class, arguments, who="supervisor")
 
-    try:
-        writers = [await start("writer-0", Writer, "here"), await start("writer-1", Writer, "there")]
-        readers = [await start(f"reader-{host}", Reader, host) for host in ("here", "elsewhere")]
-        for version in (1, 2):
-            manifests = [
-                await call(writer.publish_share, version, rank, 2, who="writer", timeout_s=300)
-                for rank, writer in enumerate(writers)
-            ]
-            for reader in readers:
-                found = await call(reader.pull, join(manifests), who="reader", timeout_s=300)
-                assert list(found) == list(SHAPES)
-                assert all(torch.equal(found[name], tensor) for name, tensor in tensors(version).items())
-        await call(writers[1].close, who="writer", timeout_s=300)
-        for reader in readers:
-            with pytest.raises(StateDictError, match="version 2 could not be read from there"):
-                await call(reader.pull, join(manifests), who="reader", timeout_s=300)
-        await call(writers[0].close, who="writer", timeout_s=300)
-    finally:
-        await call(supervisor.terminate, who="supervisor", timeout_s=240)
+async def test_version_sharded_over_local_and_remote_hosts(stage: Stage) -> None:
+    await stage.open()
+    here, there = stage.writers.values()
+    for version in (1, 2):
+        manifests = [
+            await call(writer.publish_share, version, rank, 2, who="writer", timeout_s=LIMIT_S)
+            for rank, writer in enumerate((here, there))
+        ]
+        for reader in stage.readers.values():
+            found = await call(reader.pull, join(manifests), who="reader", timeout_s=LIMIT_S)
+            assert list(found) == list(SHAPES)
+            assert all(torch.equal(found[name], tensor) for name, tensor in tensors(version).items())
+    await call(there.close, who="writer", timeout_s=LIMIT_S)
+    for reader in stage.readers.values():
+        with pytest.raises(StateDictError, match="version 2 could not be read from there"):
+            await call(reader.pull, join(manifests), who="reader", timeout_s=LIMIT_S)
+    await call(here.close, who="writer", timeout_s=LIMIT_S)

@@ -24,6 +24,7 @@ from e2e.generator_stage import LENGTH, LIMIT_S, Stage
 from e2e.runs import REPOSITORY, process_writing_to
 
 from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.processes.fork_server import fork_servers, forked_kinds
 from titan_rl.cluster.run_processes import start_processes
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ActorDiedError, GenerationError
@@ -55,17 +56,18 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
         config = load_config("examples/alphabet_sort/cpu.toml", SETTINGS)
-        async with start_processes(config, run_dir, published) as processes:
-            router = GeneratorRouter(
-                processes.replicas, stall_timeout_s=STALL_S, on_replica_failed=processes.on_replica_failed
-            )
-            stage = Stage(processes, published, router, run_dir)
-            await stage.publish()
-            yield stage
-            stage.watch.cancel()
-            await router.close()
-            with contextlib.suppress(ActorDiedError):
-                await processes.training.trainer.close()
+        with fork_servers(forked_kinds(config, trains=True, generates=True)):
+            async with start_processes(config, run_dir, published) as processes:
+                router = GeneratorRouter(
+                    processes.replicas, stall_timeout_s=STALL_S, on_replica_failed=processes.on_replica_failed
+                )
+                stage = Stage(processes, published, router, run_dir)
+                await stage.publish()
+                yield stage
+                stage.watch.cancel()
+                await router.close()
+                with contextlib.suppress(ActorDiedError):
+                    await processes.training.trainer.close()
 
 
 async def test_remote_generator_pulls_while_serving(stage: Stage) -> None:

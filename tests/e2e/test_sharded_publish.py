@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,33 +23,48 @@ LAYOUTS = {
 }
 
 
+ALL = ("qwen3", "tied", "llama3", "moe")
+VARIANTS = [
+    ("FSDP 2 x TP 2", ("qwen3", "llama3"), True),
+    ("FSDP 2", ("tied", "moe"), True),
+    ("FSDP 2 x TP 2", ("tied", "moe"), False),
+    ("FSDP 2", ("qwen3", "llama3"), False),
+    ("TP 2", ALL, False),
+    ("FSDP 2, parameters on the host", ALL, False),
+]
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
     """(folder, dtype) of Qwen3 with rows not divisible by four, tied Qwen3, Llama and a mixture of experts."""
     folders = [tmp_path_factory.mktemp("model") for _ in range(4)]
-    return [
-        (str(make_tiny_qwen3(folders[0], vocab_size=130)), "float32"),
-        (str(make_tiny_qwen3(folders[1], tied=True)), "bfloat16"),
-        (str(make_tiny_llama3(folders[2])), "float32"),
-        (str(make_tiny_moe(folders[3])), "float32"),
-    ]
+    return {
+        "qwen3": (str(make_tiny_qwen3(folders[0], vocab_size=130)), "float32"),
+        "tied": (str(make_tiny_qwen3(folders[1], tied=True)), "bfloat16"),
+        "llama3": (str(make_tiny_llama3(folders[2])), "float32"),
+        "moe": (str(make_tiny_moe(folders[3])), "float32"),
+    }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=() if " x " in name else in_depth) for name in LAYOUTS])
-def test_published_shards_match_the_export_and_fail_together(models: list[tuple[str, str]], layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "names"), [pytest.param(*variant, marks=() if always else in_depth) for *variant, always in VARIANTS]
+)
+def test_published_shards_match_the_export_and_fail_together(
+    models: dict[str, tuple[str, str]], layout: str, names: Sequence[str]
+) -> None:
     data_parallel, tensor_parallel, offload = LAYOUTS[layout]
     size = data_parallel * tensor_parallel
     for by_model in run_world(
         publish_models,
         size,
-        models=models,
+        models=[models[name] for name in names],
         data_parallel=data_parallel,
         tensor_parallel=tensor_parallel,
         offload=["parameters"] if offload else [],
     ):
-        # Only Llama's queries and keys are gathered, in two layers.
-        assert [found["num_gathered"] for found in by_model] == [0, 0, 4, 0]
-        for found in by_model:
+        for name, found in zip(names, by_model, strict=True):
+            # Only Llama's queries and keys are gathered, in two layers.
+            assert found["num_gathered"] == (4 if name == "llama3" else 0)
             assert len(found["compared"]) == 3
             for compared in found["compared"]:
                 assert compared["wrong"] == []
@@ -63,8 +79,10 @@ def test_published_shards_match_the_export_and_fail_together(models: list[tuple[
             assert found["num_readable"] == compared["num_tensors"]
 
 
-def test_context_parallel_ranks_publish_and_export_like_one_rank(models: list[tuple[str, str]], tmp_path: Path) -> None:
-    folder, _ = models[0]
+def test_context_parallel_ranks_publish_and_export_like_one_rank(
+    models: dict[str, tuple[str, str]], tmp_path: Path
+) -> None:
+    folder, _ = models["qwen3"]
     alone = publish_and_export(folder, tmp_path / "one")
     assert alone == [digest(load_file(Path(folder) / "model.safetensors"))] * 2
     assert run_world(publish_and_export, 2, folder=folder, out=tmp_path / "two", context_parallel=2) == [alone, alone]

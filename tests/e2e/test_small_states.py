@@ -28,6 +28,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all": {"optimizer_dtype": "int8", "master_dtype": "bfloat16", "offload": ("optimizer",)},
     "moments on the host": {"offload": ("optimizer",)},
 }
+STATES = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("bfloat16 moments", "all") else in_depth) for name in SETTINGS]
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def test_gradients_are_freed_between_steps(folder: Path) -> None:
     assert all(parameter.grad is None for parameter in trainer._model.parameters())  # pyright: ignore[reportPrivateUsage]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@STATES
 def test_resumes_bitwise_identically_and_exports_its_weights(folder: Path, name: str, tmp_path: Path) -> None:
     whole = make(folder, **SETTINGS[name])
     samples = on_policy_samples(whole, 40, 33, 64)
@@ -77,7 +80,7 @@ def test_checkpoint_loads_with_optimizer_offload_toggled(folder: Path, offloaded
         assert found == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@STATES
 def test_low_precision_states_learn_like_float32(folder: Path, name: str) -> None:
     trainer, plain = make(folder, **SETTINGS[name]), make(folder)
     samples = on_policy_samples(plain, 40, 33, 64)

@@ -1,4 +1,4 @@
-"""A real run that is stopped in the middle of a step, then killed, and resumes each time."""
+"""A real run that is stopped in the middle of a step and resumes; `test_sharded_run.py` has one that is killed."""
 
 import contextlib
 import json
@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from background import HANG_S
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
@@ -39,35 +38,22 @@ def wait_until(condition: Callable[[], bool], run: Run, timeout_s: float = RUN_S
         time.sleep(0.02)
 
 
-def trained_groups(folder: Path) -> dict[int, list[str]]:
-    """Groups that each step was trained on, from the transcripts."""
-    found: dict[int, list[str]] = {}
-    for line in (folder / "rollouts.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if record["phase"] == "train" and "dropped" not in record:
-            groups = found.setdefault(record["step"], [])
-            if record["sibling"] == 0:
-                groups.append(record["group_id"])
-    return found
-
-
 def tasks_of_groups(folder: Path) -> dict[str, str]:
     lines = (folder / "rollouts.jsonl").read_text().splitlines()
     return {record["group_id"]: record["task"] for record in map(json.loads, lines)}
 
 
-def assert_trained_once_and_in_order(folder: Path, steps: int) -> None:
+def assert_trained_once_and_in_order(run: Run, steps: int) -> None:
     expected = {
         step: [f"train-{index}" for index in range((step - 1) * GROUPS, step * GROUPS)] for step in range(1, steps + 1)
     }
-    assert trained_groups(folder) == expected
+    assert run.trained_groups() == expected
     turns = Shares({"long": 3.0, "short": 1.0})
-    tasks = tasks_of_groups(folder)
+    tasks = tasks_of_groups(run.folder)
     for index in range(steps * GROUPS):
         assert tasks[f"train-{index}"] == turns.next(), f"the turn of group {index}"
         turns.take(turns.next())
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "train/loss" in record] == list(range(1, steps + 1))
+    assert [record["step"] for record in run.metrics() if "train/loss" in record] == list(range(1, steps + 1))
 
 
 def stop_within_a_step(run: Run, gate: Path, log: Path, signum: signal.Signals) -> int:
@@ -91,14 +77,6 @@ def paths_accessible_to_others(run: Run) -> list[str]:
     listeners = run.listeners()
     assert len(listeners) > 3
     return found + sorted({path for path in listeners if not path.startswith(str(run.scratch))})
-
-
-def wait_until_nothing_is_left(run: Run) -> None:
-    """Wait for the kernel to end the processes of a controller that is gone."""
-    deadline = time.monotonic() + HANG_S
-    while left := run.leftovers():
-        assert time.monotonic() < deadline, f"a controller that is gone leaves {left}"
-        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -125,14 +103,14 @@ def test_second_signal_ends_run_at_once_and_keeps_the_checkpoint(tmp_path: Path,
         assert run.wait() == 130
         ended = f"ended at once; the earlier checkpoint stays; to continue: titan-rl train --resume {run.folder}"
         assert ended in run.output
-        wait_until_nothing_is_left(run)
+        run.wait_until_nothing_is_left()
         (gate / "hold").unlink()
         run.resume()
         assert run.wait() == 0, run.output
-        assert_trained_once_and_in_order(run.folder, 6)
+        assert_trained_once_and_in_order(run, 6)
 
 
-def test_run_stopped_mid_step_or_killed_resumes_without_retraining(tmp_path: Path, gate: Path):
+def test_run_stopped_mid_step_resumes_without_retraining(tmp_path: Path, gate: Path):
     with two_tasks(tmp_path, steps=1000) as run:
         run.wait_for_step(1)
         (gate / "hold").touch()
@@ -153,22 +131,16 @@ def test_run_stopped_mid_step_or_killed_resumes_without_retraining(tmp_path: Pat
         assert state.next_index >= state.step * GROUPS
         assert state.unsettled == tuple(range(state.step * GROUPS, state.next_index))
         assert (run.folder / "journal" / f"step-{state.step:06d}.journal").exists()
-        assert_trained_once_and_in_order(run.folder, state.step)
+        assert_trained_once_and_in_order(run, state.step)
 
         with (run.folder / "journal" / f"step-{state.step:06d}.journal").open("ab") as segment:
             segment.write(bytes(12))  # as after a power loss
-        run.resume()
-        run.wait_for_step(state.step + 2)
-        run.process.send_signal(signal.SIGKILL)
-        run.wait()
-        wait_until_nothing_is_left(run)
-        assert "12 bytes are not a record and are skipped" in run.output
-
-        last = int(run.metrics()[-1]["step"]) + 1
+        last = state.step + 2
         run.resume("--training.steps", str(last))
         assert run.wait() == 0, run.output
+        assert "12 bytes are not a record and are skipped" in run.output
         assert "continuing from" in run.output
-        assert_trained_once_and_in_order(run.folder, last)
+        assert_trained_once_and_in_order(run, last)
         for suite in ("", "long/", "short/"):
             name = f"validation/{suite}reward_mean"
             assert [record["step"] for record in run.metrics() if name in record] == [0, last]

@@ -81,7 +81,8 @@ def test_same_seed_is_bitwise_reproducible_despite_a_trainer_hang(finished: Run,
     numbers, answers, weights = computed_results(finished)
     assert sum("train/loss" in record for record in numbers) == 3
     others = {"generation__engine": "tests.e2e.own_engine:make", "validation__beside_training": "true"}
-    with run_training(tmp_path, **ON_POLICY, **others, rollout__num_workers=1) as run:
+    settings = ON_POLICY | {"generation__num_generators": 1, "rollout__num_workers": 1}
+    with run_training(tmp_path, **settings, **others) as run:
         run.wait_for_step(1)
         os.kill(run.child("trainer"), signal.SIGSTOP)
         assert run.wait() == 0, run.output

@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from depth import in_depth
 from tqdm import tqdm
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
@@ -131,7 +132,7 @@ def run(engine: VLLMEngine, request: EngineRequest) -> tuple[list[int], list[flo
     return tokens, logprobs, finish
 
 
-@pytest.fixture(scope="module", params=["roomy", "full"])
+@pytest.fixture(scope="module", params=[pytest.param("roomy", marks=in_depth), "full"])
 def crowded(
     request: pytest.FixtureRequest, old_model: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VLLMEngine]:
