@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(name, marks=() if name in ("FSDP 2 of transformers", "FSDP 2 x TP 2") else in_depth)
+        pytest.param(name, marks=() if name in ("FSDP 2 of transformers", "TP 2") else in_depth)
         for name in LAYOUTS
     ],
 )

@@ -31,7 +31,13 @@ def test_failing_adapter_stops_alone_and_dead_trainer_is_replaced(
     (gate := tmp_path / "gate").mkdir()
     (gate / "hold").touch()
     monkeypatch.setenv(GATE, str(gate))
-    settings = {"config": "tests/e2e/several_adapters.toml", "pythonpath": '["tests"]', "checkpoint__interval": 2}
+    settings = {
+        "config": "tests/e2e/several_adapters.toml",
+        "pythonpath": '["tests"]',
+        "checkpoint__interval": 2,
+        "validation__num_prompts": 1,
+        "validation__samples_per_prompt": 1,
+    }
     with run_training(tmp_path, adapters__works__training__loss="e2e.slow_loss:slow_grpo", **settings) as run:
         run.wait_for((gate / "held").exists)  # the trainer is in the first step of "works"
         os.kill(run.child("trainer"), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -39,8 +40,9 @@ def make_adapter(folder: Path, seed: int) -> Path:
     return folder
 
 
-def expected_logprobs(adapter: Path | None, tokens: list[int]) -> torch.Tensor:
-    """Logprobs of tokens after the prompt, by transformers with the adapter merged.  # [num_tokens]"""
+@functools.cache
+def merged_model(adapter: Path | None) -> Any:
+    """The base model of transformers, with an adapter merged."""
     model: Any = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     if adapter is not None:
         matrices = {hf_name(name): each for name, each in load_file(adapter / WEIGHTS).items()}
@@ -48,8 +50,13 @@ def expected_logprobs(adapter: Path | None, tokens: list[int]) -> torch.Tensor:
             layer = name.removesuffix(".weight")
             if (a := matrices.get(f"{layer}.lora_A.weight")) is not None:
                 weight += 16 * matrices[f"{layer}.lora_B.weight"] @ a
+    return model
+
+
+def expected_logprobs(adapter: Path | None, tokens: list[int]) -> torch.Tensor:
+    """Logprobs of tokens after the prompt, by transformers with the adapter merged.  # [num_tokens]"""
     with torch.no_grad():
-        logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
+        logits = merged_model(adapter)(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 

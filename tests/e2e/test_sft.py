@@ -20,7 +20,7 @@ from titan_rl.viewer.trace import Traces
 
 def test_sft_trains_and_saves_a_tiny_model_across_a_resume(tmp_path: Path) -> None:
     base = tmp_path / "base"
-    settings = {"demonstrations": 600, "batch_size": 10, "held_out": 20, "interval": 0, "out": base}
+    settings = {"demonstrations": 200, "batch_size": 10, "held_out": 20, "interval": 0, "out": base}
     with run_training(
         tmp_path,
         command="sft",
@@ -36,13 +36,13 @@ def test_sft_trains_and_saves_a_tiny_model_across_a_resume(tmp_path: Path) -> No
         run.resume("--training.data_parallel", "1")
         assert run.wait() == 0, run.output
         steps = [record for record in run.metrics() if "train/loss" in record]
-        assert [record["step"] for record in steps] == list(range(1, 59))
+        assert [record["step"] for record in steps] == list(range(1, 19))
         (before, after) = (record["validation/loss"] for record in run.metrics() if "validation/loss" in record)
         assert after < 0.8 * before
         traces = Traces(run.folder / "trace")
         lanes = {process: trace.lanes for process, trace in traces.read().items()}
         (done,) = (trace["steps"] for process, trace in lanes.items() if process == "controller")
-        assert {one.args["step"] for one in done if one.name == "train step"} == set(range(1, 59))
+        assert {one.args["step"] for one in done if one.name == "train step"} == set(range(1, 19))
         assert any(process.startswith("trainer") and "train" in found for process, found in lanes.items()), lanes.keys()
         # The tokenizer's library creates an empty cache on first import, before the run sets its own TMPDIR.
         assert [left for left in run.leftovers() if not left.endswith("tiktoken-rs-cache")] == []

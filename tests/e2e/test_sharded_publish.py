@@ -47,7 +47,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str
 
 
 @pytest.mark.parametrize(
-    ("layout", "names"), [pytest.param(*variant, marks=() if always else in_depth) for *variant, always in VARIANTS]
+    ("layout", "names"),
+    [
+        pytest.param(layout, names, marks=() if always else in_depth, id=f"{layout}, {' and '.join(names)}")
+        for layout, names, always in VARIANTS
+    ],
 )
 def test_published_shards_match_the_export_and_fail_together(
     models: dict[str, tuple[str, str]], layout: str, names: Sequence[str]

@@ -42,7 +42,7 @@ SETTINGS = {
     "scheduling__max_staleness": 0,
     "scheduling__groups_per_step": GROUPS,
     "training__steps": 1000,
-    "training__data_parallel": 2,
+    "training__tensor_parallel": 2,
     "checkpoint__interval": 2,
     "validation__num_prompts": 1,
     "validation__samples_per_prompt": 1,
@@ -94,7 +94,7 @@ def test_agent_programs_train_on_received_tokens_and_end_with_a_killed_run(kille
 def test_killed_run_resumes_with_another_layout_and_survives_a_rank_death(killed: Run) -> None:
     run = killed
     run.wait_until_nothing_is_left()
-    run.resume("--training.data_parallel", "1", "--training.tensor_parallel", "2")
+    run.resume("--training.tensor_parallel", "1", "--training.data_parallel", "2")
     run.wait_for_step(4)
     assert "continuing from" in run.output
     os.kill(run.child("trainer-rank1"), signal.SIGKILL)
