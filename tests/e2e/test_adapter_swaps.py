@@ -233,7 +233,7 @@ def swap_and_verify(base: Path, dtype: DType) -> list[float]:
     engine, check, unread = VLLMEngine(spec), SwapCheck(), list[float]()
     samples = [sample_of([5, 6, 7], made_up(number), (-1.0) ** number) for number in range(8)]
     with SharedMemoryTransport(f"test-adapter-{dtype}") as transport:
-        publisher = WeightPublisher(trainer, transport)
+        publisher = WeightPublisher(trainer, transport, num_probes=8)
         for _ in range(3):
             trainer.step(samples)
             manifest = publisher.publish()
