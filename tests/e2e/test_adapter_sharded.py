@@ -34,10 +34,7 @@ LAYOUTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=() if name in ("FSDP 2 of transformers", "TP 2") else in_depth)
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=() if name in ("FSDP 2 of transformers", "TP 2") else in_depth) for name in LAYOUTS],
 )
 def test_sharded_adapter_steps_and_resume_match_one_rank(layout: str, tmp_path: Path) -> None:
     make, settings = LAYOUTS[layout]

@@ -12,6 +12,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import pytest_asyncio
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
@@ -30,6 +31,8 @@ from titan_rl.weights.types import PublishedWeights
 from monarch.actor import concurrent_endpoint, this_proc  # isort: skip
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actor processes cannot import a test module
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LIMIT_S = 240
 SAMPLING = SamplingParams(max_tokens=8)
@@ -82,20 +85,28 @@ class Parrot(ProcessActor):
                     self._server.send(completion(request, [*prompt, len(requests)]))
 
 
-@pytest.fixture
-async def replica(tmp_path) -> AsyncIterator[ActorReplica]:
-    supervisor = this_proc().spawn(f"supervisor_{tmp_path.name}", Supervisor)
-    spec = ProcessSpec("parrot", "here", LOOPBACK, tmp_path)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def process(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[RemoteProcess, Any]]:
+    """A process with a parrot, and the parrot's handle. The last test kills it."""
+    supervisor = this_proc().spawn("supervisor_of_a_parrot", Supervisor)
+    spec = ProcessSpec("parrot", "here", LOOPBACK, tmp_path_factory.mktemp("parrot"))
     actor = await call(supervisor.spawn, "parrot", Parrot, (spec,), who="supervisor")
     remote = RemoteProcess("parrot")
     remote.watch([await remote.call(actor.pid, timeout_s=LIMIT_S)], LocalHealthChecks())
+    yield remote, actor
+    remote.close()
+    await call(supervisor.terminate, who="supervisor", timeout_s=LIMIT_S)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def replica(process: tuple[RemoteProcess, Any]) -> AsyncIterator[ActorReplica]:
+    """A new connection to the parrot."""
+    remote, actor = process
     replica = ActorReplica(remote, actor, PublishedWeights())
     await replica.connect()
     replica.pid = await remote.call(actor.pid)  # pyright: ignore[reportAttributeAccessIssue]
     yield replica
     replica.disconnect()
-    remote.close()
-    await call(supervisor.terminate, who="supervisor", timeout_s=LIMIT_S)
 
 
 async def ask(replica: ActorReplica, name: str, *prompt: int) -> Completion:
@@ -142,23 +153,6 @@ async def test_request_cancelled_at_once_is_not_sent(replica) -> None:
     asyncio.get_running_loop().call_soon(requests[0].cancel)
     assert list((await requests[1]).token_ids) == [7, 1]
     assert requests[0].cancelled()
-
-
-async def test_process_death_fails_all_requests_at_once(replica) -> None:
-    streamed = asyncio.Event()
-
-    async def unanswered(name: str) -> Completion:
-        async with asyncio.timeout(LIMIT_S):
-            return await replica.stream(EngineRequest(name, [2], SAMPLING), lambda _: streamed.set())
-
-    requests = [asyncio.ensure_future(unanswered(f"r{n}")) for n in range(3)]
-    await asyncio.wait_for(streamed.wait(), LIMIT_S)
-    os.kill(replica.pid, signal.SIGKILL)
-    for request in requests:
-        with pytest.raises(GenerationError, match="parrot died"):
-            await request
-    with pytest.raises(GenerationError, match="parrot died"):
-        await ask(replica, "late", 4)
 
 
 async def test_unsendable_answer_fails_its_request_only(replica) -> None:
@@ -220,3 +214,20 @@ async def test_worker_reconnects_after_an_unreadable_message(replica) -> None:
     assert await say("d", 8, 8) == [1], "the previous stream is replaced"
     assert listener.events == ["opened", "lost", "opened"]
     await connection.close()
+
+
+async def test_process_death_fails_all_requests_at_once(replica) -> None:
+    streamed = asyncio.Event()
+
+    async def unanswered(name: str) -> Completion:
+        async with asyncio.timeout(LIMIT_S):
+            return await replica.stream(EngineRequest(name, [2], SAMPLING), lambda _: streamed.set())
+
+    requests = [asyncio.ensure_future(unanswered(f"r{n}")) for n in range(3)]
+    await asyncio.wait_for(streamed.wait(), LIMIT_S)
+    os.kill(replica.pid, signal.SIGKILL)
+    for request in requests:
+        with pytest.raises(GenerationError, match="parrot died"):
+            await request
+    with pytest.raises(GenerationError, match="parrot died"):
+        await ask(replica, "late", 4)

@@ -47,6 +47,7 @@ SETTINGS = {
     "validation__num_prompts": 1,
     "validation__samples_per_prompt": 1,
     "logging__transcripts_per_step": GROUPS,
+    "generation__engine": "tests.e2e.own_engine:make",
     "rollout__num_workers": 1,
     "hosts__max_respawns": 1,
 }
@@ -80,6 +81,7 @@ def assert_trained_on_received_tokens(run: Run) -> None:
         assert record["train/num_samples"] == 16
         assert record["rollout/branches_per_rollout"] == 2
         assert record["rollout/status/completed"] == 1
+        assert record["engine/own_steps"] > 0
 
 
 def test_agent_programs_train_on_received_tokens_and_end_with_a_killed_run(killed: Run) -> None:
