@@ -2,12 +2,12 @@
 
 import copy
 import pickle
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError, dataclass, replace
 
 import pytest
 
 from titan_rl import Completion, FinishReason, SamplingParams, VersionSpan
-from titan_rl.core.pickling import quick_pickle
+from titan_rl.core.pickling import quick_pickle, replace_unchecked
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,13 @@ def test_restored_object_is_frozen_and_complete() -> None:
         restored.first = 2
     with pytest.raises(ValueError, match="zip"):
         restored.__setstate__([1])
+
+
+def test_replace_unchecked_equals_replace_without_the_checks() -> None:
+    sampling = SamplingParams(max_tokens=3, stop_token_ids=(7,))
+    assert replace_unchecked(sampling, seed=5) == replace(sampling, seed=5)
+    assert replace_unchecked(sampling, max_tokens=0).max_tokens == 0
+    assert sampling.max_tokens == 3
 
 
 def test_sampling_params_and_completion_can_be_pickled() -> None:

@@ -53,7 +53,7 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "logprobs of text": (lambda: replace(GOOD, logprobs=[-0.5, "x"]), "a logprob of 'x'; each must be a number"),
     "a positive logprob": (
         lambda: replace(GOOD, logprobs=[-0.5, 0.5]),
-        "generate returned a logprob of 0.5; each must be at most 0",
+        "generate returned a logprob of 0.5; each must be finite and at most 0",
     ),
     "True as a token": (
         lambda: replace(GOOD, token_ids=[5, True]),

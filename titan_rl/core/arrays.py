@@ -118,26 +118,24 @@ class NumberArray(Sequence[N]):
         return (self._values, self._start, self._stop) if self._is_window else None
 
     def least(self) -> N:
-        """The smallest number.
+        """The smallest number; NaN if any number is.
 
         Raises:
             ValueError: the sequence is empty.
         """
-        return self._view().min().item()
-
-    def most(self) -> N:
-        """The largest number.
-
-        Raises:
-            ValueError: the sequence is empty.
-        """
-        return self._view().max().item()
-
-    def is_finite(self) -> bool:
-        """Whether no number is NaN or infinite."""
         import numpy as np
 
-        return bool(np.isfinite(self._view()).all())
+        return np.minimum.reduce(self.array()).item()
+
+    def most(self) -> N:
+        """The largest number; NaN if any number is.
+
+        Raises:
+            ValueError: the sequence is empty.
+        """
+        import numpy as np
+
+        return np.maximum.reduce(self.array()).item()
 
     def tolist(self) -> list[N]:
         return self.array().tolist()

@@ -1,11 +1,11 @@
-"""Quick pickling of frozen dataclasses with slots."""
+"""Quick pickling and copying of frozen dataclasses with slots."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -39,3 +39,13 @@ def quick_pickle(cls: type[T]) -> type[T]:
     for name, method in (("__getstate__", get_state), ("__setstate__", set_state)):
         setattr(cls, name, method)
     return cls
+
+
+def replace_unchecked(valid: T, **changes: Any) -> T:
+    """Like `dataclasses.replace`, but several times as fast, because `__post_init__` does not run: the given object and
+    the changes must be valid. For classes with `quick_pickle`."""
+    copy: Any = object.__new__(type(valid))
+    copy.__setstate__(cast(Any, valid).__getstate__())
+    for name, value in changes.items():
+        object.__setattr__(copy, name, value)
+    return copy

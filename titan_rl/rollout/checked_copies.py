@@ -16,6 +16,7 @@ from titan_rl.core.arrays import (
     logprob_array,
     token_array,
 )
+from titan_rl.core.pickling import replace_unchecked
 from titan_rl.core.plain_data import plain, safe_repr, snapshot
 from titan_rl.rollout.types import Message, Rollout
 from titan_rl.types import Completion, float_or_none
@@ -106,26 +107,25 @@ def _logprobs_of(logprobs: Sequence[float]) -> NumberArray[float]:
     except TypeError as error:
         wrong = next((one for one in logprobs if float_or_none(one) is None), logprobs)
         raise TypeError(f"generate returned a logprob of {safe_repr(wrong)[:100]}; each must be a number") from error
-    if not packed.is_finite():
-        wrong = next(logprob for logprob in packed if not math.isfinite(logprob))
-        raise ValueError(f"generate returned a logprob of {wrong}; each must be finite")
-    if packed and packed.most() > ROUNDING:
-        raise ValueError(f"generate returned a logprob of {packed.most():g}; each must be at most 0")
+    if packed and not (packed.least() > -math.inf and packed.most() <= ROUNDING):  # false for NaN
+        wrong = next(logprob for logprob in packed if not -math.inf < logprob <= ROUNDING)
+        raise ValueError(f"generate returned a logprob of {wrong:g}; each must be finite and at most 0")
     return packed
 
 
 def completion_for_user(own: Completion) -> Completion:
     """Copy of a completion for user code, which may change it: tokens and logprobs are shared, but immutable. Routed
     experts and top logprobs are left out, since only training needs them."""
-    return Completion(
-        own.request_id,
-        token_array(own.token_ids),
-        logprob_array(own.logprobs),
-        own.finish_reason,
-        list(own.version_spans),
-        None,
-        dict(own.metrics),
-        own.ended,
+    return replace_unchecked(
+        own,
+        token_ids=token_array(own.token_ids),
+        logprobs=logprob_array(own.logprobs),
+        version_spans=list(own.version_spans),
+        routed_experts=None,
+        metrics=dict(own.metrics),
+        top_logprobs=None,
+        allowed_logprobs=None,
+        prompt_scores=None,
     )
 
 

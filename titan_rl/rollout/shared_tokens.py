@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import replace
 
 from titan_rl.core.arrays import TOKENS, NumberArray, common_length, token_array
+from titan_rl.core.pickling import replace_unchecked
 from titan_rl.rollout.types import Turn
 
 
@@ -34,10 +34,10 @@ class TokenStorage:
         buffer.extend(prompt[len(buffer) :].array())
         buffer.extend(completion.array())
         end = len(prompt)
-        return replace(
+        return replace_unchecked(
             turn,
             prompt_token_ids=NumberArray(buffer, 0, end),
-            completion=replace(turn.completion, token_ids=NumberArray(buffer, end, end + len(completion))),
+            completion=replace_unchecked(turn.completion, token_ids=NumberArray(buffer, end, end + len(completion))),
         )
 
     def _buffer_of(self, prompt: NumberArray[int]) -> array[int]:

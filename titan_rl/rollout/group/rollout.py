@@ -237,6 +237,7 @@ def _check_played(rollout: Rollout) -> None:
     rollout.turns = [
         replace(
             turn,
+            completion=replace(turn.completion),  # checked again, since the environment may have changed its lists
             rewards=_floats(turn.rewards, "a turn's rewards"),
             token_advantages=token_advantages_of(turn.token_advantages, turn.completion),
         )

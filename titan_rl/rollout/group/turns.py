@@ -12,6 +12,7 @@ from titan_rl.core.arrays import token_array
 from titan_rl.core.calls import stopwatch
 from titan_rl.core.calls.bounded import BoundedCall
 from titan_rl.core.calls.stopwatch import Stopwatch
+from titan_rl.core.pickling import replace_unchecked
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.checked_copies import completion_of
 from titan_rl.rollout.group.user_code_boundary import RolloutEnded, TimeBudget, UserCodeBoundary
@@ -189,4 +190,4 @@ class TurnTaker:
         base = self.sampling.seed
         seed = None if base is None else turn_seed(base, self.rollout.rollout_id, turn)
         sampling = self.sampling.within(room)
-        return sampling if sampling.seed == seed else replace(sampling, seed=seed)
+        return sampling if sampling.seed == seed else replace_unchecked(sampling, seed=seed)
