@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_rl.cli.main import signals_end_imports
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.runs import CONFIG, print_imports
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
@@ -74,8 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(configs, arguments.overrides, check_files=False)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out = Path(arguments.out or Path(config.run_dir) / "evaluations" / f"{stamp}-{run_name(config)}")
-    # Imported after the settings have been checked, because this imports everything that the processes need.
-    from titan_rl.evaluation.evaluate import run_evaluations
+    with signals_end_imports():
+        # Imported after the settings have been checked, because this imports everything that the processes need.
+        from titan_rl.evaluation.evaluate import run_evaluations
 
     evaluations: list[Evaluation] = []
     ratings: list[Ratings] = []

@@ -5,6 +5,7 @@ Almost nothing is imported before `main` runs, because Ctrl-C during an import e
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from contextlib import contextmanager
@@ -39,6 +40,9 @@ COMMANDS = {
 """Commands with their descriptions. Each is implemented in the module `titan_rl.cli.NAME`."""
 
 
+STOPPED_EARLY = "stopped before a run began"
+
+
 def program() -> int:
     """Entry point of the program: `main`, followed by the end of the process."""
     code = main()
@@ -53,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit code is 0 for success, 1 for a failure, 2 for wrong settings or arguments, 130 for Ctrl-C, 143 for SIGTERM,
     129 for SIGHUP, and 141 for a closed output pipe.
     """
-    stopped = ["stopped before a run began"]
+    stopped = [STOPPED_EARLY]
     with _sigterm_unwinds():
         try:
             return _run_command(sys.argv[1:] if argv is None else argv, stopped)
@@ -77,7 +81,7 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
     accept_any_text()
     try:
         command = words[0] if words else ""
-        with WAITING.shown(f"loading {command}"):
+        with signals_end_imports(), WAITING.shown(f"loading {command}"):
             arguments = command_line(command).parse_args(words)
         if (message := getattr(arguments, "stopped", None)) is not None:
             stopped.append(message)
@@ -97,12 +101,10 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
 
 
 def _check_current_folder() -> None:
-    from os import getcwd
-
     from titan_rl.core.errors import ConfigError
 
     try:
-        getcwd()
+        os.getcwd()
     except OSError as error:
         raise ConfigError(f"the current folder cannot be used: {error.strerror}; change to another folder") from None
 
@@ -165,6 +167,44 @@ def _sigterm_unwinds() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def signals_end_imports() -> Generator[None]:
+    """Context manager in which Ctrl-C or SIGTERM during an import ends the process at once. An exception would be lost
+    within the import of a native module, become another error, or crash Python.
+
+    No resource may be held during an import in the block. At other times the signals raise their exceptions.
+    """
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        if _is_importing(frame):
+            waiting = getattr(sys.modules.get("titan_rl.run.terminal.waiting"), "WAITING", None)
+            if waiting is not None:
+                waiting.erase()
+            try:
+                os.write(2, f"titan-rl: {STOPPED_EARLY}\n".encode())
+            finally:
+                os._exit(128 + signum)
+        raises = previous[signal.Signals(signum)]
+        assert callable(raises)
+        raises(signum, frame)
+
+    replaced = [number for number, handler in previous.items() if callable(handler)]
+    for number in replaced:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, previous[number])
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and "importlib._bootstrap" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
 
 
 if __name__ == "__main__":

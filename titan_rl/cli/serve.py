@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from titan_rl.cli.main import signals_end_imports
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.runs import print_imports
 from titan_rl.config.serve import dump_serve_config, load_serve_config
@@ -90,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
             "serve", arguments.policy, *follow, *(f"--{name}={value}" for name, value in arguments.overrides)
         )
         return 0
-    # Imported after the settings have been checked, because this imports everything that the processes need.
-    from titan_rl.evaluation.serve import run_server
+    with signals_end_imports():
+        # Imported after the settings have been checked, because this imports everything that the processes need.
+        from titan_rl.evaluation.serve import run_server
 
     return run_server(config, source, arguments.verbosity, adapters)

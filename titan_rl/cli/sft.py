@@ -9,6 +9,7 @@ import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
+from titan_rl.cli.main import signals_end_imports
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.core.console import Verbosity
 from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
@@ -37,7 +38,8 @@ def set_up(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     verbosity: Verbosity = arguments.verbosity
-    with WAITING.shown("checking the settings") if verbosity is not Verbosity.QUIET else nullcontext():
+    waiting = WAITING.shown("checking the settings") if verbosity is not Verbosity.QUIET else nullcontext()
+    with signals_end_imports(), waiting:
         from titan_rl.cli.runs import load_run
 
         config, resume = load_run(arguments, is_sft=True)

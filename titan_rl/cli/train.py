@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_rl.cli.main import signals_end_imports
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import GenerationError, MissingExtraError
@@ -46,11 +47,13 @@ def set_up(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     verbosity: Verbosity = arguments.verbosity
     with WAITING.shown("checking the settings") if verbosity is not Verbosity.QUIET else nullcontext():
-        config, resume = _checked(arguments)
+        with signals_end_imports():
+            config, resume = _checked(arguments)
         if arguments.dry_run:
             return _dry_run(config, resume, arguments)
-        # Imported after the settings have been checked, because this imports everything that the processes need.
-        from titan_rl.run.train import run_training
+        with signals_end_imports():
+            # Imported after the settings have been checked, because this imports everything that the processes need.
+            from titan_rl.run.train import run_training
     from titan_rl.run.directory import run_name
     from titan_rl.run.observability.summary import show_summary
 
