@@ -17,7 +17,6 @@ from e2e.troubled_task import assert_failures_are_reported
 from safetensors.torch import load_file
 
 ON_POLICY = {
-    "generation__num_generators": 2,
     "scheduling__max_staleness": 0,
     "checkpoint__interval": 2,
     "validation__interval": 2,
@@ -80,7 +79,7 @@ def computed_results(run: Run) -> tuple[list[dict[str, float]], list[tuple[str, 
 def test_same_seed_is_bitwise_reproducible_despite_a_trainer_hang(finished: Run, tmp_path: Path):
     numbers, answers, weights = computed_results(finished)
     assert sum("train/loss" in record for record in numbers) == 3
-    others = {"validation__beside_training": "true", "rollout__num_workers": 1}
+    others = {"validation__beside_training": "true", "generation__num_generators": 2, "rollout__num_workers": 1}
     with run_training(tmp_path, **ON_POLICY, **others) as run:
         run.wait_for_step(1)
         os.kill(run.child("trainer"), signal.SIGSTOP)
