@@ -82,7 +82,7 @@ def test_suggestions_cover_both_engines_and_trainer(folder: Path, capsys: pytest
     wide = {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32, "num_key_value_heads": 8}
     (folder / "config.json").write_text(json.dumps({**SMALL, **wide, "head_dim": 128, "num_hidden_layers": 8}))
     words = ("--gpus", "16", "--memory", "7.5", "--training.data_parallel", "8", "--training.row_tokens", "4096",
-             "--training.rows_per_micro_batch", "8", "--generation.num_generators", "2",
+             "--training.rows_per_micro_batch", "2", "--generation.num_generators", "2",
              "--generation.kv_cache_gib", "1")  # fmt: skip
     found = fit_as_json(folder, capsys, *words)
     assert not found["fits"]
