@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from cli.test_eval import Adder, adder, config
 
 from titan_rl.cli.main import main
+from titan_rl.run.process.environment import process_scratch
 
 __all__ = ["adder", "config"]
 
@@ -70,6 +72,20 @@ def test_plays_several_samples_until_end_of_input(config: Path, capfd: pytest.Ca
     )
     assert play("5\n/quit\n7\n", "--count", "2") == 0
     assert capfd.readouterr().out.count("=== ") == 2
+
+
+def test_folder_of_the_task_is_removed_even_if_the_process_is_killed(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of the process is removed however the process ends."""
+    (config.parent / "own_sums.py").write_text(
+        f"import contextlib\n{TOOLS}    @contextlib.asynccontextmanager\n"
+        "    async def open(self, run):\n        print('in', run.folder)\n        yield\n"
+    )
+    assert play("") == 0
+    folder = re.search(r"^in (.*)$", capfd.readouterr().out, re.MULTILINE)
+    assert folder is not None
+    assert Path(folder[1]).parent == process_scratch()
 
 
 def test_suggested_next_command_plays_the_following_samples(config: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import RunContext, calling, held_out_samples, opened
 from titan_rl.rollout.types import Message
+from titan_rl.run.process.environment import process_scratch
 from titan_rl.run.session import SessionFiles
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
 
@@ -82,11 +83,11 @@ async def play(
         if policy is None:
             game = _played_by_person(config, source, write_line, console, lines, is_terminal=is_terminal)
         else:
-            logs = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-")))
+            logs = Path(resources.enter_context(tempfile.TemporaryDirectory(dir=process_scratch())))
             opening = open_policy(policy, config, settings, SessionFiles(logs.name, logs), console)
             game = _played_by_policy(config, source, write_line, await resources.enter_async_context(opening))
         resources.enter_context(LoopWatchdog(console))
-        folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-"))
+        folder = resources.enter_context(tempfile.TemporaryDirectory(dir=process_scratch()))
         run = RunContext(config.model.path, game.renderer, config.model.max_context, Path(folder), console)
         await resources.enter_async_context(opened(source.task, run))
         resources.push_async_callback(game.rollouter.rubric.close)
