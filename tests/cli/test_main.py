@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -392,6 +393,20 @@ def test_shell_completes_commands_settings_and_values(capsys, tmp_path: Path, wo
     )
     done = subprocess.run(["bash", "-c", script_with_tab], capture_output=True, text=True, timeout=120, check=True)
     assert set(done.stdout.split()) == expected
+
+
+def test_completion_shows_that_it_lists_the_settings(capsys, monkeypatch):
+    shown: list[str] = []
+
+    @contextmanager
+    def show(text: str) -> Iterator[None]:
+        shown.append(text)
+        yield
+        assert not capsys.readouterr().out
+
+    monkeypatch.setattr("titan_rl.run.terminal.waiting.WAITING.shown", show)
+    assert main(["completion", "bash"]) == 0
+    assert shown == ["loading completion", "listing the settings"]
 
 
 STOPPED_WITHIN_AN_IMPORT = """

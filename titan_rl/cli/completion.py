@@ -8,6 +8,7 @@ import shtab
 
 from titan_rl.cli.options import Parser
 from titan_rl.run.terminal.standard_streams import print_result
+from titan_rl.run.terminal.waiting import WAITING
 
 
 def set_up(parser: Parser) -> None:
@@ -20,5 +21,7 @@ def set_up(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from titan_rl.cli.main import command_line  # imported late, because it imports all commands, including this one
 
-    print_result(shtab.complete(command_line(), arguments.shell))
+    with WAITING.shown("listing the settings"):
+        script = shtab.complete(command_line(), arguments.shell)
+    print_result(script)
     return 0
