@@ -25,8 +25,8 @@ Prometheus by `titan-rl serve`, at `/metrics`.
 Some words are used throughout; the [glossary](glossary.md) has the others. A *sample* is one item of a task's data, a
 *rollout* is one conversation about it, and a *group* is all rollouts of one sample. To train, rollouts are converted to
 *token sequences*, which are packed into *rows* of `training.row_tokens` tokens. A *suite* is a set of held-out samples,
-by default one for each task. A group holds a *slot* from its start until the generators have loaded the version of the
-weights that was trained on it. A *generator* is a process that runs an *engine*, such as vLLM. It *pulls* each version
+by default one for each task. A group holds a *slot* from its admission until the generators have loaded the version of
+the weights trained on it. A *generator* is a process that runs an *engine*, such as vLLM. It *pulls* each version
 of the weights that the trainer *publishes*.
 
 The `hosts/` metrics exist only for a run that has, or once had, several hosts. `titan-rl view` and

@@ -23,7 +23,7 @@ export class RunList {
     this.title = button("Runs", () => this.#fold(), { class: "quiet", "aria-expanded": "false", "aria-controls": "run-list" });
     this.search = h("input", {
       type: "search", placeholder: "Filter: sort lr>1e-4", "aria-label": "Search runs", value: state.get("runs.filter", ""), spellcheck: "false", autocomplete: "off",
-      title: "Words of the name, state, kind or task; /regex/; and conditions on these or on settings: state=failed steps>100 training.lr<=1e-4 task!=sort",
+      title: "Words of the name, state, kind or task; /regex/; and conditions on name, state, kind, task, steps, seconds or a setting: state=failed steps>100 training.lr<=1e-4 task!=sort",
       oninput: settled(() => this.#filter(), 120), onkeydown: event => event.key === "Escape" && (this.search.value ? (this.search.value = "", this.#filter()) : this.search.blur()),
     });
     this.order = h("select", { "aria-label": "Sort runs", onchange: () => this.#set({ "runs.sort": this.order.value }) }, ORDERS.map(([value, label]) => h("option", { value }, label)));
