@@ -38,7 +38,8 @@ class LoggingConfig(Section):
     """Metric sinks, such as ["wandb", "trackio"]. Each has its own table of options, for instance `[logging.wandb]`.
     Your own function takes a `titan_rl.metrics.sinks.types.SinkSpec` and returns a `MetricSink`."""
     transcripts_per_step: NonNegativeInt = 4
-    """Groups per step whose rollouts are written to rollouts.jsonl."""
+    """Groups per step, and per suite of a validation, whose rollouts are written to rollouts.jsonl. Failed and dropped
+    rollouts are written in addition."""
     transcript_tokens: bool = True
     """Also write the tokens of these rollouts, each with its text and logprob: about 30 bytes per token."""
     trace: bool = True
