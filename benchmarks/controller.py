@@ -34,6 +34,7 @@ from titan_rl import (
     VersionSpan,
 )
 from titan_rl.cluster.processes.garbage_collection import settled_heap
+from titan_rl.core.arrays import logprob_array, token_array
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.types import TokenChunk
@@ -43,8 +44,8 @@ T = TypeVar("T")
 GROUPS, SIBLINGS, PROMPT_TOKENS, CHUNK = 16, 8, 24, 32
 LENGTHS = (64, 256)  # of the completions
 TARGET = 5.0
-TOKENS = [7 * place % 500 for place in range(256)]
-LOGPROBS = [-0.5 - 1e-4 * place for place in range(256)]
+TOKENS = token_array([7 * place % 500 for place in range(256)])  # packed, as generators send them
+LOGPROBS = logprob_array([-0.5 - 1e-4 * place for place in range(256)])
 
 
 class Replica:
