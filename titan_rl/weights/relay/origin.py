@@ -48,7 +48,7 @@ class _Host:
 
 class Chain:
     """Assigns each host another host to read a version from, which has the version or is reading it, so that the
-    trainer sends it about once.
+    trainer normally sends it only once.
 
     With `fanout` 1 the hosts form a chain in the order in which they ask, and with a larger one a tree. A host that
     another host reports gets no readers for some versions, and does not count towards its sender's fanout, so its
