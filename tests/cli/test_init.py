@@ -121,6 +121,19 @@ def test_unknown_example_error_lists_the_examples(capsys: pytest.CaptureFixture[
     assert not Path("mine").exists()
 
 
+@pytest.mark.parametrize(
+    "option", ["--model=somewhere", "--template=tools", "--level=byte", "--size=1000000"], ids=lambda text: text[2:7]
+)
+def test_option_of_templates_is_rejected_with_an_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine", "--example", "arithmetic", option]) == 2
+    name = option.partition("=")[0]
+    assert f"{name} has no effect with --example arithmetic; leave it out" in capsys.readouterr().err
+    assert not (tmp_path / "mine").exists()
+
+
 def test_example_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "kept.txt").write_text("mine")

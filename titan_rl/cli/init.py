@@ -33,6 +33,8 @@ LENGTHS: dict[Template, dict[str, int]] = {
     "tools": {"max_context": 384, "max_tokens": 48},
 }
 """Lengths in tokens of the tiny model, by template."""
+OF_TEMPLATES: Mapping[str, Any] = {"template": "single", "model": None, "level": "word", "size": 250_000}
+"""Defaults of the options that have no effect on the copy of an example."""
 
 
 def set_up(parser: Parser) -> None:
@@ -44,7 +46,7 @@ def set_up(parser: Parser) -> None:
     parser.add_argument(
         "--template",
         choices=TEMPLATES,
-        default="single",
+        default=OF_TEMPLATES["template"],
         help="one prompt and one answer, a conversation of several turns, or tools that the policy calls "
         "(default: single)",
     )
@@ -62,11 +64,15 @@ def set_up(parser: Parser) -> None:
     parser.add_argument(
         "--level",
         choices=get_args(Level),
-        default="word",
+        default=OF_TEMPLATES["level"],
         help="what a token of the tiny model is: a byte, or also a word of the task (default: word)",
     )
     parser.add_argument(
-        "--size", type=int, default=250_000, metavar="PARAMETERS", help="size of the tiny model (default: %(default)s)"
+        "--size",
+        type=int,
+        default=OF_TEMPLATES["size"],
+        metavar="PARAMETERS",
+        help="size of the tiny model (default: %(default)s)",
     )
     parser.set_defaults(run=run)
 
@@ -74,6 +80,12 @@ def set_up(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.name)
     if arguments.example is not None:
+        for name, default in OF_TEMPLATES.items():
+            if getattr(arguments, name) != default:
+                raise ConfigError(
+                    f"--{name} has no effect with --example {arguments.example}; leave it out, and change the settings "
+                    "of the copy instead"
+                )
         return _copy(arguments.example, folder)
     model = None if arguments.model is None else Path(arguments.model)
     for path in write_starter(folder, arguments.template, model, level=arguments.level, size=arguments.size):
