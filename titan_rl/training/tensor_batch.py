@@ -179,10 +179,10 @@ def make_tensor_batch(
     def of_trained(values: Iterable[Any], dtype: Any) -> torch.Tensor:
         """Values of the trained tokens. A sample has one for each of its tokens, or one for all of them."""
         picked = [
-            np.broadcast_to(np.asarray(own), len(sample.token_ids))[at]
-            for own, sample, at in zip(values, samples, targets, strict=True)
+            np.asarray(own)[at] if isinstance(own, Sequence | np.ndarray) else np.full(len(at), own, dtype)
+            for own, at in zip(values, targets, strict=True)
         ]
-        return torch.from_numpy(np.concatenate(picked).astype(dtype)).to(device)
+        return torch.from_numpy(np.concatenate(picked, dtype=dtype, casting="unsafe")).to(device)
 
     placed = np.concatenate([start + at for start, at in zip(starts, targets, strict=True)])
     trained_N, flat_T = (torch.from_numpy(each).to(device) for each in (placed, token_ids_T))

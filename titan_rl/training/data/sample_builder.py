@@ -327,6 +327,10 @@ def extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
         yield run
 
 
+# Weights are compared as bytes, which is many times as fast as one by one.
+_ONE = array(LOGPROBS, (1.0,)).tobytes()
+
+
 class _SampleTokens:
     """Accumulator of the tokens of a sample's turns."""
 
@@ -411,7 +415,7 @@ class _SampleTokens:
             versions=NumberArray(self._versions),
             temperature=temperature,
             routed_experts=experts,
-            loss_weights=None if all(weight == 1.0 for weight in self._weights) else NumberArray(self._weights),
+            loss_weights=None if self._weights.tobytes() == _ONE * len(self._weights) else NumberArray(self._weights),
             teacher=self._joined_scores(),
         )
 
