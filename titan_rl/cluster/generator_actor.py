@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -157,7 +156,7 @@ class GeneratorActor(ProcessActor):
 
     def __init__(self, spec: ProcessSpec, settings: GeneratorSettings) -> None:
         # An engine steps in one thread while another one answers, unless torch uses several threads for an operation.
-        super().__init__(spec, WorkProgress(time.thread_time if threads_each() == 1 else time.process_time))
+        super().__init__(spec, WorkProgress(all_threads=threads_each() > 1))
         self._settings = settings
         generation = settings.generation
         self._kv_policy = KVPolicy(

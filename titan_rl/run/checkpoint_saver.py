@@ -1,5 +1,5 @@
-"""When and how checkpoints are saved. A checkpoint is copied while training pauses, and written to disk while it
-continues."""
+"""Saving of checkpoints, by steps, by time or on request. A checkpoint is copied while training pauses, and written to
+disk while it continues."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,11 +174,12 @@ class WorkProgress:
     """Progress of the work of one thread, which health checks read from any thread.
 
     Args:
-        clock: Processor time in seconds to attribute to the work: by default that of all threads of the process.
+        all_threads: Whether the processor time of the work is that of all threads of the process, and not only that of
+            its own thread.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
-        self._clock = clock
+    def __init__(self, *, all_threads: bool = True) -> None:
+        self._processor_clock = time.process_time if all_threads else time.thread_time
         self._moves = 0
         self._num_in_progress = 0
         self._processor_s = 0.0
@@ -188,11 +189,11 @@ class WorkProgress:
         """Context manager: mark the block as work, which must progress. Its begin and its end count as progress."""
         self._num_in_progress += 1
         self._moves += 1
-        began = self._clock()
+        began = self._processor_clock()
         try:
             yield
         finally:
-            self._processor_s += self._clock() - began
+            self._processor_s += self._processor_clock() - began
             self._num_in_progress -= 1
             self._moves += 1
 
