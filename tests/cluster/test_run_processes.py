@@ -223,7 +223,9 @@ async def test_processor_times_include_processes_that_have_ended(tmp_path: Path)
         place = ProcessPlace("there")
         watched = Watched()
         processes.hosts["there"].watcher = watched
+        earlier = processes.processor_times()
         remote, _ = await processes.spawn(worker(0), ProcessActor, places=[place])
+        assert processes.processor_times() == earlier, "it has not answered a ping"
         watched.observer.checked(ProcessHealth(processor_s=3.0, work_s=2.0))
         watched.observer.checked(ProcessHealth(processor_s=4.0, work_s=2.5))
         before = processes.processor_times()

@@ -41,6 +41,17 @@ def test_meter_counts_from_the_previous_call():
     assert again["processor/generators_s"] == again["processor/trainer_steps_s"] == 0
 
 
+def test_meter_waits_for_the_first_report_of_a_process():
+    processes, clock = Processes(), ManualClock()
+    processes.times = {}
+    meter = ProcessorMeter(processes, clock)
+    clock.seconds += 1.0
+    assert meter.take_metrics() == {}
+    processes.times = {Role.TRAINER: ProcessorTime(1.5, 1.0)}
+    clock.seconds += 1.0
+    assert meter.take_metrics()["processor/available_s"] == 8.0
+
+
 def test_meter_without_processes_measures_nothing():
     assert ProcessorMeter(None).take_metrics() == {}
 

@@ -295,12 +295,12 @@ class SupervisedProcesses(HostListener):
         return self.hosts.num_cores
 
     def processor_times(self) -> dict[Role, ProcessorTime]:
-        """Processor time so far by role, including that of processes that have ended. Processes that answer no pings
-        are left out."""
+        """Processor time so far by role, including that of processes that have ended. Roles whose processes have not
+        answered a ping are left out."""
         times = self._ended_time.copy()
         for remote in self._remotes.values():
             times[remote.process.role] += remote.processor_time
-        return dict(times)
+        return {role: time for role, time in times.items() if time.total_s}
 
     def names_by_host(self) -> dict[str, list[str]]:
         """Sorted names of the processes on each host that has any."""

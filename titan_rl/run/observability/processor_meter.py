@@ -49,11 +49,12 @@ class ProcessorMeter:
         Returns:
             processor/available_s, the time of all cores; processor/controller_s, that of this process; and for each
             role with processes their time, as processor/generators_s, and the part of it that is work, as
-            processor/engine_steps_s. Empty without a source.
+            processor/engine_steps_s. Empty without a source, and as long as no process has reported its time: what
+            the processes used would seem to be idle.
         """
-        if self._source is None:
+        if self._source is None or not (times := self._source.processor_times()):
             return {}
-        now, times, own_s = self._clock.now(), self._source.processor_times(), own_processor_s()
+        now, own_s = self._clock.now(), own_processor_s()
         metrics = {
             "processor/available_s": self._source.num_cores * (now - self._taken_at),
             "processor/controller_s": own_s - self._own_s,
