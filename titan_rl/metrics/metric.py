@@ -22,10 +22,6 @@ class MetricGroup(StrEnum):
     TASKS = "Tasks"
     SERVER = "Server"
 
-    def metric(self, name: str, unit: str, help: str, normal: str = "", otherwise: str = "") -> Metric:
-        """Describe a metric of this group; see `Metric`."""
-        return Metric(name, unit, help, self, normal, otherwise)
-
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -33,16 +29,16 @@ class Metric:
 
     Args:
         name: Name in `metrics.jsonl`. A part in angle brackets is variable, such as a task's name: "task/<task>/share".
-        unit: Unit of the values; "" if they have none.
         help: Meaning of the metric, in one sentence.
+        unit: Unit of the values; "" if they have none.
         normal: Values in a healthy run, if they can be stated.
         otherwise: Advice for other values.
     """
 
     name: str
-    unit: str
     help: str
     group: MetricGroup
+    unit: str = ""
     normal: str = ""
     otherwise: str = ""
 

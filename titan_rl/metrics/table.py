@@ -1,128 +1,27 @@
-"""Table of all metrics, and lookup of a name from `metrics.jsonl` in this table."""
+"""Table of all metrics, read from `metrics.toml`, and lookup of a name from `metrics.jsonl` in this table."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.resources import files
 
 from titan_rl.metrics.metric import Metric, MetricGroup
-from titan_rl.metrics.rollouts import ROLLOUT_METRICS
-from titan_rl.metrics.system import (
-    ENGINE_METRICS,
-    HOST_METRICS,
-    SCHEDULING_METRICS,
-    SERVER_METRICS,
-    SPEED_METRICS,
-    SYNC_METRICS,
-)
-from titan_rl.metrics.training import TRAINING_METRICS
 
-VALIDATION, TASKS = MetricGroup.VALIDATION, MetricGroup.TASKS
 
-VALIDATION_METRICS = (
-    VALIDATION.metric(
-        "validation/reward_mean",
-        "reward",
-        "Mean reward on held-out samples, over all suites.",
-        "Rises with rollout/finished_reward_mean.",
-        "If it falls while rollout/finished_reward_mean rises, the policy overfits to the training samples: use "
-        "more, or more varied, samples.",
-    ),
-    VALIDATION.metric(
-        "validation/<suite>/reward_mean",
-        "reward",
-        "Mean reward on held-out samples of one suite, if there are several.",
-    ),
-    VALIDATION.metric(
-        "validation/loss",
-        "",
-        "Loss on held-out demonstrations (titan-rl sft only).",
-        "Falls.",
-        "If it rises while train/loss falls, train for fewer epochs or add demonstrations.",
-    ),
-    VALIDATION.metric(
-        "validation/unscored",
-        "rollouts",
-        "Held-out rollouts that have no reward, or that failed through no fault of the policy.",
-        "0.",
-        "Look them up in rollouts.jsonl, where they have phase = validation.",
-    ),
-    VALIDATION.metric("validation/<suite>/unscored", "rollouts", "validation/unscored of one suite."),
-    VALIDATION.metric(
-        "validation/<measure>", "", "Value that the task's `measure` method returns for its held-out groups."
-    ),
-    VALIDATION.metric(
-        "validation/<suite>/<measure>",
-        "",
-        "Value that the task's `measure` method returns for the groups of one suite.",
-    ),
-)
-"""Metrics of validation. There are also `validation/<name>` and `validation/<suite>/<name>` for each `rollout/<name>`
-and `completion/...`."""
+def _read_table() -> tuple[Metric, ...]:
+    table = tomllib.loads(files("titan_rl.metrics").joinpath("metrics.toml").read_text("utf-8"))
+    return tuple(
+        Metric(name, group=MetricGroup(group), **entry)
+        for group, entries in table.items()
+        for name, entry in entries.items()
+    )
 
-TASK_METRICS = (
-    TASKS.metric("task/<task>/num_groups", "groups", "Groups of one task in the training batch."),
-    TASKS.metric(
-        "task/<task>/share",
-        "share",
-        "Share of the training batch's groups that belong to one task.",
-        "The task's weight divided by the sum of all weights.",
-        "If it is lower, groups of the task are dropped (task/<task>/dropped/<reason>), or groups of other tasks "
-        "overtake them (scheduling.window).",
-    ),
-    *(
-        TASKS.metric(f"task/<task>/{metric.name.removeprefix('rollout/')}", metric.unit, f"{metric.name} of one task.")
-        for metric in ROLLOUT_METRICS
-        if metric.name
-        in {
-            "rollout/reward_mean",
-            "rollout/reward_std",
-            "rollout/zero_variance_groups",
-            "rollout/completion_tokens_mean",
-            "rollout/completion_tokens_max",
-            "rollout/turns_mean",
-            "rollout/finished_groups",
-            "rollout/finished_reward_mean",
-            "rollout/finished_errors",
-        }
-    ),
-    TASKS.metric("task/<task>/dropped/<reason>", "groups", "Groups of one task that were dropped, by reason."),
-)
 
-ADAPTER_METRICS = (
-    TASKS.metric(
-        "adapter/<adapter>/step",
-        "steps",
-        "In a run that trains several LoRA adapters, of which each also has a metrics.jsonl of its own: number of "
-        "steps for which this adapter has been trained.",
-    ),
-    TASKS.metric(
-        "adapter/<adapter>/trainer_share",
-        "share",
-        "In a run that trains several LoRA adapters: share of the trainer's time so far that was spent on this one.",
-        "1 divided by the number of adapters, within 10%, while all of them have batches ready.",
-        "If it is lower, the adapter waits for its rollouts.",
-    ),
-    TASKS.metric(
-        "adapter/<adapter>/failed", "", "1 if the training of this LoRA adapter has failed, otherwise 0.", "0."
-    ),
-)
-
-METRICS: tuple[Metric, ...] = (
-    *ROLLOUT_METRICS,
-    *VALIDATION_METRICS,
-    *TRAINING_METRICS,
-    *SPEED_METRICS,
-    *SCHEDULING_METRICS,
-    *SYNC_METRICS,
-    *ENGINE_METRICS,
-    *HOST_METRICS,
-    *TASK_METRICS,
-    *ADAPTER_METRICS,
-    *SERVER_METRICS,
-)
+METRICS = _read_table()
 """All metrics, sorted by group in the order of `MetricGroup`."""
 
 
@@ -172,7 +71,7 @@ def _held_out(name: str) -> Match | None:
                 metric,
                 name=f"{prefix}/{metric.name.removeprefix('rollout/')}",
                 help=f"{metric.help} Measured on held-out samples.",
-                group=VALIDATION,
+                group=MetricGroup.VALIDATION,
             )
             return Match(derived, {**labels, **match.labels})
     return None
