@@ -21,8 +21,8 @@ from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.cluster.trainer_actor import ModelCheck, TrainerSettings
 from titan_rl.cluster.trainer_processes import TrainerProcesses
-from titan_rl.config.model_files import model_identity
 from titan_rl.core.errors import ModelError, NoHostError
+from titan_rl.core.model_identity import model_identity
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, PolicySettings, TrainingConfig
 
 TRAINING = TrainingConfig(data_parallel=2)

@@ -13,9 +13,9 @@ import pytest
 from user_project import project, write_tensors
 
 from titan_rl.config.load import load_config
-from titan_rl.config.model_files import model_identity
 from titan_rl.config.resume_changes import settings_of
 from titan_rl.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from titan_rl.core.model_identity import model_identity
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.run_journal import RunJournal

@@ -19,10 +19,10 @@ from monarch.actor import concurrent_endpoint
 from titan_rl.cluster.hosts.cores import trainer_threads, usable_cores
 from titan_rl.cluster.processes.garbage_collection import growing_heap
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, policy_run_id, transport_of
-from titan_rl.config.model_files import changed_parts
 from titan_rl.config.sections import StateDictConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import CheckpointError, ModelError
+from titan_rl.core.model_identity import changed_parts
 from titan_rl.core.tracing.spans import Track, flush, span
 from titan_rl.rollout.renderer.registry import TemplateFit
 from titan_rl.training.data.step_plan import StepPlan

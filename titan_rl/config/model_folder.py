@@ -10,18 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_rl.config.model_files import (
-    TEMPLATE_FILES,
-    TOKENIZER_CONFIG,
-    check_weights,
-    model_identity,
-    read_header,
-    read_json,
-    tensor_shapes,
-)
+from titan_rl.config.model_files import check_weights, read_json, tensor_shapes
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, SpeculativeConfig
 from titan_rl.core.errors import ConfigError, ModelError
+from titan_rl.core.model_identity import TEMPLATE_FILES, TOKENIZER_CONFIG, model_identity, read_header
 from titan_rl.generation.gpu_share import adapted_width, planned_kv_gib
 from titan_rl.training.models.families import (
     EXPERT_COUNTS,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
-from titan_rl.config.model_files import changed_parts, model_identity
 from titan_rl.config.resume_changes import check_unchanged, settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from titan_rl.core.model_identity import changed_parts, model_identity
 from titan_rl.core.run_files import ADAPTERS
 from titan_rl.run.checks.requirements import check_room, size_of
 from titan_rl.run.directory import RunDirectory, check_files

@@ -24,9 +24,9 @@ from titan_rl.cluster.hosts.cores import usable_cores
 from titan_rl.cluster.hosts.folders import token_in
 from titan_rl.cluster.hosts.placement import visible_gpus
 from titan_rl.config.hosts import HostsConfig, Roles
-from titan_rl.config.model_files import model_identity
 from titan_rl.core.console import aligned
 from titan_rl.core.errors import ConfigError, ModelError
+from titan_rl.core.model_identity import model_identity
 from titan_rl.weights.shard_files import shard_root
 from titan_rl.weights.types import NUM_KEPT
 

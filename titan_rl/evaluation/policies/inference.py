@@ -17,7 +17,6 @@ import httpx
 from titan_rl.config.build import is_single_turn, make_renderer
 from titan_rl.config.concurrency import max_running_of
 from titan_rl.config.evaluation import EvalConfig
-from titan_rl.config.model_files import model_identity
 from titan_rl.config.model_folder import check_chat_template, check_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig, load_serve_config
@@ -26,6 +25,7 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Console, Verbosity
 from titan_rl.core.errors import ConfigError, GenerationError, RequestError, StateDictError
+from titan_rl.core.model_identity import model_identity
 from titan_rl.evaluation.policies.following import publish_folder
 from titan_rl.evaluation.policies.policy_export import export_weights, with_file_sync
 from titan_rl.evaluation.policies.policy_source import PolicySource, find_policy

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_rl.config.model_files import model_identity
 from titan_rl.config.model_folder import check_adapter_weights
 from titan_rl.config.serve import ServeConfig, load_serve_config
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import ConfigError, StateDictError
+from titan_rl.core.model_identity import model_identity
 from titan_rl.evaluation.policies.policy_export import export_weights
 from titan_rl.evaluation.policies.policy_source import PolicySource, newest_checkpoint, single_policy
 from titan_rl.generation.continuation import RequestFn

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from titan_rl.config.model_files import changed_parts, model_identity
 from titan_rl.core.errors import ModelError
+from titan_rl.core.model_identity import changed_parts, model_identity
 from titan_rl.training.tiny_model import make_tiny_model
 
 
