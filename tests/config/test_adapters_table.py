@@ -131,8 +131,8 @@ def test_resume_compares_an_adapter_option_with_the_inherited_value(tmp_path: Pa
             "learning_rate = 0.0003 is not a setting; nearest: adapters.other.training.lr$",
         ),
         (
-            {"adapters__other__training__offload_parameters": "true"},
-            "adapters.other.training.offload_parameters = True is not a setting; set training.offload, a list",
+            {"adapters__other__training__beta": "0.1"},
+            "adapters.other.training.beta = 0.1 is not a setting; nearest: adapters.other.training.kl_coef$",
         ),
         ({"adapters__other__training__steps": "0"}, "adapters.other.training.steps = 0 must be greater than 0$"),
         (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 from collections.abc import Sequence
 from pkgutil import resolve_name
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from titan_rl.core.settings import Section
 
 _NEGATIVE = re.compile(r"-(\.?\d|inf$|nan$)")
+_SETTING = re.compile(r"[+~]*([A-Za-z_]\w*(?:\.\w+)*=.*)", re.DOTALL)
 _OPTION = re.compile(r"--[^=]+")
 
 
@@ -128,10 +130,12 @@ def file_path(text: str) -> str:
     """Argument type of a file, a folder or a URL.
 
     Raises:
-        argparse.ArgumentTypeError: No file can have that name.
+        argparse.ArgumentTypeError: No file can have that name, or it is a setting without dashes: `training.lr=1e-5`.
     """
     from titan_rl.core.settings import path_problem
 
+    if (setting := _SETTING.fullmatch(text)) and not os.path.exists(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a file; write a setting with two dashes: --{setting[1]}")
     problem = None if "://" in text else path_problem(text)
     if problem is not None:
         raise argparse.ArgumentTypeError(f"{text if len(text) <= 60 else f'{text[:60]}...'} {problem}")

@@ -23,7 +23,6 @@ from titan_rl.config.model_folder import (
     describe_folders,
     find_model_folder,
 )
-from titan_rl.config.retired import drop_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import SFTConfig
 from titan_rl.config.serve import check_server_settings
@@ -100,7 +99,6 @@ def read_config(
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     tables, origins = read_tables(files, overrides)
     give(tables, given or {}, origins)
-    drop_unchanged(tables)
     search_path = SearchPath(tables.get("pythonpath"), origins)
     tasks = load_tasks(tables, origins)
     load_suites(tables, origins)

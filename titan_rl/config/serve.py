@@ -13,7 +13,6 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from titan_rl.config.function_names import SearchPath, check_functions, named_modules
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.model_folder import check_model_folder, find_model_folder
-from titan_rl.config.retired import drop_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
 from titan_rl.config.unchecked_tables import override, read_tables, validated
@@ -95,7 +94,6 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
     for name in {*RunConfig.model_fields, "task"} - ServeConfig.model_fields.keys():
         tables.pop(name, None)
     override(tables, overrides, origins)
-    drop_unchanged(tables)
     if policy is not None:
         if origins.of("model.path") == COMMAND_LINE:
             raise ConfigError(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
-from titan_rl.config.retired import advice
+from titan_rl.config.peer_settings import peer_setting
+from titan_rl.core.settings import dotted
 
 COMMAND_LINE = "command line"
 LONGEST_SHOWN = 120  # most characters of a value
@@ -94,9 +95,8 @@ def problems(
                 kind = "table " if key in root.model_fields else ""  # at the top level, only tables are required
                 yield key, f"{kind}{key} is missing"
             case "extra_forbidden":
-                is_table = isinstance(given, dict)
-                shown = f"[{key}] is not a table" if is_table else f"{key} = {given!r} is not a setting"
-                yield key, f"{shown}; {_instead(key, root, prefix, extra_names, tables=is_table)}"
+                valid = [*settings(root, prefix), *(f"{prefix}.{name}" for name in extra_names)]
+                yield from _unknown(key, given, valid, in_table=bool(prefix))
             case "value_error":  # raised by a validator of a section, whose message names the fields
                 for line in message.removeprefix("Value error, ").splitlines():
                     yield None, f"{f'[{key}] ' if key else ''}{line}"
@@ -129,23 +129,6 @@ def settings(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from settings(info.annotation, key)
 
 
-MEANT = {
-    "generation.request_timeout_s": "generation.stall_timeout_s",
-    "batch_size": "scheduling.groups_per_step",
-    "epochs": "training.steps",
-    "learning_rate": "training.lr",
-    "max_completion_length": "sampling.max_tokens",
-    "max_new_tokens": "sampling.max_tokens",
-    "max_seq_length": "model.max_context",
-    "num_generations": "rollout.group_size",
-    "num_train_epochs": "training.steps",
-    "output_dir": "run_dir",
-    "port": "server.port",
-}
-"""Settings that are probably meant by a wrong name, by the whole name or its last part. Most of these are names in
-other libraries."""
-
-
 def nearest(key: str, valid: Sequence[str]) -> str | None:
     """Find the most similar valid name: first among those with the same last part, then by the whole name, then by the
     last part. Return None if no name is similar."""
@@ -158,27 +141,42 @@ def nearest(key: str, valid: Sequence[str]) -> str | None:
     return by_leaf[close[0]] if close else None
 
 
-_ADAPTER = re.compile(r"^adapters\.[^.]+\.(?=training\.)")
-"""Beginning of the name of an adapter's setting, before the name that the setting has in the common table."""
-
-
-def _instead(key: str, root: type[BaseModel], prefix: str, extra_names: Sequence[str], *, tables: bool) -> str:
-    """Give advice for an unknown setting.
+def _unknown(key: str, given: Any, valid: list[str], *, in_table: bool) -> Iterator[tuple[str, str]]:
+    """Iterate over the explanations of an unknown setting, or of an unknown table with settings of another library.
 
     Args:
-        tables: Whether the unknown name is that of a table.
+        valid: Names of all settings and tables.
+        in_table: Whether they are all in one table. Then a name without a counterpart may be the user's own.
     """
-    if retired := advice(_ADAPTER.sub("", key)):
-        return retired
-    valid = [*settings(root, prefix), *(f"{prefix}.{name}" for name in extra_names)]
-    alike = [name for name in valid if any(other.startswith(f"{name}.") for other in valid)] if tables else valid
-    meant = MEANT.get(key) or MEANT.get(key.rpartition(".")[2])
-    meant = next((name for name in valid if meant and f".{name}".endswith(f".{meant}")), None)
-    if guess := meant or nearest(key, alike):
+    if not isinstance(given, dict):
+        advice = _of_peers(key, valid, in_table=in_table) or _instead(key, valid)
+        yield key, f"{key} = {given!r} is not a setting; {advice}"
+        return
+    tables = [name for name in valid if any(other.startswith(f"{name}.") for other in valid)]
+    named = cast("dict[str, Any]", given)
+    guess, unknown = nearest(key, tables), not named
+    for name, value in dotted(named):
+        misspelt_table = f"{guess}.{name}" in valid
+        advice = None if misspelt_table else _of_peers(f"{key}.{name}", valid, in_table=in_table)
+        unknown |= advice is None
+        if advice:
+            yield f"{key}.{name}", f"{key}.{name} = {value!r} is not a setting; {advice}"
+    if unknown:
+        yield key, f"[{key}] is not a table; {_instead(key, valid, tables)}"
+
+
+def _of_peers(key: str, valid: list[str], *, in_table: bool) -> str | None:
+    """Advice for a name of another library; None for other names."""
+    found = peer_setting(key, valid)
+    return None if found is None or (in_table and not found.setting) else found.advice
+
+
+def _instead(key: str, valid: Sequence[str], alike: Sequence[str] | None = None) -> str:
+    """Advice for an unknown name: the most similar one of `alike`, by default of `valid`, or all in the same table."""
+    if guess := nearest(key, valid if alike is None else alike):
         return f"nearest: {guess}"
     table = key.rpartition(".")[0]
-    siblings = [name for name in valid if name.rpartition(".")[0] == table]
-    return f"valid here: {', '.join(siblings)}"
+    return f"valid here: {', '.join(name for name in valid if name.rpartition('.')[0] == table)}"
 
 
 def _dotted(loc: tuple[int | str, ...], prefix: str) -> str:
