@@ -68,6 +68,17 @@ def test_first_step_matches_standardized_rewards(folder: Path, kind: str):
         assert torch.allclose(tensor, weights(plain)[name], atol=1e-5), name
 
 
+def test_advantages_of_a_teacher_are_added_to_those_of_the_critic(folder: Path):
+    settings = {"algorithm": "ppo", "critic": "head", "gae": (1.0, 1.0)}
+    samples = with_rewards(on_policy_samples(make_trainer(folder, **settings), *LENGTHS))
+    taught = [replace(sample, advantages=[0.5 * trained for trained in sample.loss_mask]) for sample in samples]
+
+    alone, both = (make_trainer(folder, **settings).step(each).metrics for each in (samples, taught))
+
+    # On the policy the ratio is 1, so that the loss is minus the mean advantage.
+    assert both["loss"] == pytest.approx(alone["loss"] - 0.5, abs=1e-5)
+
+
 def test_truncated_rollout_bootstraps_from_its_last_value(folder: Path):
     settings = {"algorithm": "ppo", "critic": "head", "critic_epochs": 8, "gae": (1.0, 1.0), "lr": 1e-6}
     trainer = make_trainer(folder, **settings)

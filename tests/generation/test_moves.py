@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from depth import examples
@@ -95,11 +96,14 @@ def test_moving_request_never_returns_to_older_weights(first: int | None):
     in_virtual_time(scenario)
 
 
-def test_seeded_request_does_not_move():
+@pytest.mark.parametrize("given", [{"seed": 3}, {"presence_penalty": 0.5}, {"frequency_penalty": -0.5}])
+def test_request_whose_sampling_depends_on_its_own_tokens_does_not_move(given: dict[str, Any]):
+    """Its prompt would include the tokens of the first replica, and the rest would be sampled otherwise."""
+
     async def scenario() -> None:
         full, joins = SteppingReplica("full"), SteppingReplica("joins")
         router = routed(full)
-        sampling = SamplingParams(max_tokens=20, seed=3)
+        sampling = SamplingParams(max_tokens=20, **given)
         asks = [router.generate(PROMPT, request_id=f"g/{place}/0", sampling=sampling) for place in range(4)]
         answers = [asyncio.ensure_future(ask) for ask in asks]
         await asyncio.sleep(1.5)

@@ -122,6 +122,24 @@ def test_request_does_not_move_to_older_weights():
     in_virtual_time(scenario)
 
 
+def test_requests_do_not_move_to_a_replica_that_already_has_newer_weights():
+    async def scenario() -> None:
+        full, pulled = SteppingReplica("full"), SteppingReplica("pulled")
+        full.pull_s = 12
+        router = routed(full, pulled, in_turn=True)
+        asked = Asked(router)
+        ask_two_replicas(asked)
+        pulling = asyncio.ensure_future(router.pull_state_dict(1))
+        await asyncio.sleep(10)  # `pulled` has answered its requests and has version 1; `full` serves version 0
+        assert router.num_moved == 0
+        await pulling
+        await asked.all()
+        assert router.num_moved == 2
+        await router.close()
+
+    in_virtual_time(scenario)
+
+
 def test_moving_requests_finish_during_a_wait_pause():
     async def scenario() -> None:
         full, joins = SteppingReplica("full", hears_after_s=9.5), SteppingReplica("joins")

@@ -217,6 +217,13 @@ def test_run_stopped_after_its_last_step_can_be_finished(run_dir):
         resume(run_dir, ("training.steps", "3"))
 
 
+def test_run_whose_export_is_older_than_its_newest_checkpoint_is_not_finished(run_dir):
+    run_dir.export.mkdir()
+    newest = step_directory(run_dir.checkpoints, 3)
+    os.utime(run_dir.export, (newest.stat().st_mtime - 1,) * 2)
+    assert resume(run_dir, ("training.steps", "3")).state.step == 3
+
+
 def test_end_messages_name_the_saved_step_and_resume_command(run_dir):
     config = load_config(run_dir.config, [("training.steps", "3")])
     command = f"titan-rl train --resume {run_dir.path}"

@@ -21,6 +21,7 @@ from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingPa
 from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import CheckpointError, NoSpaceError, RequestError
 from titan_rl.generation.continuation import listener, listening, resume_on_abort
+from titan_rl.generation.recording import RecordedAnswer
 from titan_rl.run.journal import run_journal
 from titan_rl.run.journal.log_file import LogWriter, frame
 from titan_rl.run.journal.run_journal import RunJournal
@@ -416,6 +417,49 @@ async def test_batch_is_replayed_only_if_it_and_earlier_ones_are_complete(tmp_pa
     assert backlog(reopened(tmp_path, position)).batches == [[1, 4]]
 
 
+async def test_group_in_two_batches_ends_the_batches_that_are_handed_out_again(tmp_path):
+    position = DataPosition(3, 6, (1, 2, 3, 4, 5))
+    journal = reopened(tmp_path, position)
+    for index in (1, 2, 3, 4):
+        journal.finished(Assigned(index, "task", index), group_of(index))
+    journal.batch(3, [1, 2])
+    journal.batch(4, [2, 3])
+    journal.batch(5, [4])
+    journal.drain()
+    assert backlog(reopened(tmp_path, position)).batches == [[1, 2]]
+
+
+async def test_batches_before_the_checkpoint_are_not_kept(tmp_path):
+    journal = RunJournal(tmp_path)
+    for index in range(2):
+        journal.finished(Assigned(index, "task", index), group_of(index))
+    journal.batch(0, [0])
+    await journal.checkpoint(1, next_index=2)
+    again = reopened(tmp_path)  # resumed from before the checkpoint, whose segment now receives the first step again
+    again.batch(0, [1])
+    again.drain()
+    later = reopened(tmp_path, DataPosition(1, 2, (1,)))
+    assert later.state.batches == {}
+    assert backlog(later).batches == []
+
+
+@pytest.mark.parametrize("counts", [(3, 2), (2, 3)])
+async def test_longest_part_of_an_interrupted_answer_is_continued(tmp_path, counts: tuple[int, int]):
+    journal, engine = RunJournal(tmp_path), Engine()
+    generate = journal.record(engine, 0)
+    engine.abort_at = counts[0]
+    await generate([50], request_id="train-0/0/0", sampling=SAMPLING)
+    ((key, known),) = journal.state.completions[0].items()
+    part = Completion(
+        key[0], [51, 52, 53][: counts[1]], [-1.0] * counts[1], FinishReason.ABORT, (VersionSpan(0, counts[1]),)
+    )
+    journal.answered(RecordedAnswer(0, key[1], known.sampling, part))
+    journal.drain()
+    engine = Engine()
+    await resume_on_abort(reopened(tmp_path).record(engine, 0))([50], request_id="train-0/0/0", sampling=SAMPLING)
+    assert engine.prompts == [[50, 51, 52, 53]]
+
+
 async def test_journal_of_another_run_is_rejected_with_advice(tmp_path):
     position = await checkpointed(tmp_path / "journal")
     other = DataPosition(1, 9, (7,))
@@ -469,6 +513,25 @@ async def test_records_during_a_checkpoint_replace_open_groups(tmp_path):
     found = reopened(tmp_path, position)
     assert position.unsettled == (0, 1, 2, 3, 4, 5)
     assert (list(backlog(found).unsettled), found.state.completions) == ([0, 1, 2, 3, 5], {})
+
+
+async def test_longer_part_recorded_during_a_checkpoint_is_the_one_that_is_kept(tmp_path):
+    journal, engine = RunJournal(tmp_path), Engine()
+    engine.abort_at = 2
+    await journal.record(engine, 0)([50], request_id="train-0/0/0", sampling=SAMPLING)
+    for index in range(1, 5):
+        journal.finished(Assigned(index, "task", index), group_of(index))
+    ((key, known),) = journal.state.completions[0].items()
+    beginning = asyncio.ensure_future(journal.checkpoint(1, next_index=5))
+    await asyncio.sleep(0)
+    longer = Completion(key[0], [51, 52, 53], [-1.0] * 3, FinishReason.ABORT, (VersionSpan(0, 3),))
+    journal.answered(RecordedAnswer(0, key[1], known.sampling, longer))
+    position = await beginning
+    journal.close()
+    engine = Engine()
+    again = resume_on_abort(reopened(tmp_path, position).record(engine, 0))
+    await again([50], request_id="train-0/0/0", sampling=SAMPLING)
+    assert engine.prompts == [[50, 51, 52, 53]]
 
 
 def test_record_of_another_format_is_rejected_with_advice(tmp_path):

@@ -139,6 +139,23 @@ async def test_idle_experiment_keeps_the_credit_of_one_turn() -> None:
 
 
 @pytest.mark.looptime
+async def test_experiment_that_had_no_batch_overtakes_by_one_turn() -> None:
+    turns, order = FairTurns("ab"), list[str]()
+    for _ in range(100):
+        async with turns.turn("a"):
+            await asyncio.sleep(1)
+
+    async def steps(name: str) -> None:
+        for _ in range(4):
+            async with turns.turn(name):
+                order.append(name)
+                await asyncio.sleep(1)
+
+    await asyncio.gather(steps("a"), steps("b"))
+    assert "".join(order).startswith("ababb")
+
+
+@pytest.mark.looptime
 async def test_trainer_is_kept_free_for_an_experiment_that_is_behind() -> None:
     turns, order = FairTurns("ab"), list[str]()
 

@@ -748,6 +748,26 @@ async def test_dropping_every_group_ends_the_run_with_the_reasons():
             await next_of(scheduler)
 
 
+@pytest.mark.parametrize("num_dropped", [4, 5])
+async def test_max_refills_allows_so_many_drops_per_group_of_a_step(num_dropped: int):
+    stage = Stage()
+    stage.end(*range(20))
+    dull = [str(index) for index in range(num_dropped)]
+    scheduler = scheduler_of(
+        stage.run_group,
+        groups_per_step=2,
+        max_staleness=0,
+        max_refills=2,
+        filters=[lambda group: "too dull" if group.group_id in dull else None],
+    )
+    async with running(scheduler):
+        if num_dropped <= 4:
+            assert indices(await next_of(scheduler)) == [4, 5]
+        else:
+            with pytest.raises(TrainingError, match=r"5 groups in a row could not be trained on: too dull \(5\)"):
+                await next_of(scheduler)
+
+
 @pytest.mark.parametrize("groups_per_step", [1, 2, 16])
 async def test_reward_that_always_fails_ends_the_run_with_its_error(groups_per_step: int):
     async def run_group(lease: Lease) -> RolloutGroup:

@@ -131,6 +131,27 @@ async def test_regenerated_group_is_not_suspended() -> None:
 
 
 @pytest.mark.looptime
+async def test_siblings_that_end_while_their_group_waits_for_permits_need_none() -> None:
+    slots, capacity = SlotPool(1), RolloutCapacity(2)
+    await slots.acquire()
+    lease = Lease(0, slots, Ledger(ManualClock()))
+    lease.mark_running(await capacity.take(2), 0)
+    lease.suspend()
+    resuming = asyncio.create_task(lease.wait_suspended(capacity))
+    await asyncio.sleep(0)
+    other = await capacity.take(2)
+    lease.let_resume()
+    await asyncio.sleep(0)
+    lease.rollout_finished(Rollout("0/1", "0", 1, None))
+    other.keep(0)
+    async with asyncio.timeout(10):
+        await resuming
+    assert capacity.in_flight == 1
+    lease.has_ended()
+    assert capacity.in_flight == 0
+
+
+@pytest.mark.looptime
 async def test_regenerated_group_keeps_its_permits_after_a_late_abort() -> None:
     slots, capacity, may_abort = SlotPool(1), RolloutCapacity(1), asyncio.Event()
 

@@ -223,6 +223,22 @@ def test_curriculum_state_is_restored_exactly(seed: int, saved: int, more: int):
     assert again.assignment(whole.next_index) == whole.mix.assignment(whole.next_index)
 
 
+@pytest.mark.parametrize(
+    ("weights", "window", "own"),
+    [
+        ({"a": 1.0}, 16, 16),
+        ({"a": 1.0, "b": 1.0}, 4, 1),  # of the 3 turns by which a group of b may be delayed, 1.5 belong to a
+        ({"a": 1.0, "b": 1.0}, 5, 2),
+        ({"a": 3.0, "b": 1.0}, 9, 6),
+        ({"a": 1.0, "b": 9.0}, 5, 1),
+    ],
+)
+def test_window_of_a_task_is_its_share_of_the_turns_before_a_delayed_group(
+    weights: dict[str, float], window: int, own: int
+):
+    assert Play(weights, seed=0).mix.window("a", window) == own
+
+
 def test_changed_weights_apply_to_later_groups():
     play = Play({"a": 1.0, "b": 1.0}, seed=0)
     for index in range(100):

@@ -156,6 +156,22 @@ async def test_short_outage_delays_scores_without_losing_any():
 
 
 @pytest.mark.looptime
+async def test_each_attempt_at_a_score_has_a_request_id_of_its_own():
+    """The engine may still work on the attempt that failed here, and refuses an id that is in flight."""
+    ids = list[str]()
+    scripted = ScriptedTeacher()
+
+    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **asked: Any) -> Completion:
+        ids.append(request_id)
+        if len(ids) < 3:
+            raise GenerationError("the connection was lost")
+        return await scripted(prompt_token_ids, request_id=request_id, **asked)
+
+    await Teacher("t", generate, max_context=64).score(group_of([turn([7], [5])]))
+    assert len(set(ids)) == len(ids) == 3
+
+
+@pytest.mark.looptime
 async def test_long_outage_or_refusal_raises_with_the_reason():
     def down() -> None:
         raise GenerationError("no route to host")

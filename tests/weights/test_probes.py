@@ -129,6 +129,16 @@ def test_correct_swaps_pass_when_rounding_hits_the_moving_tokens() -> None:
             theirs = np.minimum(theirs + 0.1 * random.standard_t(3, theirs.shape) * free, -1e-3)
 
 
+def test_rounding_may_hit_tokens_that_were_exact_in_the_previous_version() -> None:
+    """The allowed error of each token includes the usual error of all tokens, scaled by its uncertainty."""
+    swaps, half = SwapCheck(), np.arange(8) % 2
+    theirs, reads = np.full(8, -1.0), np.full(8, -1.0) + 0.01 * half
+    for change, error in ((0.0, 0.0), (0.1, 0.01)):
+        theirs, reads = theirs - change * (1 - half), reads - (change + error) * (1 - half)
+        probe = Probe((7,) * 9, tuple(theirs.tolist()))
+        swaps.verify(Manifest(int(change > 0), (), (probe,), 0.1), lambda _, reads=reads: [reads.tolist()])
+
+
 def test_correct_swap_passes_if_rounding_hides_a_little_of_the_change() -> None:
     policy, swaps = Policy(0, step=0.05, error=FLOAT32), SwapCheck()
     change = policy.trainer(1) - policy.trainer(0)
