@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from operator import index
@@ -72,6 +72,15 @@ def float_or_none(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def sequence_or_none(values: Any, count: int) -> list[Any] | None:
+    """Values of a sequence of `count` values; None if it is anything else. Text, sets and mappings are no sequences,
+    because their entries are not in the order of what they are about."""
+    if isinstance(values, str | bytes | bytearray | Set | Mapping) or not isinstance(values, Iterable):
+        return None
+    given = list(cast("Iterable[Any]", values))
+    return given if len(given) == count else None
 
 
 def _integer_or_none(value: Any) -> int | None:

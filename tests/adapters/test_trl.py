@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,6 +99,21 @@ async def test_reward_functions_get_texts_for_a_text_prompt(tmp_path: Path) -> N
     assert not given.keys() & {"prompt", "environments"}
 
 
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("forgets_its_return", "returned None for group .*; it must return a sequence"),
+        ("too_few", "returned 1 values for the 2 rollouts of group"),
+        ("logs_too_few", r"failed on group .*log_extra\('length', ...\) got 1 values for 2 completions"),
+    ],
+)
+async def test_wrong_number_of_values_of_a_reward_function_is_named(tmp_path: Path, function: str, problem: str):
+    task = sums(tmp_path, function)
+    group = await play(task, task.train_sample(0, 0), lambda _: "1", lambda _: "2")
+    assert group.failure is not None
+    assert re.search(f"reward '{function}' {problem}", group.failure.error)
+
+
 async def test_reward_functions_get_messages_for_a_conversational_prompt(tmp_path: Path) -> None:
     prompt = [{"role": "system", "content": "Sum."}, {"role": "user", "content": "1 + 1?"}]
     task = TRLTask(dataset=rows(tmp_path, [{"prompt": prompt}]), reward_funcs=named("remembered"), held_out=0)
@@ -170,12 +186,6 @@ async def test_reward_functions_can_run_in_threads(tmp_path: Path) -> None:
     task = sums(tmp_path, "thread", reward_funcs_in_thread=True)
     (rollout,) = (await play(task, {"prompt": ""}, lambda _: "yes")).rollouts
     assert rollout.reward not in (None, float(threading.get_ident()))
-
-
-async def test_too_few_rewards_error_names_the_function(tmp_path: Path) -> None:
-    task = sums(tmp_path, "too_few")
-    group = await play(task, {"prompt": ""}, lambda _: "a", lambda _: "b")
-    assert "'too_few' returned 1 values for the 2 rollouts of group" in str(group.failure)
 
 
 async def test_trl_reward_functions_work_unmodified(tmp_path: Path) -> None:

@@ -32,6 +32,15 @@ def of_long_ones(completions, log_metric, log_extra, **kwargs) -> list[float | N
     return [None if len(text) < 3 else 0.5 for text in completions]
 
 
+def forgets_its_return(completions, **kwargs) -> None:
+    pass
+
+
+def logs_too_few(completions, log_extra, **kwargs) -> list[float]:
+    log_extra("length", [1.0])
+    return [1.0] * len(completions)
+
+
 def never(completions, **kwargs) -> list[None]:
     return [None] * len(completions)
 

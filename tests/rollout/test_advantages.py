@@ -1,10 +1,14 @@
 """Advantages: formulas, baselines, and groups without a learning signal."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_rl.core.errors import RewardError
 from titan_rl.rollout.rewards.advantages import (
     AdvantageFn,
     batch_mean,
@@ -36,6 +40,29 @@ def test_advantage_formulas() -> None:
 @pytest.mark.parametrize("rewards", [[], [0.3], [0.1, 0.1, 0.1], [1e300, 1e300]])
 def test_equal_rewards_have_zero_advantage(advantage: AdvantageFn, rewards: list[float]) -> None:
     assert advantage(rewards) == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize(
+    "returned", [None, 1.0, "10", {0: 1.0, 1: 0.0}, {1.0, 0.5}, [1.0], [1.0, 0.0, 0.0], [1.0, "0"], [1.0, float("inf")]]
+)
+def test_invalid_result_of_an_advantage_function_is_named(returned: Any) -> None:
+    def my_advantage(rewards: Sequence[float]) -> Any:
+        return returned
+
+    with pytest.raises(RewardError, match=r"'my_advantage' returned .* of group 'g'; it must return as many finite"):
+        compare(group_of(1.0, 0.0), my_advantage)
+
+
+def test_invalid_advantage_of_a_batch_is_named() -> None:
+    class MyAdvantage:
+        def __call__(self, rewards: Sequence[float]) -> Sequence[float]:
+            return rewards
+
+        def compare_batch(self, groups: Sequence[RolloutGroup]) -> None:
+            groups[0].rollouts[1].advantage = "high"  # pyright: ignore[reportAttributeAccessIssue]
+
+    with pytest.raises(RewardError, match="'MyAdvantage' assigned 'high' to rollout 'g/1' of a batch; it must be a"):
+        compare_batch([group_of(1.0, 0.0)], MyAdvantage())
 
 
 @given(rewards)

@@ -321,6 +321,8 @@ once = FailurePolicy(retries=0)
         (Own(lambda rollouts: [1.0]), "reward 'own' returned 1 values for the 2 rollouts of group 'g'"),
         (Own(lambda rollouts: [1.0, float("nan")]), "reward 'own' returned nan for group 'g'; it must be finite"),
         (Own(lambda rollouts: None), "reward 'own' returned None for group 'g'; it must return a sequence"),
+        (Own(lambda rollouts: {1.0, 0.5}), r"returned {.*} for group 'g'; it must return a sequence"),
+        (Own(lambda rollouts: dict(enumerate("ab"))), "returned {0: 'a', 1: 'b'} for group 'g'; it must return a seq"),
         (Reward(ends_the_process, on_failure=once), "failed on rollout 'g/.': RuntimeError: SystemExit: 3"),
         (
             Reward(lambda _: NoNumber(), name="odd"),

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,179 @@ async def test_disk_cache_avoids_repeated_calls(tmp_path: Path):
         path.write_text("{")  # as left by a full disk
     assert await rewards(group_of("a"), Judge(other, said, float, cache=tmp_path)) == [1.0]
     assert other.asked == ["a"]
+
+
+def grader(grade: float, *, by_text: Mapping[str, float] | None = None) -> Any:
+    """Chat function made by a factory: all of them have the same `__qualname__`."""
+
+    async def chat(messages: Sequence[Message], **_: Any) -> ChatReply:
+        return ChatReply({"role": "assistant", "content": f"{(by_text or {}).get('x', grade)}"})
+
+    return chat
+
+
+def scorer(score: float) -> Any:
+    async def scores(texts: Sequence[str]) -> list[float]:
+        return [score for _ in texts]
+
+    return scores
+
+
+class MethodGrader:
+    __slots__ = ("grade",)
+
+    def __init__(self, grade: float) -> None:
+        self.grade = grade
+
+    async def chat(self, messages: Sequence[Message], **_: Any) -> ChatReply:
+        return await grader(self.grade)(messages)
+
+    async def __call__(self, messages: Sequence[Message], **_: Any) -> ChatReply:
+        return await self.chat(messages)
+
+
+async def grade_with_default(messages: Sequence[Message], grade: float = 0.0, **_: Any) -> ChatReply:
+    return await grader(grade)(messages)
+
+
+GRADERS: list[Callable[[float], Any]] = [
+    grader,
+    lambda grade: grader(0.0, by_text={"x": grade}),
+    lambda grade: partial(grade_with_default, grade=grade),
+    lambda grade: MethodGrader(grade).chat,
+    MethodGrader,
+]
+
+
+@pytest.mark.parametrize("make", GRADERS, ids=["closure", "closure over data", "partial", "method", "object"])
+async def test_chat_functions_of_one_factory_share_no_grades(make: Callable[[float], Any], tmp_path: Path):
+    for grade in (0.25, 0.75, 0.25):
+        group = group_of("a")
+        assert await rewards(group, Judge(make(grade), said, float, cache=tmp_path)) == [grade]
+    assert group.rollouts[0].metrics["judge_cached"] == 1.0, "an equal function finds the grades"
+
+
+async def test_score_functions_of_one_factory_share_no_scores(tmp_path: Path):
+    for score in (0.25, 0.75):
+        assert await rewards(group_of("a"), RewardModel(scorer(score), said, cache=tmp_path)) == [score]
+
+
+async def test_name_of_a_chat_function_identifies_it_in_the_cache(tmp_path: Path):
+    for grade in (0.25, 0.75):
+        chat = grader(grade)
+        chat.name = "my model, version 1"
+        assert await rewards(group_of("a"), Judge(chat, said, float, cache=tmp_path)) == [0.25]
+
+
+@pytest.mark.looptime
+async def test_waiting_for_the_rate_is_no_outage():
+    clock = asyncio.get_running_loop().time
+    began, model = clock(), ScriptedJudge(length)
+    answers = ["x" * count for count in range(1, 41)]
+    assert await rewards(group_of(*answers), Judge(model, said, float, per_minute=2)) == list(range(1, 41))
+    assert clock() - began == pytest.approx(39 * 30 + 1), "more than outage_s"
+
+
+@pytest.mark.looptime
+async def test_one_failed_call_at_a_low_rate_is_no_outage():
+    failing = iter([True])
+
+    def fails_once() -> None:
+        if next(failing, False):
+            raise GenerationError("503")
+
+    judge = Judge(ScriptedJudge(length, fails_once), said, float, per_minute=2, on_failure=FailurePolicy(retries=0))
+    answers = ["x" * count for count in range(1, 41)]
+    assert await rewards(group_of(*answers), judge) == list(range(1, 41))
+
+
+@pytest.mark.looptime
+async def test_outage_at_a_low_rate_ends_at_its_limit():
+    def down() -> None:
+        raise GenerationError("503")
+
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    judge = Judge(ScriptedJudge(length, down), said, float, per_minute=2, on_failure=FailurePolicy(retries=0))
+    with pytest.raises(RewardError, match="has failed for 900 s: 503"):
+        await rewards(group_of("a", "bb", "ccc"), judge)
+    assert clock() - began < 1000
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (lambda texts: [1.0], r"my_scores returned \[1.0\]; it must return 2 finite numbers"),
+        (lambda texts: [1.0, 2.0, 3.0], r"returned \[1.0, 2.0, 3.0\]; it must return 2 finite numbers"),
+        (lambda texts: None, "returned None; it must return 2 finite numbers"),
+        (lambda texts: 1.0, "returned 1.0; it must return 2 finite numbers"),
+        (lambda texts: dict(zip(texts, (1.0, 2.0), strict=True)), "returned {'a': 1.0, 'bb': 2.0}; it must"),
+        (lambda texts: {1.0, 2.0}, "returned {1.0, 2.0}; it must return 2 finite numbers"),
+        (lambda texts: "12", "returned '12'; it must return 2 finite numbers"),
+        (lambda texts: [1.0, None], "None is not a finite number"),
+        (lambda texts: {}["scores"], "KeyError: 'scores'"),
+    ],
+)
+@pytest.mark.looptime
+async def test_invalid_result_of_a_score_function_fails_at_once_and_names_it(
+    returned: Callable[[Sequence[str]], Any], problem: str
+):
+    async def my_scores(texts: Sequence[str]) -> Any:
+        return returned(texts)
+
+    with pytest.raises(RewardError, match=problem):
+        await rewards(group_of("a", "bb"), RewardModel(my_scores, said))
+    assert asyncio.get_running_loop().time() < 1.0
+
+
+@pytest.mark.looptime
+async def test_cancelled_score_function_fails_the_reward():
+    async def my_scores(texts: Sequence[str]) -> list[float]:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RewardError, match="my_scores"):
+        await rewards(group_of("a", "bb"), RewardModel(my_scores, said))
+    assert asyncio.get_running_loop().time() < 1.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (None, "my_chat returned None; it must return a ChatReply"),
+        ("0.5", "my_chat returned '0.5'; it must return a ChatReply"),
+        (ChatReply(None), "my_chat returned a ChatReply with the message None"),  # pyright: ignore[reportArgumentType]
+        (KeyError("choices"), "KeyError: 'choices'"),
+        (asyncio.CancelledError(), "was cancelled"),
+    ],
+    ids=["none", "text", "no message", "error", "cancelled"],
+)
+async def test_invalid_reply_of_a_chat_function_fails_the_reward(reply: Any, problem: str):
+    async def my_chat(messages: Sequence[Message], **_: Any) -> Any:
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+    with pytest.raises(RewardError, match=problem):
+        await rewards(group_of("a"), Judge(my_chat, said, float, on_failure=FailurePolicy(retries=0)))
+
+
+async def test_text_function_that_fails_or_returns_no_text_fails_the_reward():
+    cases: list[tuple[Any, str]] = [
+        (lambda rollout: {}["text"], "KeyError: 'text'"),
+        (lambda rollout: None, "is None; it must be a text"),
+    ]
+    for text, problem in cases:
+        with pytest.raises(RewardError, match=f"reward_model.*{problem}"):
+            await rewards(group_of("a"), RewardModel(scorer(1.0), text))
+
+
+async def test_relative_judge_rejects_grades_without_an_order():
+    def parse(text: str) -> Any:
+        return {float(each) for each in text.split()}
+
+    judge = Judge(grader(0.0), lambda rollouts: "?", parse, relative=True, on_failure=FailurePolicy(retries=0))
+    with pytest.raises(RewardError, match=r"parse returned {0.0}; it must return 1 finite numbers in order"):
+        await rewards(group_of("a"), judge)
 
 
 @pytest.mark.looptime

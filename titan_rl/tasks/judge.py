@@ -20,14 +20,15 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 from titan_rl.core.calls.cancellation import gather_or_cancel
+from titan_rl.core.calls.function_identity import function_identity, function_name
 from titan_rl.core.errors import RewardError
-from titan_rl.core.plain_data import plain_json
-from titan_rl.rollout.chat_env import ChatFn
+from titan_rl.core.plain_data import plain_json, safe_repr
+from titan_rl.rollout.chat_env import ChatFn, ChatReply
 from titan_rl.rollout.rewards.reward import FailurePolicy
 from titan_rl.rollout.types import Message, Rollout
 from titan_rl.tasks.judge_calls import ModelReward, Verdict
 from titan_rl.tasks.players import Endpoint
-from titan_rl.types import FinishReason, SamplingParams, float_or_none
+from titan_rl.types import FinishReason, SamplingParams, float_or_none, sequence_or_none
 
 if TYPE_CHECKING:
     from titan_rl.serving.client import HttpChatFn
@@ -49,7 +50,8 @@ class _Chat:
     """Question to a judge, in messages."""
 
     generate: ChatFn
-    model: str
+    model: str  # for messages
+    identity: Any
     messages: Sequence[Message]
     sampling: SamplingParams
     request_id: str
@@ -57,10 +59,14 @@ class _Chat:
     @property
     def content(self) -> Mapping[str, Any]:
         sampling = {"max_tokens": self.sampling.max_tokens, "temperature": self.sampling.temperature}
-        return {"model": self.model, "messages": [plain_json(message) for message in self.messages], **sampling}
+        return {"model": self.identity, "messages": [plain_json(message) for message in self.messages], **sampling}
 
     async def ask(self) -> Verdict:
-        reply = await self.generate(self.messages, request_id=self.request_id, sampling=self.sampling)
+        reply: Any = await self.generate(self.messages, request_id=self.request_id, sampling=self.sampling)
+        if not isinstance(reply, ChatReply):
+            raise TypeError(f"{self.model} returned {safe_repr(reply)}; it must return a ChatReply")
+        if not isinstance(reply.message, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{self.model} returned a ChatReply with the message {reply.message!r}")
         if reply.finish_reason is FinishReason.LENGTH:
             _warn_cut_off(self.model, self.sampling.max_tokens)
         text = str(reply.message.get("content") or "")
@@ -86,7 +92,8 @@ class Judge(ModelReward):
     minus the mean number of the same answer in the second half.
 
     Args:
-        model: Endpoint of OpenAI's chat protocol, or a `ChatFn`, an async function of messages.
+        model: Endpoint of OpenAI's chat protocol, or a `ChatFn`, an async function of messages. In the cache a function
+            is identified by its attribute `name` if it has one, otherwise by its code and the values it is bound to.
         prompt: Function from a rollout, or from the rollouts of a group, to the question: a text, or messages.
         parse: Function from the judge's answer to a value, or to a value for each rollout. It raises an exception
             if the answer has no value.
@@ -137,6 +144,8 @@ class Judge(ModelReward):
             raise ValueError(f"model of judge {name!r} is {model!r}; it must be an Endpoint or an async function")
         _check_price(price, name)
         self._model = model
+        self._label = f"{model.model} at {model.url}" if isinstance(model, Endpoint) else function_name(model)
+        self._identity = self._label if isinstance(model, Endpoint) else function_identity(model)
         self._prompt = prompt
         self._parse: Callable[[str], Any] = parse
         self._price = price
@@ -197,13 +206,13 @@ class Judge(ModelReward):
                 f"the prompt of judge {self.name!r} for {request_id!r} is {prompt!r}; it must be a text or a list of "
                 "messages"
             )
-        generate, model, sampling = self._judge()
-        return await self._ask(_Chat(generate, model, messages, sampling, f"{self.name}/{request_id}"), check)
+        generate, sampling = self._judge()
+        request_id = f"{self.name}/{request_id}"
+        return await self._ask(_Chat(generate, self._label, self._identity, messages, sampling, request_id), check)
 
-    def _judge(self) -> tuple[ChatFn, str, SamplingParams]:
+    def _judge(self) -> tuple[ChatFn, SamplingParams]:
         if not isinstance(self._model, Endpoint):
-            name = getattr(self._model, "__qualname__", type(self._model).__name__)
-            return self._model, name, SamplingParams(MAX_TOKENS, temperature=0.0)
+            return self._model, SamplingParams(MAX_TOKENS, temperature=0.0)
         from titan_rl.serving.client import HttpChatFn
 
         given = self._model
@@ -211,11 +220,7 @@ class Judge(ModelReward):
             given.url, model=given.model, api_key=os.environ.get(given.api_key), timeout_s=given.timeout_s
         )
         temperature = 0.0 if given.temperature is None else given.temperature
-        return (
-            self._client,
-            f"{given.model} at {given.url}",
-            SamplingParams(given.max_tokens or MAX_TOKENS, temperature),
-        )
+        return self._client, SamplingParams(given.max_tokens or MAX_TOKENS, temperature)
 
     def _number(self, text: str) -> float:
         return _numbers([self._parse(text)], 1)[0]
@@ -278,8 +283,8 @@ def _numbers(given: Any, count: int) -> list[float]:
     Raises:
         ValueError: the result is not `count` finite numbers.
     """
-    values = [float_or_none(value) for value in given]
+    values = map(float_or_none, sequence_or_none(given, count) or ())
     numbers = [value for value in values if value is not None and abs(value) < float("inf")]
-    if len(numbers) != count or len(values) != count:
-        raise ValueError(f"parse returned {given!r}; it must return {count} finite numbers")
+    if len(numbers) != count:
+        raise ValueError(f"parse returned {given!r}; it must return {count} finite numbers in order")
     return numbers

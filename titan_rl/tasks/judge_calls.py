@@ -16,14 +16,15 @@ import math
 import os
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from cachetools import FIFOCache
 
+from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.core.calls.retries import Backoff, Outage
+from titan_rl.core.calls.user_code import summary, where
 from titan_rl.core.console import Console
 from titan_rl.core.errors import GenerationError, RequestError, RewardError
 from titan_rl.rollout.rewards.reward import FailurePolicy, FunctionReward
@@ -237,10 +238,13 @@ class ModelReward(FunctionReward[Any]):
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, limit_s=outage_s)
         cause = "it did not answer, or demanded longer waits"
         while True:
-            await self._turn()
+            waited_s = await self._turn()
+            if not self._outage.is_on:
+                backoff.extend(waited_s)  # the rate makes this call wait, not the model
             try:
                 async with asyncio.timeout(backoff.left_s):
-                    verdict = await ask()
+                    with stray_cancellation_fails(f"a call of judge {self.name!r}"):
+                        verdict = await ask()
             except RequestError as error:
                 raise RewardError(f"judge {self.name!r} refuses a question: {error}") from error
             except (GenerationError, TimeoutError) as error:
@@ -248,16 +252,21 @@ class ModelReward(FunctionReward[Any]):
                 if backoff.is_over:
                     raise RewardError(f"judge {self.name!r} has failed for {outage_s:g} s: {cause}") from error
                 self._outage.failed(cause, outage_s)
+            except RewardError:
+                raise
+            except Exception as error:
+                raise RewardError(f"judge {self.name!r} failed: {summary(error)}", where(error)) from error
             else:
                 self._outage.answered()
                 return verdict
             await backoff.pause()
 
-    async def _turn(self) -> None:
-        """Wait for the next call that the rate allows."""
-        if self._spacing_s:
-            now = asyncio.get_running_loop().time()
-            at = max(now, self._next_at)
-            self._next_at = at + self._spacing_s
-            with suppress(TimeoutError):
-                await asyncio.sleep(at - now)
+    async def _turn(self) -> float:
+        """Wait for the next call that the rate allows. Returns the seconds waited."""
+        if not self._spacing_s:
+            return 0.0
+        now = asyncio.get_running_loop().time()
+        at = max(now, self._next_at)
+        self._next_at = at + self._spacing_s
+        await asyncio.sleep(at - now)
+        return at - now

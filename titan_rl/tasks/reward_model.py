@@ -11,14 +11,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_rl.core.calls.cancellation import gather_or_cancel
+from titan_rl.core.calls.cancellation import gather_or_cancel, stray_cancellation_fails
+from titan_rl.core.calls.function_identity import function_identity, function_name
 from titan_rl.core.calls.parsing import server_root
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.core.errors import GenerationError, RequestError
-from titan_rl.rollout.rewards.reward import FailurePolicy
+from titan_rl.core.errors import GenerationError, RequestError, RewardError
+from titan_rl.core.plain_data import safe_repr
+from titan_rl.rollout.rewards.reward import FailurePolicy, UserFunction, subject_of
 from titan_rl.rollout.types import Rollout
 from titan_rl.tasks.judge_calls import ModelReward, Verdict
-from titan_rl.types import float_or_none
+from titan_rl.types import float_or_none, sequence_or_none
 
 if TYPE_CHECKING:
     from titan_rl.serving.client import HttpEndpoint
@@ -193,7 +195,14 @@ class Batches:
 
     async def _run(self, batch: Sequence[tuple[str, asyncio.Future[float]]]) -> None:
         try:
-            scores: Sequence[float] = await self._score([text for text, _ in batch])
+            with stray_cancellation_fails(function_name(self._score)):
+                given: Any = await self._score([text for text, _ in batch])
+            scores = sequence_or_none(given, len(batch))
+            if scores is None:
+                raise RewardError(
+                    f"{function_name(self._score)} returned {safe_repr(given)}; it must return {len(batch)} finite "
+                    "numbers in order"
+                )
         except Exception as error:
             for _, future in batch:
                 if not future.done():
@@ -209,7 +218,7 @@ class _Text:
     """Question for the score of one text."""
 
     batches: Batches
-    model: str
+    model: Any  # identity of the classifier
     text: str
 
     @property
@@ -265,7 +274,7 @@ class RewardModel(ModelReward):
         )
         self._text = text
         self._score = score
-        self._model = getattr(score, "name", getattr(score, "__qualname__", type(score).__name__))
+        self._model = function_identity(score)
         self._batches = Batches(score, batch)
 
     async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
@@ -278,6 +287,10 @@ class RewardModel(ModelReward):
             await close()
 
     async def _value(self, rollout: Rollout) -> float:
-        verdict = await self._ask(_Text(self._batches, self._model, self._text(rollout)), _finite)
+        about = subject_of([rollout], each=True)
+        text: Any = await UserFunction(self._text, self.name)(rollout, about, None)
+        if not isinstance(text, str):
+            raise RewardError(f"the text of reward model {self.name!r} for {about} is {text!r}; it must be a text")
+        verdict = await self._ask(_Text(self._batches, self._model, text), _finite)
         self._note(rollout.rollout_id, {"seconds": verdict.seconds, "cached": float(verdict.is_cached)})
         return float(verdict.value)

@@ -48,6 +48,10 @@ class Backoff:
         """Whether no time would be left for an attempt after the next pause."""
         return self._clock() + self.next_s > self._ends_at
 
+    def extend(self, seconds: float) -> None:
+        """Move the end of the time limit, after a wait for which the service is not responsible."""
+        self._ends_at += seconds
+
     async def pause(self) -> None:
         await asyncio.sleep(self.next_s)
         self.next_s = min(2 * self.next_s, self._longest_s)
@@ -72,6 +76,11 @@ class Outage:
         self._service = service
         self._began: float | None = None  # time of the first failure since the last answer
         self._is_reported = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether no request has been answered since one failed."""
+        return self._began is not None
 
     def failed(self, reason: object, limit_s: float) -> None:
         """Note that a request has failed.

@@ -14,7 +14,9 @@ from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.imports import find_function
 from titan_rl.core.calls.user_code import summary, where
 from titan_rl.core.errors import RewardError
+from titan_rl.core.plain_data import safe_repr
 from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.types import float_or_none, sequence_or_none
 
 AdvantageFn = Callable[[Sequence[float]], Sequence[float]]
 """Function from the rewards of siblings to their advantages.  # [num_siblings] -> [num_siblings]"""
@@ -191,14 +193,16 @@ def compare(group: RolloutGroup, advantage: AdvantageFn) -> None:
             continue
         whose = f"the rewards {rewards} of group {group.group_id!r}" + (f", {level}" if level else "")
         try:
-            given = list(advantage(list(rewards)))
-            values = [float(value) for value in given]
+            given = advantage(list(rewards))
+            values = list(map(float_or_none, sequence_or_none(given, len(rewards)) or ()))
         except BaseException as error:  # including a CancelledError, which without an await cannot come from the caller
             if is_ctrl_c(error):
                 raise
             raise RewardError(f"advantage {name!r} failed on {whose}: {summary(error)}", where(error)) from error
-        if len(values) != len(compared) or not all(map(math.isfinite, values)):
-            raise RewardError(f"advantage {name!r} returned {given} for {whose}; it must return as many finite numbers")
+        if len(values) != len(compared) or not all(value is not None and math.isfinite(value) for value in values):
+            raise RewardError(
+                f"advantage {name!r} returned {safe_repr(given)} for {whose}; it must return as many finite numbers"
+            )
         for rollout, value in zip(compared, values, strict=True):
             rollout.advantage = value
 
@@ -227,10 +231,11 @@ def compare_batch(groups: Sequence[RolloutGroup], advantage: AdvantageFn, state:
             raise
         raise RewardError(f"advantage {name!r} failed on a batch: {summary(error)}", where(error)) from error
     for rollout in (rollout for group in groups for rollout in group.rollouts):
-        if rollout.advantage is not None and not math.isfinite(rollout.advantage):
+        number = float_or_none(rollout.advantage)
+        if rollout.advantage is not None and (number is None or not math.isfinite(number)):
             raise RewardError(
-                f"advantage {name!r} assigned {rollout.advantage} to rollout {rollout.rollout_id!r} of a batch; it "
-                "must be finite"
+                f"advantage {name!r} assigned {safe_repr(rollout.advantage)} to rollout {rollout.rollout_id!r} of a "
+                "batch; it must be a finite number"
             )
 
 

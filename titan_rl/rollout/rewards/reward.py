@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -165,6 +165,8 @@ def finite_numbers(values: Any, count: int, name: str, about: str) -> list[float
     """
     try:
         given = list(values)
+        if isinstance(values, Set | Mapping):
+            raise TypeError("its entries have no order, or are keys")
     except Exception as error:
         raise RewardError(
             f"reward {name!r} returned {safe_repr(values)} for {about}; it must return a sequence"

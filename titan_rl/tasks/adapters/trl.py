@@ -23,6 +23,7 @@ from titan_rl.tasks import Row, ToolEnv
 from titan_rl.tasks.adapters.shared import check_name
 from titan_rl.tasks.adapters.trl_env import Instances, ToolClassEnv, tools_of_class
 from titan_rl.tasks.rows import ChosenRows, RowTask, Sides
+from titan_rl.types import sequence_or_none
 
 KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
 
@@ -323,15 +324,19 @@ class RewardFuncsRubric(Rubric):
 
     def _noted(self, name: str, rollouts: Sequence[Rollout], given: Any) -> list[float]:
         """Values of a function, with 0 instead of None."""
-        values: list[Any] = list(given)
-        for rollout, value in zip(rollouts, values, strict=False):
+        values = sequence_or_none(given, len(rollouts))
+        if values is None:
+            return given  # the rubric's error names the problem
+        for rollout, value in zip(rollouts, values, strict=True):
             absent = self._of(rollout).absent
             (absent.add if value is None else absent.discard)(name)
         return [0.0 if value is None else value for value in values]
 
     def _arguments(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         def log_extra(column: str, values: Sequence[Any]) -> None:
-            for rollout, value in zip(rollouts, values, strict=False):
+            if len(values) != len(rollouts):
+                raise ValueError(f"log_extra({column!r}, ...) got {len(values)} values for {len(rollouts)} completions")
+            for rollout, value in zip(rollouts, values, strict=True):
                 if isinstance(value, int | float):
                     self._of(rollout).logged[column] = float(value)
 
