@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,15 @@ async def test_failed_rollouts_are_counted_but_not_averaged() -> None:
     ((error, count),) = found.errors
     assert error.startswith("error_generate: GenerationError: down (")
     assert count == 2
+
+
+async def test_turns_and_tokens_of_faults_are_left_out_and_faults_are_counted() -> None:
+    lines = await play(suite([3, 3]))
+    lost = {"status": "error_env", "reward": 0.0, "turns": [], "num_completion_tokens": 0}
+    found = result([{**line, **lost} if line["sibling"] else line for line in lines])
+    assert (found.turns, found.completion_tokens, found.num_faults) == (3.0, 3.0, 2)
+    assert re.search(r"\nfaults +2 of 4\n", table([Evaluation("policy", 0, {"counting": found}, 1.0)]))
+    assert "faults" not in table([Evaluation("policy", 0, {"counting": result(lines)}, 1.0)])
 
 
 async def test_unparsed_answers_are_noted_below_the_table() -> None:

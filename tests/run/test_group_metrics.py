@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Turn, VersionSpan
-from titan_rl.run.observability.step_metrics import group_metrics, validation_metrics
+from titan_rl.core.calls.user_code import Failure
+from titan_rl.run.observability.rollout_log import DroppedGroups
+from titan_rl.run.observability.step_metrics import finished_figures, group_metrics, task_metrics, validation_metrics
 
 
 class Scalar:
@@ -89,3 +91,70 @@ def test_constraint_metrics_require_a_constrained_rollout():
     assert metrics["rollout/constrained_fraction"] == 3 / 6
     assert metrics["rollout/constraint_weight_mean"] == pytest.approx(1 / 16)
     assert not {name for name in group_metrics([RolloutGroup("g", None, [free])]) if "constrain" in name}
+
+
+def played(number: int, status: RolloutStatus, reward: float | None, turns: int, solved: float) -> Rollout:
+    one = Turn([1], Completion("r", [9], [-0.5], FinishReason.STOP, [VersionSpan(0, 1)]))
+    metrics = {"solved": solved, "retries": 2.0 - solved}
+    breakdown = {"right": solved}
+    return Rollout(
+        f"g/{number}",
+        "g",
+        number,
+        None,
+        status,
+        [one] * turns,
+        reward=reward,
+        metrics=metrics,
+        reward_breakdown=breakdown,
+    )
+
+
+def faulty_group(task: str = "") -> RolloutGroup:
+    """Two finished rollouts and two that a fault has ended, whose rubric has `error_reward=0.0`."""
+    rollouts = [
+        played(0, RolloutStatus.COMPLETED, 1.0, turns=4, solved=1.0),
+        played(1, RolloutStatus.ERROR_PARSE, 0.0, turns=2, solved=1.0),
+        played(2, RolloutStatus.ERROR_ENV, 0.0, turns=0, solved=0.0),
+        played(3, RolloutStatus.ERROR_TIMEOUT, 0.0, turns=1, solved=0.0),
+    ]
+    return RolloutGroup("g", None, rollouts, task=task)
+
+
+@pytest.mark.parametrize("prefix", ["rollout", "validation"])
+def test_every_mean_leaves_out_faults_and_their_share_is_reported(prefix: str):
+    groups = [faulty_group()]
+    metrics = group_metrics(groups) if prefix == "rollout" else validation_metrics(groups)
+    means = ("reward_mean", "reward/right", "completion_tokens_mean", "turns_mean", "metrics/solved")
+    assert [metrics[f"{prefix}/{name}"] for name in means] == [0.5, 1.0, 3.0, 3.0, 1.0]
+    assert metrics[f"{prefix}/fault_fraction"] == 0.5
+    assert metrics[f"{prefix}/status/error_env"] == 0.25, "shares of statuses are of all rollouts"
+    assert metrics[f"{prefix}/metrics/retries"] == 1.5, "the cost of faults counts"
+
+
+def test_reward_of_finished_rollouts_leaves_out_faults_in_total_and_by_task():
+    trained, dropped = faulty_group("sums"), faulty_group("games")
+    figures = finished_figures([trained], [dropped])
+    assert figures["rollout/finished_reward_mean"] == 0.5
+    assert figures["rollout/finished_fault_fraction"] == 0.5
+    dropped.rollouts[0].status = RolloutStatus.ERROR_GENERATE
+    of_task = task_metrics("games", [trained], DroppedGroups([dropped]))
+    assert (of_task["finished_reward_mean"], of_task["finished_fault_fraction"]) == (0.0, 0.75)
+    of_task = task_metrics("sums", [trained], DroppedGroups([dropped]))
+    assert (of_task["reward_mean"], of_task["turns_mean"], of_task["fault_fraction"]) == (0.5, 3.0, 0.5)
+
+
+def test_groups_of_a_failed_reward_count_as_faults():
+    lost = RolloutGroup("g", None, [played(0, RolloutStatus.COMPLETED, None, turns=4, solved=1.0)])
+    lost.failure = Failure("ValueError: no", None, "")
+    figures = finished_figures([faulty_group()], [lost])
+    assert figures["rollout/finished_fault_fraction"] == 3 / 5
+    assert validation_metrics([faulty_group(), lost])["validation/turns_mean"] == 3.0
+
+
+def test_groups_with_faults_only_have_no_means():
+    group = faulty_group()
+    group.rollouts = group.rollouts[2:]
+    metrics = group_metrics([group])
+    assert not {name for name in metrics if "mean" in name}
+    assert metrics["rollout/fault_fraction"] == 1.0

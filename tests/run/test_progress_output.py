@@ -39,12 +39,15 @@ def test_high_error_rate_is_shown_next_to_the_reward():
     metrics = {"rollout/reward_mean": 0.5, "throughput/tokens_per_s": 100.0, "time/step_s": 1.0}
     many = {"rollout/finished_reward_mean": 0.75, "rollout/finished_errors": 65.0, "rollout/finished_rollouts": 100.0}
     few = {"rollout/finished_reward_mean": 0.5, "rollout/finished_errors": 1.0, "rollout/finished_rollouts": 100.0}
+    faults = many | {"rollout/finished_fault_fraction": 0.5}
     with Progress(10, output) as progress:
         progress.step(shown_step(1, metrics | many))
         progress.step(shown_step(2, metrics | few))
-    first, second = output.getvalue().splitlines()
+        progress.step(shown_step(3, metrics | faults))
+    first, second, third = output.getvalue().splitlines()
     assert "reward 0.750 (trained on 0.500; 65% ended in an error)" in first
     assert "error" not in second
+    assert "reward 0.750 (trained on 0.500; 65% ended in an error; 50% left out as faults)" in third
 
 
 class Terminal(io.StringIO):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class Run:
         *,
         make_env: Callable[[int], CountDown] = OneTurn,
         reward: Callable[[Rollout], float] = lambda rollout: float(rollout.sibling),
+        rubric: Rubric | None = None,
+        group_size: int = 2,
         transcripts_per_step: int = 4,
         steps: int = 2,
         replica: FakeReplica | None = None,
@@ -71,7 +74,7 @@ class Run:
             model=ModelConfig(path="unused", max_context=16),
             tasks=[TaskSource(task=task)],  # pyright: ignore[reportArgumentType]
             sampling=SamplingConfig(max_tokens=1),
-            rollout=RolloutConfig(group_size=2),
+            rollout=RolloutConfig(group_size=group_size),
             scheduling=SchedulingConfig(**settings),
             training=TrainingConfig(steps=steps, row_tokens=16),
             validation=ValidationConfig(num_prompts=4, samples_per_prompt=2, interval=2),
@@ -85,7 +88,9 @@ class Run:
         self._file = self.output.open("w")
         self.controller = Controller(
             config,
-            group_runners={"by_index": Rollouter(make_env, Rubric([Reward(reward, name="reward")]), max_context=16)},
+            group_runners={
+                "by_index": Rollouter(make_env, rubric or Rubric([Reward(reward, name="reward")]), max_context=16)
+            },
             router=GeneratorRouter([replica or FakeReplica()]),
             trainer=trainer,
             stop_token_ids=[],
@@ -102,6 +107,11 @@ class Run:
             return await asyncio.wait_for(self.controller.run(), HANG_S)
         finally:
             self._file.close()
+
+    def summary(self) -> RunSummary:
+        for step, metrics in self.records:
+            self.run_dir.write_metrics(step, metrics)
+        return RunSummary(0.0, 1.0, 2, 16, 1.0, self.run_dir.path)
 
     def rollouts(self) -> list[Record]:
         return read_jsonl(self.run_dir.rollouts)
@@ -194,6 +204,30 @@ class BrokenNowAndThen(OneTurn):
         if self.sample == -1:
             raise ConnectionError("one sandbox is gone")
         return await super().reset()
+
+
+class FlakyInTraining(OneTurn):
+    """Environment of which every second one in training is lost before its first turn."""
+
+    num_made = 0
+
+    async def reset(self) -> Any:
+        FlakyInTraining.num_made += 1
+        if self.sample >= 0 and FlakyInTraining.num_made % 2:
+            raise ConnectionError("one sandbox is gone")
+        return await super().reset()
+
+
+async def test_reward_of_a_flaky_environment_is_the_reward_of_its_finished_rollouts(tmp_path):
+    rubric = Rubric([Reward(lambda rollout: 1.0, name="reward")], error_reward=0.0)
+    run = Run(tmp_path, make_env=FlakyInTraining, rubric=rubric, group_size=4)
+    await run.run()
+    assert run.metric("rollout/finished_reward_mean") == [1.0, 1.0]
+    assert all(share > 0.1 for share in run.metric("rollout/finished_fault_fraction"))
+    assert run.metric("rollout/turns_mean") == [1.0, 1.0]
+    shown = run.output.read_text()
+    assert re.search(r"step 1/2  reward 1\.000 \(\d+% ended in an error; \d+% left out as faults\)", shown)
+    assert re.search(r"^\d+ of \d+ rollouts, which no reward above includes$", run.summary().rows["faults"])
 
 
 async def test_validation_reports_rollouts_left_out_of_its_mean(tmp_path):

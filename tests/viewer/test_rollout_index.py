@@ -149,6 +149,22 @@ def test_long_texts_are_searched_at_both_ends() -> None:
     assert [index.find(RolloutQuery(text=part))["total"] for part in ("begin", "end", "middle")] == [1, 1, 0]
 
 
+def test_faults_do_not_count_in_the_median_of_a_prompt() -> None:
+    def line(step: int, sibling: int, status: str, reward: float) -> Record:
+        opening = [{"role": "user", "content": "2 + 3?"}]
+        about = {"step": step, "phase": "validation", "sibling": sibling, "status": status, "reward": reward}
+        return {**about, "group_id": "g", "messages": opening, "turns": []}
+
+    index = RolloutIndex()
+    of_step = [("error_env", 0.0), ("error_timeout", 0.0), ("completed", 0.5), ("error_parse", 0.25)]
+    index.add(lines_of([line(step, n, *one) for step in (0, 1) for n, one in enumerate(of_step)]))
+    (prompt,) = index.prompts()["prompts"]
+    assert [(at["reward"], at["lowest"], at["highest"], at["count"]) for at in prompt["steps"]] == [
+        (0.25, 0.25, 0.5, 4),
+        (0.25, 0.25, 0.5, 4),
+    ]
+
+
 def test_ranges_cover_all_rollouts() -> None:
     index = RolloutIndex()
     index.add(lines_of([{"step": step, "reward": step / 10} for step in (3, 1, 2)]))

@@ -27,7 +27,7 @@ from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.elo import Ratings, play_matches
 from titan_rl.evaluation.policies.inference import OpenedPolicies, OpenedPolicy, is_url, require_engine
 from titan_rl.evaluation.policies.policy_source import find_policy
-from titan_rl.evaluation.results import Evaluation, task_result, write_json
+from titan_rl.evaluation.results import Evaluation, is_fault, task_result, write_json
 from titan_rl.evaluation.suites import Suite, chosen_suites, finished_lines, open_suites, play_suites
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import read_jsonl
@@ -219,10 +219,12 @@ class EvaluationRun:
             self._folder.append(lines)
         self._lines += ({name: value for name, value in line.items() if name != "messages"} for line in lines)
         now = time.monotonic()
-        rewards = [line["reward"] for line in self._lines if line["reward"] is not None]
+        faults = sum(map(is_fault, self._lines))
+        rewards = [line["reward"] for line in self._lines if line["reward"] is not None and not is_fault(line)]
         mean = fmean(rewards) if rewards else math.nan
+        note = f" so far, without {faults} faults" if faults else " so far"
         seconds = (now - self._reported_at) / max(len(lines), 1)  # for each of the newest samples
-        self._progress.reached(ShownStep(len(self._lines), seconds, ("reward", mean, " so far")))
+        self._progress.reached(ShownStep(len(self._lines), seconds, ("reward", mean, note)))
         self._reported_at = now
 
     def _made_with(self) -> dict[str, Any]:

@@ -134,11 +134,13 @@ class TaskResult:
         pass_at: Mean of `passes_at_k` over prompts and seats, with its standard error clustered by prompt, by k.
         statuses: Number of samples by `RolloutStatus`, including those without a reward.
         num_unscored: Number of samples without a reward.
+        num_faults: Number of samples that were lost to faults of an environment, an endpoint or a reward. No mean
+            includes them.
         num_unparsed: Number of samples without a reward whose answer could not be parsed, which is the policy's own
             fault.
         breakdown: Unweighted mean of each reward of the rubric.
         best_breakdown: Rewards of the rubric for the sample with the greatest reward.
-        completion_tokens: Mean number of completion tokens of a sample, if it is known.
+        turns, completion_tokens: Mean numbers of turns and completion tokens of a sample, the latter if it is known.
         errors: Errors to which samples were lost, each with the number of samples, the most frequent first.
         measures: Measures that the task computes from all groups together, if the evaluation was not interrupted.
     """
@@ -158,6 +160,7 @@ class TaskResult:
     errors: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     measures: dict[str, float] = field(default_factory=dict[str, float])
     best_breakdown: dict[str, float] = field(default_factory=dict[str, float])
+    num_faults: int = 0
 
     @property
     def unreached_success(self) -> str | None:
@@ -198,7 +201,7 @@ class TaskResult:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> TaskResult:
-        values = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields or name != "best_breakdown"}
+        values = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
         for name in ("avg_at", "pass_at"):
             values[name] = {int(k): Estimate(**estimate) for k, estimate in fields[name].items()}
         values["reward"] = None if fields["reward"] is None else Estimate(**fields["reward"])
@@ -237,7 +240,8 @@ def task_result(
     rewards: dict[str, list[float]] = {}
     for record in sorted(records, key=lambda record: (record["prompt"], record["sibling"])):
         rewards.setdefault(prompt_key(record), []).extend([] if _reward(record) is None else [record["reward"]])
-    tokens = [count for record in records if (count := _tokens(record)) is not None]
+    counted = [record for record in records if not is_fault(record) and record["status"] != RolloutStatus.ABORTED]
+    tokens = [count for record in counted if (count := _tokens(record)) is not None]
     scored = [record for record in records if _reward(record) is not None]
     best = max(scored, key=lambda record: record["reward"], default=None)
     return TaskResult(
@@ -251,11 +255,12 @@ def task_result(
         num_unscored=sum(_reward(record) is None for record in records),
         num_unparsed=sum(_is_unparsed(record) for record in records),
         breakdown=_breakdown(records),
-        turns=fmean(len(record["turns"]) for record in records) if records else 0.0,
+        turns=fmean(len(record["turns"]) for record in counted) if counted else 0.0,
         completion_tokens=fmean(tokens) if tokens else None,
         errors=_errors(records),
         measures=dict(measures or {}),
         best_breakdown={} if best is None else _values(best),
+        num_faults=sum(map(is_fault, records)),
     )
 
 

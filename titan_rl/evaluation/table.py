@@ -100,6 +100,8 @@ def _rows(results: Sequence[TaskResult | None]) -> Iterator[list[str]]:
     yield ["turns", *(_number(result and result.turns, 2) for result in results), *blank]
     yield ["tokens", *(_number(result and result.completion_tokens, 1) for result in results), *blank]
     yield ["unscored", *(_count(result, result and result.num_unscored) for result in results), *blank]
+    if any(result.num_faults for result in given):
+        yield ["faults", *(_count(result, result and result.num_faults) for result in results), *blank]
     for status in dict.fromkeys(status for result in given for status in result.statuses):
         yield [status, *(_count(result, result and result.statuses.get(status, 0)) for result in results), *blank]
 

@@ -161,6 +161,19 @@ class RolloutGroup:
         return compared(self.rollouts)
 
     @property
+    def num_faults(self) -> int:
+        """Number of rollouts that say nothing about the policy, because a fault that it did not cause ended them, or
+        because a reward of the group failed."""
+        return sum(self.failure is not None or rollout.status.is_fault for rollout in self.rollouts)
+
+    @property
+    def counted(self) -> list[Rollout]:
+        """Rollouts that means include: all except faults (`num_faults`) and aborted ones."""
+        if self.failure is not None:
+            return []
+        return [each for each in self.rollouts if not (each.status.is_fault or each.status is RolloutStatus.ABORTED)]
+
+    @property
     def is_aborted(self) -> bool:
         return any(rollout.status is RolloutStatus.ABORTED for rollout in self.rollouts)
 

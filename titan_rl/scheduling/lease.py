@@ -168,7 +168,7 @@ class Ledger:
 
     def wasted(self, group: RolloutGroup) -> None:
         """Count the tokens of a group that has finished but is not trained on."""
-        self._wasted_tokens += sum(lengths(group))
+        self._wasted_tokens += sum(rollout.num_completion_tokens for rollout in group.rollouts)
 
     def close_batch(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
         """Metrics since the last batch, whose counts start again from zero.
@@ -178,8 +178,8 @@ class Ledger:
             age/<n>: Number of groups whose oldest token is n versions old. age_mean: Mean of these ages.
             dropped/<reason>: Number of dropped groups. wasted_tokens: Completion tokens of groups not trained on.
             accepted_tokens_mean, generated_tokens_mean: Mean numbers of completion tokens per rollout over the run, of
-            the rollouts trained on and of all finished rollouts. If the first is less, the schedule prefers short
-            answers.
+            the rollouts trained on and of all finished rollouts, without faults. If the first is less, the schedule
+            prefers short answers.
         """
         self._advance()
         for group in groups:
@@ -207,8 +207,8 @@ class Ledger:
 
 
 def lengths(group: RolloutGroup) -> list[int]:
-    """Number of completion tokens of each rollout."""
-    return [rollout.num_completion_tokens for rollout in group.rollouts]
+    """Number of completion tokens of each rollout that means include."""
+    return [rollout.num_completion_tokens for rollout in group.counted]
 
 
 class _Mean:

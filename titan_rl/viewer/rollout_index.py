@@ -17,6 +17,7 @@ import msgspec
 
 from titan_rl.core.files import as_table, read_json
 from titan_rl.core.plain_data import printable
+from titan_rl.rollout.types import RolloutStatus
 
 MAX_LIMIT = 1000
 SORTABLE = ("index", "step", "reward", "advantage", "num_completion_tokens", "turns", "status", "task", "group_id")
@@ -284,7 +285,7 @@ class RolloutIndex:
             same: Whether each line has one prompt. If no prompt occurs twice, there is one line with different prompts.
             prompts: At most `MAX_PROMPTS` lines, [{"prompt", "task", "seat", "group_id", "steps": [...]}], with at most
                 `MAX_PROMPT_STEPS` steps each, including the first and the last: {"step", "index", "reward", "lowest",
-                "highest", "count"}, where index and reward are those of the median rollout.
+                "highest", "count"}, where index and reward are those of the median rollout. Faults have no reward.
             median: Index of the prompt whose last reward is the median of all prompts; None if there are no prompts.
         """
         if self._found_prompts is None or self._found_prompts[0] != self._num_held_out or not self._num_held_out:
@@ -309,12 +310,13 @@ class RolloutIndex:
     def _prompts(self, phase: str, by: str) -> list[dict[str, Any]]:
         """Collect the lines of one phase, grouped by these columns."""
         found = self._database.execute(
-            'SELECT prompt, task, seat, group_id, step, "index", reward, lowest, highest, size FROM ('
-            "SELECT *, row_number() OVER siblings AS place, count(*) OVER alike AS size, count(reward) OVER alike AS "
-            "scored, min(reward) OVER alike AS lowest, max(reward) OVER alike AS highest FROM rollouts "
+            'SELECT prompt, task, seat, group_id, step, "index", judged, lowest, highest, size FROM ('
+            "SELECT *, row_number() OVER siblings AS place, count(*) OVER alike AS size, count(judged) OVER alike AS "
+            "scored, min(judged) OVER alike AS lowest, max(judged) OVER alike AS highest FROM ("
+            f"SELECT *, CASE WHEN status NOT IN ({_FAULTS}) THEN reward END AS judged FROM rollouts) "
             f"WHERE phase = ? AND dropped IS NULL AND step IS NOT NULL "
-            f"WINDOW alike AS (PARTITION BY {by}, step), siblings AS (PARTITION BY {by}, step ORDER BY reward IS NULL, "
-            'reward, "index")) WHERE place = max(1, (scored + 1) / 2) ORDER BY step, "index"',
+            f"WINDOW alike AS (PARTITION BY {by}, step), siblings AS (PARTITION BY {by}, step ORDER BY judged IS NULL, "
+            'judged, "index")) WHERE place = max(1, (scored + 1) / 2) ORDER BY step, "index"',
             [phase],
         )
         lines: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
@@ -412,6 +414,7 @@ _FILTERS = {
 
 
 _KEY = "prompt, task, seat"
+_FAULTS = ", ".join(f"'{status}'" for status in RolloutStatus if status.is_fault)
 
 
 def _prompt(record: _Line) -> str:

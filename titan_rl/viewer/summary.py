@@ -38,7 +38,8 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
     Returns:
         tiles: List of {"label", "value", "note", "tone": "good", "bad" or ""}.
         verdicts: List of verdicts; see `verdicts`.
-        tasks: List of tasks; see `task_lines`.
+        tasks: List of tasks; see `task_lines`. Each also has "faults", the share of its latest rollouts that were lost
+            to faults; None if unknown.
         trend: Change of the measurement on held-out samples, {"metric", "before", "after", "first_step", "last_step",
             "error"}; None if there were not two measurements, or if several suites have their own trends.
         cores: The `waterfall` of a mean step, [{"name", "seconds", "share"}], with shares that add up to 1.
@@ -53,6 +54,8 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
     planned = steps_planned(folder, config)
     results = read_results(folder)
     tasks = task_lines(columns, tasks_of(config))
+    for task in tasks:
+        task["faults"] = _recent_mean(columns, f"task/{task['name']}/finished_fault_fraction")
     changes = (held_out_change(columns, name) for name in (HELD_OUT, LOSSES[0]))
     return {
         "tiles": [
@@ -103,6 +106,8 @@ def _tiles(columns: MetricColumns) -> Iterator[Tile]:
             count = "last step" if len(values) == 1 else f"last {min(len(values), RECENT)} steps"
             change = f"{recent - fmean(before):+.3f}" if before else ""
             note = f"{count}; {change} on the {len(before)} before" if before else count
+            faults = _recent_mean(columns, "rollout/finished_fault_fraction")
+            note += f"; without {faults:.1%} lost to faults" if faults else ""
             yield _tile("Reward", f"{recent:.3f}", note, "good" if change.startswith("+") else "")
             break
     speeds, seconds = columns.values("throughput/tokens_per_s"), columns.values("time/step_s")
@@ -124,6 +129,11 @@ def _tiles(columns: MetricColumns) -> Iterator[Tile]:
         yield _tile("Skipped steps", f"{skipped:,.0f}", "no finite loss or gradient: see the rollouts dropped", "bad")
     if losses := columns.values("train/loss") if not columns.count(EARNED[1]) else []:
         yield _tile("Loss", f"{fmean(losses[-RECENT:]):.4f}", f"{losses[0]:.4f} at first")
+
+
+def _recent_mean(columns: MetricColumns, name: str) -> float | None:
+    recent = columns.values(name)[-RECENT:]
+    return fmean(recent) if recent else None
 
 
 def _cores(columns: MetricColumns) -> Iterator[dict[str, Any]]:
@@ -173,9 +183,10 @@ def _tiles_of_evaluation(results: Mapping[str, Any]) -> Iterator[Tile]:
     for name, task in as_table(results.get("tasks")).items():
         reward = as_table(as_table(task).get("reward"))
         if isinstance(reward.get("mean"), int | float):
-            error = reward.get("standard_error")
-            note = f"± {error:.3f}" if isinstance(error, int | float) else ""
-            yield _tile(f"Reward of {name}", f"{reward['mean']:.3f}", note)
+            error, faults = reward.get("standard_error"), as_table(task).get("num_faults")
+            notes = [f"± {error:.3f}"] if isinstance(error, int | float) else []
+            notes += [f"without {faults} samples lost to faults"] if faults else []
+            yield _tile(f"Reward of {name}", f"{reward['mean']:.3f}", "; ".join(notes))
 
 
 def _warnings_of_evaluation(results: Mapping[str, Any]) -> Iterator[str]:

@@ -20,10 +20,14 @@ from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.training.data.sample_builder import count_branches
 from titan_rl.viewer.verdicts import WarningSigns
 
+COSTS = ("seconds", "own_seconds", "env_seconds", "reward_seconds", "teacher_seconds", "retries", "close_failed")
+"""Metrics of rollouts that measure the cost of running them, which faults have as well."""
+
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Compute the metrics of a step's rollouts: the policy's rewards, and the faults of environments.
 
+    Means leave out rollouts that were lost to a fault or aborted (`RolloutGroup.counted`), regardless of their reward.
     Metrics of rewards are absent if no rollout was scored, and all metrics if there is no rollout.
 
     Example: two groups of two, with rewards (0, 1) and (1, 1), give among others
@@ -33,13 +37,13 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
     Returns:
         rollout/num_groups, rollout/num_rollouts: numbers of groups and rollouts.
-        rollout/reward_mean, reward_std (population), reward_min, reward_max: rewards of all scored rollouts. Rollouts
-        with a fault that is not the policy's (`RolloutStatus.is_fault`) do not count, regardless of their reward.
+        rollout/fault_fraction: share of rollouts that were lost to a fault (`RolloutGroup.num_faults`).
+        rollout/reward_mean, reward_std (population), reward_min, reward_max: rewards of all scored rollouts.
         rollout/reward/<name>: mean of one reward of the breakdown over the rollouts that have it.
         rollout/zero_variance_groups: share of the scored groups whose rewards, or those of each seat, are all equal, so
         that nothing is learned from them. Absent in groups of one rollout.
         rollout/seat/<seat>/reward_mean: mean reward of one seat, in environments with several seats.
-        rollout/status/<status>: share of rollouts with this status.
+        rollout/status/<status>: share of all rollouts with this status.
         rollout/completion_tokens_mean, completion_tokens_max: completion tokens per rollout, over all turns.
         rollout/turns_mean: mean number of turns.
         rollout/branches_per_rollout: mean number of samples of a rollout, which is 1 as long as each prompt extends the
@@ -47,28 +51,30 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         rollout/constrained_fraction: share of the completion tokens that were sampled under a constraint.
         rollout/constraint_weight_mean: mean over rollouts with such tokens of the probability that the policy gives to
         the allowed tokens. Both are absent if no token was constrained.
-        rollout/metrics/<name>: mean of a metric of the rollouts.
+        rollout/metrics/<name>: mean of a metric of the rollouts; of `COSTS`, over all rollouts.
         completion/<name>: mean of a metric of the completions.
         rollout/values_left_out: number of rewards and metrics that are not finite numbers, which no mean includes.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}
-    tokens = [rollout.num_completion_tokens for rollout in rollouts]
+    counted = [rollout for group in groups for rollout in group.counted]
     metrics = {
         "rollout/num_groups": float(len(groups)),
         "rollout/num_rollouts": float(len(rollouts)),
-        "rollout/completion_tokens_mean": fmean(tokens),
-        "rollout/completion_tokens_max": float(max(tokens)),
-        "rollout/turns_mean": fmean(len(rollout.turns) for rollout in rollouts),
+        "rollout/fault_fraction": _fault_fraction(groups),
     }
-    if branches := [count_branches(rollout) for rollout in rollouts if rollout.turns]:
+    if tokens := [rollout.num_completion_tokens for rollout in counted]:
+        metrics["rollout/completion_tokens_mean"] = fmean(tokens)
+        metrics["rollout/completion_tokens_max"] = float(max(tokens))
+        metrics["rollout/turns_mean"] = fmean(len(rollout.turns) for rollout in counted)
+    if branches := [count_branches(rollout) for rollout in counted if rollout.turns]:
         metrics["rollout/branches_per_rollout"] = fmean(branches)
-    metrics |= _of_constraints(rollouts)
+    metrics |= _of_constraints(counted)
     for status in RolloutStatus:
         metrics[f"rollout/status/{status}"] = fmean(rollout.status is status for rollout in rollouts)
 
-    num_given = sum(_is_judged(rollout) for rollout in rollouts)
+    num_given = sum(rollout.reward is not None for rollout in counted)
     scored = [seats for group in groups if (seats := _rewards_by_seat(group))]
     flat = [reward for seats in scored for rewards in seats.values() for reward in rewards]
     left_out = num_given - len(flat)
@@ -88,9 +94,13 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
             )
 
     completions = [turn.completion for rollout in rollouts for turn in rollout.turns]
+    costs = [{name: value for name, value in each.metrics.items() if name in COSTS} for each in rollouts]
     for prefix, records in {
-        "rollout/reward/": [rollout.reward_breakdown for rollout in rollouts],
-        "rollout/metrics/": [rollout.metrics for rollout in rollouts],
+        "rollout/reward/": [rollout.reward_breakdown for rollout in counted],
+        "rollout/metrics/": [
+            {name: value for name, value in each.metrics.items() if name not in COSTS} for each in counted
+        ]
+        + costs,
         "completion/": [completion.metrics for completion in completions],
     }.items():
         for name in sorted({name for record in records for name in record}):
@@ -101,6 +111,10 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
                 metrics[f"{prefix}{name}"] = fmean(numbers)
     metrics["rollout/values_left_out"] = float(left_out)
     return metrics
+
+
+def _fault_fraction(groups: Sequence[RolloutGroup]) -> float:
+    return sum(group.num_faults for group in groups) / sum(len(group.rollouts) for group in groups)
 
 
 def _of_constraints(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -124,21 +138,17 @@ def validation_metrics(groups: Sequence[RolloutGroup], prefix: str = "validation
     The mean reward is that of the scored rollouts of all seats; `<prefix>/unscored` is the number of other rollouts.
     """
     metrics = {f"{prefix}/{name.removeprefix('rollout/')}": value for name, value in group_metrics(groups).items()}
-    unscored = sum(not _is_judged(rollout) for group in groups for rollout in group.rollouts)
-    return metrics | {f"{prefix}/unscored": float(unscored)}
+    scored = sum(rollout.reward is not None for group in groups for rollout in group.counted)
+    return metrics | {f"{prefix}/unscored": float(sum(len(group.rollouts) for group in groups) - scored)}
 
 
 def _rewards_by_seat(group: RolloutGroup) -> dict[str | None, list[float]]:
     """Rewards by seat; seats without rewards are left out."""
-    seats = {
-        seat: [value for rollout in rollouts if _is_judged(rollout) and (value := finite(rollout.reward)) is not None]
-        for seat, rollouts in group.by_seat.items()
-    }
-    return {seat: rewards for seat, rewards in seats.items() if rewards}
-
-
-def _is_judged(rollout: Rollout) -> bool:
-    return rollout.reward is not None and not rollout.status.is_fault
+    seats: defaultdict[str | None, list[float]] = defaultdict(list)
+    for rollout in group.counted:
+        if (value := finite(rollout.reward)) is not None:
+            seats[rollout.seat].append(value)
+    return seats
 
 
 def finite(value: Any) -> float | None:
@@ -279,8 +289,10 @@ def shown_step(step: int, metrics: Mapping[str, float]) -> ShownStep:
     trained = metrics["rollout/reward_mean"]
     reward = metrics.get("rollout/finished_reward_mean", trained)
     errors = metrics["rollout/finished_errors"] / metrics["rollout/finished_rollouts"]
+    faults = metrics.get("rollout/finished_fault_fraction", 0.0)
     notes = [f"trained on {trained:.3f}"] if abs(reward - trained) >= 0.0005 else []
     notes += [f"{errors:.0%} ended in an error"] if errors >= _REPORTED_ERRORS else []
+    notes += [f"{faults:.0%} left out as faults"] if faults >= _REPORTED_ERRORS else []
     figures = {"tokens/s": f"{metrics['throughput/tokens_per_s']:6.0f}"}
     if (staleness := metrics.get("train/staleness_mean")) is not None:
         figures["staleness"] = f"{staleness:.1f}"
@@ -295,17 +307,20 @@ def finished_figures(trained: Sequence[RolloutGroup], dropped: Sequence[RolloutG
 
     Returns:
         rollout/finished_groups and rollout/finished_rollouts, their numbers; rollout/finished_reward_mean, the mean
-        over all rollouts with a reward, absent if there is none; rollout/finished_errors, the number of rollouts that
-        ended in an error.
+        over all rollouts with a reward that were not lost to a fault, absent if there is none; rollout/finished_errors,
+        the number of rollouts that ended in an error, including those of the policy; rollout/finished_fault_fraction,
+        the share of rollouts that were lost to a fault, absent if there is no rollout.
     """
     groups = [*trained, *dropped]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    rewards = [reward for group in groups for seat in _rewards_by_seat(group).values() for reward in seat]
     figures = {
         "rollout/finished_groups": float(len(groups)),
         "rollout/finished_rollouts": float(len(rollouts)),
         "rollout/finished_errors": float(sum(rollout.status.is_error for rollout in rollouts)),
     }
+    if rollouts:
+        figures["rollout/finished_fault_fraction"] = _fault_fraction(groups)
     return figures | ({"rollout/finished_reward_mean": fmean(rewards)} if rewards else {})
 
 
@@ -315,8 +330,9 @@ def task_metrics(task: str, trained: Sequence[RolloutGroup], dropped: DroppedGro
     Returns:
         num_groups, the number of the task's groups on which the step is trained, and share, their share of all groups
         of the step; reward_mean, reward_std, zero_variance_groups, completion_tokens_mean, completion_tokens_max and
-        turns_mean of these groups; finished_groups, finished_reward_mean and finished_errors as in `finished_figures`;
-        dropped/<reason>, the number of groups dropped for each reason.
+        turns_mean and fault_fraction of these groups; finished_groups, finished_reward_mean, finished_errors and
+        finished_fault_fraction as in `finished_figures`; dropped/<reason>, the number of groups dropped for each
+        reason.
     """
     groups = [group for group in trained if group.task == task]
     figures = group_metrics(groups)
@@ -328,9 +344,11 @@ def task_metrics(task: str, trained: Sequence[RolloutGroup], dropped: DroppedGro
         "completion_tokens_mean",
         "completion_tokens_max",
         "turns_mean",
+        "fault_fraction",
         "finished_groups",
         "finished_reward_mean",
         "finished_errors",
+        "finished_fault_fraction",
     )
     reasons = {f"dropped/{reason}": float(count) for (of, reason), count in dropped.reasons.items() if of == task}
     return {

@@ -64,6 +64,7 @@ class RunSummary:
             "steps": f"{self.steps:,}",
             "tokens": f"{self.tokens:,}",
             "time": format_seconds(self.seconds),
+            **self._faults,
             **self._held_up_by,
             **({"policy": f"{export}"} if (export := self.run_dir / "export").is_dir() else {}),
             **({"policies": f"{self.run_dir / ADAPTERS / 'NAME' / 'export'}"} if self.adapters else {}),
@@ -80,6 +81,17 @@ class RunSummary:
     def achieved(self) -> str | None:
         before, after = self.reward_before, self.reward_after
         return "validation reward" if before is not None and after is not None and after > before else None
+
+    @property
+    def _faults(self) -> Mapping[str, str]:
+        found = [
+            (record["rollout/finished_rollouts"], record["rollout/finished_fault_fraction"])
+            for record in each_of(self.run_dir / "metrics.jsonl")
+            if "rollout/finished_fault_fraction" in record
+        ]
+        num_faults = round(sum(count * share for count, share in found))
+        rollouts = f"{round(sum(count for count, _ in found)):,} rollouts"
+        return {"faults": f"{num_faults:,} of {rollouts}, which no reward above includes"} if num_faults else {}
 
     @property
     def _held_up_by(self) -> Mapping[str, str]:

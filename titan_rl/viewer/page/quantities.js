@@ -62,3 +62,8 @@ export function percent(share) {
 export function count(value, noun) {
   return `${Number(value).toLocaleString("en")} ${noun}${value === 1 ? "" : "s"}`;
 }
+
+/** Whether means include the reward of a rollout: a fault that the policy did not cause has none, or one that does not count. */
+export function isJudged({ reward, status }) {
+  return typeof reward === "number" && !["error_env", "error_timeout", "error_generate"].includes(status);
+}

@@ -1,10 +1,10 @@
 // One step, that of the cursor: its figures, how its time was spent, and its best, median and worst rollout.
 import { h, settled } from "viewer/dom";
 import { link } from "viewer/links";
-import { seconds, short, whole } from "viewer/quantities";
+import { isJudged, seconds, short, whole } from "viewer/quantities";
 import { oneLine } from "viewer/rollouts/visible_text";
 
-const FIGURES = [["rollout/finished_reward_mean", "reward"], ["validation/reward_mean", "held-out reward"], ["train/loss", "loss"], ["rollout/zero_variance_groups", "groups that teach nothing"], ["rollout/completion_tokens_mean", "tokens a rollout"], ["train/entropy", "entropy"], ["train/staleness_mean", "staleness"]];
+const FIGURES = [["rollout/finished_reward_mean", "reward"], ["rollout/finished_fault_fraction", "lost to faults"], ["validation/reward_mean", "held-out reward"], ["train/loss", "loss"], ["rollout/zero_variance_groups", "groups that teach nothing"], ["rollout/completion_tokens_mean", "tokens a rollout"], ["train/entropy", "entropy"], ["train/staleness_mean", "staleness"]];
 const STAGES = [["time/wait_for_rollouts_s", "waiting for rollouts", "--plane-scheduler"], ["time/samples_s", "building samples", "--plane-environment"], ["time/train_s", "training", "--plane-trainer"], ["sync/wait_for_pull_s", "waiting for the pull", "--plane-sync"], ["sync/begin_publish_s", "publishing", "--plane-sync"], ["time/validation_s", "validation", "--plane-validation"], ["time/checkpoint_s", "checkpoint", "--plane-checkpoint"]];
 const ROLLOUTS = 200;
 
@@ -62,7 +62,7 @@ export class StepCard {
     const step = this.#step();
     const answer = await this.source.rollouts(this.run.id, { phase: "train", step_min: step, step_max: step, sort: "reward", descending: true, limit: ROLLOUTS }).catch(() => null);
     if (request !== this.request || this.closed) return;
-    const scored = (answer?.rows ?? []).filter(row => typeof row.reward === "number");
+    const scored = (answer?.rows ?? []).filter(isJudged);
     const chosen = scored.length < 3 ? scored.map(row => ["", row]) : [["best", scored[0]], ["median", scored[scored.length >> 1]], ["worst", scored.at(-1)]];
     const more = this.several ? { "rollouts.run": this.run.id } : {};
     this.rows.hidden = !answer?.total;

@@ -33,8 +33,8 @@ export function taskTable(runs, summaries, curves) {
   const row = ({ run, task }) => h("tr", {}, h("th", { scope: "row" }, link(task.name, "rollouts", { "rollouts.task": task.name, ...(several ? { "rollouts.run": run.id } : {}) })),
     several ? h("td", {}, h("span", { class: "dotted", style: { "--run": run.colour } }, run.name)) : null,
     h("td", {}, h("span", { class: `tone ${task.tone}` }, task.title)), h("td", {}, change(task.held_out)), h("td", {}, change(task.earned)),
-    h("td", {}, task.now === null ? "–" : task.now.toFixed(3)), h("td", {}, task.share === null ? "–" : percent(task.share)), h("td", {}, sparkline(curves.get(`${run.id}/${task.name}`))));
-  const heads = ["Task", ...(several ? ["Run"] : []), "Verdict", "Held out", "In training", "Now", "Share of groups", "Reward by step"];
+    h("td", {}, task.now === null ? "–" : task.now.toFixed(3)), h("td", {}, task.share === null ? "–" : percent(task.share)), h("td", {}, task.faults == null ? "–" : percent(task.faults)), h("td", {}, sparkline(curves.get(`${run.id}/${task.name}`))));
+  const heads = ["Task", ...(several ? ["Run"] : []), "Verdict", "Held out", "In training", "Now", "Share of groups", "Lost to faults", "Reward by step"];
   lines.sort((a, b) => a.task.name.localeCompare(b.task.name, "en", { numeric: true }));
   return h("section", { class: "card tasks", "aria-label": "Tasks" }, h("h2", {}, "Tasks"),
     h("div", { class: "comparison", tabindex: "0", role: "region", "aria-label": "Tasks, a line each" }, h("table", {},

@@ -1,7 +1,7 @@
 // The rollouts of a group side by side: their common beginning, then turn beside turn. Text that the open rollout lacks is marked.
 import { button } from "viewer/controls";
 import { h } from "viewer/dom";
-import { count, number, signed } from "viewer/quantities";
+import { count, isJudged, number, signed } from "viewer/quantities";
 import { differences } from "viewer/rollouts/differences";
 import { messageCard, plainText } from "viewer/rollouts/messages";
 import { visible } from "viewer/rollouts/visible_text";
@@ -65,16 +65,18 @@ function commonStart(all) {
 
 /** The rewards on a line, which shows their spread. */
 function spread(rows, open, go) {
-  const rewards = rows.map(row => row.reward).filter(reward => typeof reward === "number");
+  const judged = rows.filter(isJudged);
+  const rewards = judged.map(row => row.reward);
+  const left = rows.length - judged.length;
   if (!rewards.length) return h("p", { class: "soft" }, `${count(rows.length, "sibling")}, none of them scored`);
   const [low, high] = [Math.min(...rewards), Math.max(...rewards)];
   const mean = rewards.reduce((sum, one) => sum + one, 0) / rewards.length;
   const place = reward => high === low ? 50 : 100 * (reward - low) / (high - low);
   return h("div", { class: "spread" },
-    h("span", {}, count(rows.length, "sibling"), ", mean reward ", h("b", {}, number(mean)), high === low ? ", all the same: this group teaches nothing" : ""),
+    h("span", {}, count(rows.length, "sibling"), ", mean reward ", h("b", {}, number(mean)), left ? ` without the ${left} not scored or lost to faults` : "", high === low ? ", all the same: this group teaches nothing" : ""),
     h("div", { class: "dots" }, h("span", { class: "soft" }, number(low)), h("div", { class: "line" },
       h("i", { class: "mean", style: { left: `${place(mean)}%` } }),
-      rows.filter(row => typeof row.reward === "number").map(row => button("", () => go(row.index), {
+      judged.map(row => button("", () => go(row.index), {
         class: `dot${row.index === open ? " own" : ""}`, style: { left: `${place(row.reward)}%` },
         "aria-label": `sibling ${row.sibling}: reward ${number(row.reward)}`, title: `sibling ${row.sibling}: ${number(row.reward)}` }))),
     h("span", { class: "soft" }, number(high))));
