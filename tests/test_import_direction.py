@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "training": "core rollout types weights",
     "config": "core generation metrics rollout scheduling training weights",
     "testing": "core generation rollout scheduling types weights",
-    "viewer": "config core metrics scheduling",
+    "viewer": "config core metrics rollout scheduling",
     "cluster": "config core generation rollout scheduling training types weights",
     "run": "cluster config core generation metrics rollout scheduling serving tasks training types viewer weights",
     "evaluation": "cluster config core generation rollout run serving training types weights",
