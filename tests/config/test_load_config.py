@@ -129,10 +129,41 @@ def test_dumped_config_loads_to_an_equal_config(project: Path):
         ("name", "a/b", "command line: name = 'a/b' must be letters, digits"),
         ("name", "x" * 300, f"command line: name = '{'x' * 119}... must be letters, digits"),
         ("seed", "-3", "seed = -3 must be greater than or equal to 0"),
+        ("scheduling.mode", '["sync"]', "scheduling.mode = ['sync'] must be 'sync', 'one_step_off', 'streaming' or"),
+        ("training.algorithm", '["grpo"]', "training.algorithm = ['grpo'] must be a valid string"),
+        ("scheduling.tail", "{ drop = 1 }", 'scheduling.tail = {\'drop\': 1} must be "carry_over"'),
     ],
 )
 def test_invalid_setting_error_names_value_origin_and_fix(project: Path, key: str, value: str, message: str):
     assert message in failure((key, value))
+
+
+HALF = "\ud83d"  # first half of the surrogate pair of an emoji
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.teacher", HALF),
+        ("training.loss", f"losses{HALF}:mine"),
+        ("hosts.command", f"python {HALF}"),
+        ("hosts.names", ["a", HALF]),
+        ("hosts.kubernetes.image", HALF),
+        ("logging.wandb", {"project": HALF}),
+        ("logging.wandb", {HALF: "sums"}),
+        ("task.words", [HALF]),
+        ("run_dir", HALF),
+        ("run_dir", "\udcff"),  # a byte of an argument that is not UTF-8
+    ],
+)
+def test_half_of_a_surrogate_pair_is_rejected_in_every_setting(project: Path, key: str, value: object):
+    with pytest.raises(ConfigError) as raised:
+        load_config("config.toml", given={key: value})
+
+    message = str(raised.value)
+    assert message.isascii()
+    assert key.partition(".")[2] in message
+    assert "half of a surrogate pair" in message
 
 
 def test_error_in_the_file_names_the_file(project: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -98,6 +99,9 @@ def _merge(tables: Tables, more: Tables, origins: Origins, source: str, prefix: 
 
 def _override(tables: Tables, key: str, value: object, about: str) -> None:
     """Set the dotted `key` in place, and create missing tables on its path."""
+    # No file can hold half of a surrogate pair, to which a byte of an argument that is not UTF-8 is decoded, too.
+    if _HALF_SURROGATE.search(ascii((key, value))):
+        raise ConfigError(f"{ascii(about)[1:-1]} = {ascii(value)} has half of a surrogate pair, which is not text")
     *parents, name = key.split(".")
     table = tables
     for depth, parent in enumerate(parents, start=1):
@@ -149,6 +153,9 @@ def validated(
     except ValidationError as error:
         raise ConfigError(explain(error, section, origins, prefix, extra_names)) from None
 
+
+_HALF_SURROGATE = re.compile(r"(?<!\\)(\\\\)*\\ud[89a-f]")
+"""Half of a surrogate pair, in the text of `ascii`, in which two backslashes stand for one."""
 
 UNSET = "none"
 """Value that resets an optional setting to its default: `--sampling.seeded none`, or `seeded = "none"`."""
