@@ -119,6 +119,7 @@ def test_conditional_settings_are_accepted_only_when_their_conditions_hold(proje
             assert len(complaints) == 1, (setting.name, condition)
             assert condition.without or condition.setting in complaints[0]
             assert f"leave {setting.name} out" in complaints[0]
+            assert "out, as" not in complaints[0]
             if not condition.up_to:
                 assert [line for line in effect_conflicts(holds) if line.startswith(f"{setting.name} = ")] == [], (
                     condition
@@ -145,6 +146,7 @@ def test_conditions_name_existing_settings(project: Path):
             "on one machine; set hosts.addresses or hosts.provider, or statedict.transport",
         ),
         ("sft.batch_size=9 sft.batch_tokens=100", "sft.batch_tokens = 100; leave sft.batch_tokens out"),
+        ("sft.batch_size=9 sft.batch_tokens=100", "or leave sft.batch_size out (its default is 32)"),
         ("sft.interval=9 sft.held_out=0", "sft.held_out = 0; set that above 0"),
         ("hosts.names=a,b", 'hosts.provider = none; set that to "ssh"'),
         ("correction.cap=2", 'correction.weight = "none"; set correction.weight to "token" or "sequence"'),

@@ -137,6 +137,15 @@ async def test_request_that_fails_on_every_replica_fails_with_the_cause() -> Non
     await router.close()
 
 
+async def test_request_that_fails_on_the_only_replica_names_one_replica() -> None:
+    replica = FakeReplica("a")
+    replica.generate_error = GenerationError("boom")
+    router = GeneratorRouter([replica], max_attempts=3)
+    with pytest.raises(GenerationError, match=r"failed on 1 replica in 3 attempts; the last: GenerationError\('boom'\)"):
+        await ask(router, "poison")
+    await router.close()
+
+
 async def test_request_on_a_hanging_replica_moves_under_a_new_engine_id() -> None:
     slow, fast = FakeReplica("slow", step_s=1000), FakeReplica("fast")
     router = GeneratorRouter([slow, fast], strategy=RoundRobin(), stall_timeout_s=10)

@@ -27,7 +27,7 @@ STEP = {
         ({}, "generation", 0.6),
         ({"engine/idle_share": 0.9}, "environments", 0.375),
         ({"engine/idle_share": 0.9, "rollout/metrics/env_seconds": 0.0}, "rewards", 0.5),
-        ({"engine/idle_share": 0.9, "rollout/metrics/teacher_seconds": 8.0}, "rewards", 0.5 * 9 / 12),
+        ({"engine/idle_share": 0.9, "rollout/metrics/teacher_seconds": 16.0}, "the teacher", 0.5 * 16 / 20),
         ({"time/train_s": 30.0}, "training", 30.5 / 37.0),
         ({"sync/wait_for_pull_s": 30.0}, "weight sync", 30.25 / 39.75),
         ({"time/validation_s": 30.0}, "validation", 0.75),

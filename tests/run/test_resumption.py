@@ -230,7 +230,7 @@ def test_end_messages_name_the_saved_step_and_resume_command(run_dir):
     messages = EndMessages(config, run_dir, step=3)
     assert messages.stopped() == f"stopped with step 3 saved; to continue: {command}"
     assert messages.failed() == f"step 3 is saved; fix the error, then continue with: {command}"
-    assert messages.cut_short().endswith(f"to continue: {command}")
+    assert messages.cut_short() == f"checkpoints that were saved are kept; to continue: {command}"
     run_dir.export.mkdir()
     for finished in (messages.stopped(), messages.failed()):
         assert "continue" not in finished

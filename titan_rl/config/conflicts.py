@@ -400,7 +400,7 @@ def effect_conflicts(run: RunTables) -> Iterator[str]:
         other = attrgetter(condition.setting)(run)
         given, leave = f"{setting.name} = {_as_toml(setting.value)}", f"leave {setting.name} out"
         if setting.default is not None and setting.default != ():
-            leave += f", as {_as_toml(setting.default)}"
+            leave += f" (its default is {_as_toml(setting.default)})"
         if condition.up_to:
             fix = condition.fix or f"lower it to at most {_as_toml(other)}"
             yield f"{given} has no effect beyond {condition.setting} = {_as_toml(other)}; {fix}, or {leave}"

@@ -2,8 +2,8 @@
 
 It is computed from `metrics.jsonl` alone. Training, weight sync, validation and checkpoints are stages of the training
 loop, whose times are measured. The wait for a batch is attributed to generation for as long as the engines were busy.
-The rest of the wait is divided between environments and rewards in proportion to the time that rollouts spent in each.
-Scoring by a teacher counts as a reward.
+The rest of the wait is divided between environments, rewards and a teacher in proportion to the time that rollouts
+spent in each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ ADVICE = {
     "generation": "more generators, shorter completions (sampling.max_tokens), or a larger scheduling.max_staleness",
     "environments": "a faster environment, rollout.num_workers, or more rollouts in flight "
     "(scheduling.max_staleness, generation.max_running)",
-    "rewards": "a faster reward, judge or teacher, or a reward in its own threads (in_thread=True)",
+    "rewards": "a faster reward or judge, or a reward in its own threads (in_thread=True)",
+    "the teacher": "a smaller or faster teacher, or a server of its own (training.teacher)",
     "training": "fewer or shorter rollouts a step, longer rows (training.row_tokens), or more ranks "
     "(training.data_parallel)",
     "weight sync": "another statedict.transport, or fewer probes (statedict.num_probes)",
@@ -34,6 +35,13 @@ _STAGES = {
     "time/validation_s": "validation",
     "time/checkpoint_s": "checkpoints",
 }
+
+_OUTSIDE = {
+    "rollout/metrics/env_seconds": "environments",
+    "rollout/metrics/reward_seconds": "rewards",
+    "rollout/metrics/teacher_seconds": "the teacher",
+}
+"""Activities of rollouts outside the engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +100,11 @@ def parts_of(record: Mapping[str, Any]) -> dict[str, float]:
     wait = _number(record, "time/wait_for_rollouts_s")
     window = sum(parts.values()) + wait
     busy_s = window * (1.0 - _number(record, "engine/idle_share"))
-    environments = _number(record, "rollout/metrics/env_seconds")
-    rewards = _number(record, "rollout/metrics/reward_seconds") + _number(record, "rollout/metrics/teacher_seconds")
-    elsewhere = max(0.0, wait - busy_s) if environments + rewards else 0.0
+    spent = {name: _number(record, metric) for metric, name in _OUTSIDE.items()}
+    elsewhere = max(0.0, wait - busy_s) if sum(spent.values()) else 0.0
     parts["generation"] = wait - elsewhere
     if elsewhere:
-        parts["environments"] = elsewhere * environments / (environments + rewards)
-        parts["rewards"] = elsewhere * rewards / (environments + rewards)
+        parts |= {name: elsewhere * seconds / sum(spent.values()) for name, seconds in spent.items()}
     return dict(parts)
 
 

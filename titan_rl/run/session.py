@@ -350,8 +350,8 @@ class EndMessages:
         return self._finished() is not None
 
     def cut_short(self) -> str:
-        """Message after an immediate end."""
-        return f"the earlier checkpoint stays; to continue: {self._command}"
+        """Message after an immediate end, written when the run begins: later no code may run."""
+        return f"checkpoints that were saved are kept; to continue: {self._command}"
 
     def _finished(self) -> str | None:
         """Message about a finished run; None if steps are left."""

@@ -22,7 +22,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig, load_serve_config
 from titan_rl.core.calls.parsing import openai_base
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.core.calls.user_code import reason
+from titan_rl.core.calls.user_code import reason, summary
 from titan_rl.core.console import Console, Verbosity
 from titan_rl.core.errors import ConfigError, GenerationError, RequestError, StateDictError
 from titan_rl.core.model_identity import model_identity
@@ -239,8 +239,12 @@ async def _only_model(url: str, key: str | None, transport: httpx.AsyncBaseTrans
         async with httpx.AsyncClient(timeout=ASK_TIMEOUT_S, transport=transport, trust_env=False) as client:
             answer = (await client.get(endpoint, headers=headers)).raise_for_status().json()
         names = [str(model["id"]) for model in answer["data"]]
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except httpx.HTTPStatusError as error:
         raise GenerationError(f"{endpoint} cannot list its models: {error}; give --model NAME") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise GenerationError(
+            f"{endpoint} cannot be reached: {summary(error)}; start a server there, or correct the URL"
+        ) from error
     except (LookupError, TypeError, ValueError) as error:
         raise GenerationError(f"{endpoint} lists no models; give --model NAME") from error
     if len(names) != 1:

@@ -109,11 +109,16 @@ class Dispatcher:
                     if ended is not None and not in_flight.aborted:
                         return ended  # the attempt ended between its last token and its answer
                     if len(failures) == self._max_attempts:
-                        last = failures[-1].error
-                        raise GenerationError(
-                            f"request {request.request_id!r} failed on {len(failures)} replicas; the last: {last!r}"
-                        ) from last
+                        raise self._given_up(request, failures) from failures[-1].error
                 return in_flight.partial.so_far
+
+    @staticmethod
+    def _given_up(request: EngineRequest, failures: Sequence[Failed]) -> GenerationError:
+        count = len({failure.replica.name for failure in failures})
+        on = f"{count} replica{'s' if count > 1 else ''}"
+        attempts = f" in {len(failures)} attempts" if count < len(failures) else ""
+        last = failures[-1].error
+        return GenerationError(f"request {request.request_id!r} failed on {on}{attempts}; the last: {last!r}")
 
     async def _reserve(self, in_flight: RequestInFlight) -> Reservation | None:
         """Reserve a slot on a replica, once the router is not paused and enough replicas serve. None if the request is
