@@ -232,7 +232,10 @@ def test_repeated_endpoint_errors_end_the_command_with_the_message(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["http://127.0.0.1:1/v1"], "http://127.0.0.1:1/v1/models cannot be reached: ConnectError: All connection attempts"),
+        (
+            ["http://127.0.0.1:1/v1"],
+            "http://127.0.0.1:1/v1/models cannot be reached: ConnectError: All connection attempts",
+        ),
         (["http://127.0.0.1:1/v1"], "start a server there, or correct the URL"),
         (
             ["http://127.0.0.1:1", "--model", "m", "--samples", "none"],

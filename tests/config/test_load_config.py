@@ -131,7 +131,7 @@ def test_dumped_config_loads_to_an_equal_config(project: Path):
         ("seed", "-3", "seed = -3 must be greater than or equal to 0"),
         ("scheduling.mode", '["sync"]', "scheduling.mode = ['sync'] must be 'sync', 'one_step_off', 'streaming' or"),
         ("training.algorithm", '["grpo"]', "training.algorithm = ['grpo'] must be a valid string"),
-        ("scheduling.tail", "{ drop = 1 }", 'scheduling.tail = {\'drop\': 1} must be "carry_over"'),
+        ("scheduling.tail", "{ drop = 1 }", "scheduling.tail = {'drop': 1} must be \"carry_over\""),
     ],
 )
 def test_invalid_setting_error_names_value_origin_and_fix(project: Path, key: str, value: str, message: str):

@@ -119,6 +119,28 @@ def test_missing_file_is_named(project: Path, removed: str, message: str):
         load_config("config.toml")
 
 
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\n"
+    "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "tokenizer.json", "config.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_git_lfs_pointer_error_names_the_command_that_fetches_the_file(project: Path, name: str):
+    Path("policy", name).write_text(POINTER)
+    with pytest.raises(ModelError) as raised:
+        load_config("config.toml")
+    assert f"policy/{name} " in str(raised.value)
+    assert "is a pointer of Git LFS, not the file itself; run git lfs pull in" in str(raised.value)
+
+
+def test_git_lfs_pointer_that_nothing_reads_is_accepted(project: Path):
+    Path("policy", "pytorch_model.bin").write_text(POINTER)
+    load_config("config.toml")
+
+
 def test_missing_shard_is_named(project: Path):
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     Path("policy/model.safetensors.index.json").write_text(json.dumps(index))

@@ -101,7 +101,9 @@ def test_second_signal_ends_run_at_once_and_keeps_the_checkpoint(tmp_path: Path,
         time.sleep(0.4)  # signals closer together count as one
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 130
-        ended = f"ended at once; checkpoints that were saved are kept; to continue: titan-rl train --resume {run.folder}"
+        ended = (
+            f"ended at once; checkpoints that were saved are kept; to continue: titan-rl train --resume {run.folder}"
+        )
         assert ended in run.output
         run.wait_until_nothing_is_left()
         (gate / "hold").unlink()

@@ -141,7 +141,9 @@ async def test_request_that_fails_on_the_only_replica_names_one_replica() -> Non
     replica = FakeReplica("a")
     replica.generate_error = GenerationError("boom")
     router = GeneratorRouter([replica], max_attempts=3)
-    with pytest.raises(GenerationError, match=r"failed on 1 replica in 3 attempts; the last: GenerationError\('boom'\)"):
+    with pytest.raises(
+        GenerationError, match=r"failed on 1 replica in 3 attempts; the last: GenerationError\('boom'\)"
+    ):
         await ask(router, "poison")
     await router.close()
 

@@ -21,7 +21,7 @@ from titan_rl.run.checks.own_processes import Machine
 __all__ = ["project"]
 
 TASK = """
-import asyncio, threading, time
+import asyncio, random, threading, time
 from titan_rl import Demonstration, MessageObservation, MessageStep, MessageTask
 from titan_rl import Reward, RolloutStatus, Rubric, env_reward
 
@@ -168,6 +168,19 @@ def endless(tokenizer):
     renderer = ChatTemplateRenderer(tokenizer)
     renderer.get_stop_token_ids = lambda: []
     return renderer
+
+class DrawsElsewhere(Say):
+    def sample(self, rng): return random.randint(0, 10**9)
+
+class HoldsOutElsewhere(Say):
+    def validation_samples(self, count): return [random.randint(0, 10**9) for _ in range(count)]
+
+class Question:
+    def __init__(self, number): self.number = number
+
+class DrawsObjects(Say):
+    def key(self, sample): return str(sample.number)
+    def sample(self, rng): return Question(rng.randint(0, 999))
 
 class Filters(Say):
     def drop_reason(self, group): return group.absent
@@ -378,6 +391,20 @@ def test_dry_run_reports_task_errors_with_the_users_line(dry_run, task: str, exp
     assert code == 1
     assert expected in output
     assert "text_reward" in output or task != "GivesText"
+
+
+@pytest.mark.parametrize(
+    ("task", "call"), [("DrawsElsewhere", "train_sample(0, 0)"), ("HoldsOutElsewhere", "validation_samples(4)")]
+)
+def test_samples_drawn_with_other_randomness_are_reported(dry_run, task: str, call: str):
+    code, output = dry_run(task)
+    assert code == 1
+    assert f"error: {call} returned different samples in two calls: " in output
+    assert "rng" in output
+
+
+def test_samples_without_a_repr_are_accepted(dry_run):
+    assert dry_run("DrawsObjects")[0] == 0
 
 
 def test_timeout_error_of_a_task_is_not_the_dry_run_limit(dry_run):

@@ -112,6 +112,31 @@ def test_async_and_sync_environments_are_demonstrated_alike(make: type[Any]) -> 
     assert env.closed == 2
 
 
+class ClearsItsMessages(Env):
+    """Environment that changes the messages that it gets and those that it gave."""
+
+    async def reset(self) -> Any:
+        self.given: list[Any] = [{"role": "user", "content": "2 + 3?"}]
+        return MessageObservation(self.given)
+
+    async def step(self, message: Any) -> Any:
+        message.clear()
+        self.given[0].clear()
+        self.given.clear()
+        return END
+
+
+def test_environment_that_clears_messages_does_not_change_the_demonstration() -> None:
+    said = [*OPENING.messages, {"role": "assistant", "content": "5"}]
+
+    def clearing(messages: Any) -> str:
+        messages[0].clear()
+        return "5"
+
+    for player in (say_5, clearing):
+        assert [list(one.messages) for one in played(ClearsItsMessages(), player, limit_s=60.0)] == [said, said]
+
+
 async def test_demonstrations_run_inside_a_running_event_loop() -> None:
     assert len(played(Env(), limit_s=60.0)) == 2
 

@@ -14,7 +14,15 @@ from titan_rl.config.model_files import check_weights, read_json, tensor_shapes
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, SpeculativeConfig
 from titan_rl.core.errors import ConfigError, ModelError
-from titan_rl.core.model_identity import TEMPLATE_FILES, TOKENIZER_CONFIG, model_identity, read_header
+from titan_rl.core.files import lfs_problem
+from titan_rl.core.model_identity import (
+    CONFIG_FILES,
+    TEMPLATE_FILES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    model_identity,
+    read_header,
+)
 from titan_rl.generation.gpu_share import adapted_width, planned_kv_gib
 from titan_rl.training.models.families import (
     EXPERT_COUNTS,
@@ -73,6 +81,7 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, folders
             "was stopped. Or name the folder of an existing model, such as one fetched with hf download "
             "ORGANIZATION/NAME --local-dir FOLDER"
         )
+    _check_fetched(folder)
     architecture = read_json(folder, "config.json")
     check_numbers(architecture)
     check_weights(folder)
@@ -82,6 +91,14 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, folders
     check_speculative(generation.speculative, architecture)
     _check_fit(model, generation, architecture)
     _check_share(folder, model, generation)
+
+
+def _check_fetched(folder: Path) -> None:
+    """Check that no file of a model, apart from its weights, is a pointer of Git LFS."""
+    for name in (*CONFIG_FILES, *TOKENIZER_FILES, TOKENIZER_CONFIG, *TEMPLATE_FILES):
+        for path in folder.glob(name):
+            if path.is_file() and (problem := lfs_problem(path)):
+                raise ModelError(f"{path} {problem}")
 
 
 def count_parameters(folder: Path) -> int:

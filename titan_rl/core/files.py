@@ -46,6 +46,22 @@ def read_file(path: Path) -> bytes:
         return file.read()
 
 
+LFS_POINTER = b"version https://git-lfs"
+"""Beginning of the file that Git LFS leaves in place of a large file, until it fetches the file."""
+
+
+def lfs_problem(path: Path) -> str | None:
+    """Predicate of a message about a file that is a pointer of Git LFS; None for other files.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) != LFS_POINTER:
+            return None
+    return f"is a pointer of Git LFS, not the file itself; run git lfs pull in {path.resolve().parent}"
+
+
 def file_status(path: Path) -> os.stat_result:
     """Status of a regular file.
 

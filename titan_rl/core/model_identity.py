@@ -9,6 +9,7 @@ from pathlib import Path
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import ModelError
+from titan_rl.core.files import lfs_problem
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
@@ -123,6 +124,8 @@ def read_header(path: Path) -> dict[str, tuple[list[int], int]]:
         ModelError: The file cannot be read, is not a safetensors file, or is cut off.
     """
     try:
+        if problem := lfs_problem(path):
+            raise ModelError(f"{path} is not a safetensors file, or is cut off: it {problem}")
         size = path.stat().st_size
         with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from titan_rl.core.calls.user_code import where
 from titan_rl.core.calls.watchdog import BLOCKED_AFTER_S, LoopWatchdog
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ConfigError, DataError
+from titan_rl.core.plain_data import safe_repr
 from titan_rl.generation.continuation import resume_on_abort
 from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv, TokenEnv, TokenObservation, TokenStep
@@ -85,6 +88,8 @@ LIMIT_S = 60.0
 GRACE_S = 15.0
 """Extra time for closing an environment that hangs, in seconds."""
 ROLLOUT_LIMIT_S = 20.0
+REPEATED = 4
+"""Samples that are drawn twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +253,7 @@ async def _play(
             *dict.fromkeys(_problems(group, shown, sampling.max_tokens)),
             *(_unread(group.rollouts[0].messages, renderer) if agents.speak else ()),
             *_untaught(config, source, group, renderer),
+            *_unrepeatable(config, source),
         ),
     )
 
@@ -343,6 +349,26 @@ def _unread(messages: Sequence[Message], renderer: Renderer) -> Iterator[str]:
                 f"message {index} of the first prompt is not shown to the model: the renderer leaves out messages "
                 f"with role {message.get('role')!r}"
             )
+
+
+def _unrepeatable(config: RunConfig, source: TaskSource) -> list[str]:
+    """Problems with samples that differ between two calls. A resumed run draws its samples again."""
+    task = source.task
+    calls: dict[str, Callable[[], Any]] = {
+        f"train_sample({config.seed}, {index})": partial(task.train_sample, config.seed, index)
+        for index in range(REPEATED)
+    }
+    if any(suite.source is source for suite in config.suites):
+        calls[f"validation_samples({REPEATED})"] = lambda: list(islice(task.validation_samples(REPEATED), REPEATED))
+    for call, draw in calls.items():
+        with calling(call, source.name):
+            first, again = (re.sub(r" at 0x[0-9a-f]+", "", safe_repr(draw())) for _ in range(2))
+        if first != again:
+            return [
+                f"{call} returned different samples in two calls: {first[:100]} and {again[:100]}; a resumed run draws "
+                "its samples again, so use only the given rng, or random.Random(f'{seed}/{index}'), not random itself"
+            ]
+    return []
 
 
 def _untaught(config: RunConfig, source: TaskSource, group: RolloutGroup, renderer: Renderer) -> Iterator[str]:

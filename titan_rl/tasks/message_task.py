@@ -27,7 +27,7 @@ from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.calls.threads import DaemonThreads
 from titan_rl.core.calls.user_code import Failure, is_async, source_location, thread_location
 from titan_rl.core.errors import ConfigError, DataError, TitanRLError
-from titan_rl.core.plain_data import plain_json
+from titan_rl.core.plain_data import plain_json, snapshot
 from titan_rl.core.settings import Section
 from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.threaded import expected
@@ -330,12 +330,12 @@ class _Game:
     async def _play(self) -> Demonstration:
         async with self._within():
             observation = expected(await self._calls.reset(), MessageObservation, self._calls.env, "reset")
-        messages = list(observation.messages)
+        messages: list[Message] = snapshot(list(observation.messages))
         for _ in range(MOST_TURNS):
             answer = await self._answer(messages)
             async with self._within():
-                step = expected(await self._calls.step(answer), MessageStep, self._calls.env, "step")
-            messages += [answer, *step.messages]
+                step = expected(await self._calls.step(snapshot(answer)), MessageStep, self._calls.env, "step")
+            messages += [answer, *map(snapshot, step.messages)]
             if step.status is not None:
                 return Demonstration(messages, observation.tools)
         raise DataError(f"a demonstration has not ended after {MOST_TURNS} turns: {messages[-4:]}")
@@ -344,7 +344,9 @@ class _Game:
         async with UserCodeBoundary(RolloutStatus.ERROR_ENV):
             self._ends_by = time.monotonic() + self._limit_s
             try:
-                answer: Any = await DaemonThreads(1, "player").run(lambda: self._player(messages), self._limit_s)
+                answer: Any = await DaemonThreads(1, "player").run(
+                    lambda: self._player(snapshot(messages)), self._limit_s
+                )
                 if inspect.isawaitable(answer):
                     self._ends_by = time.monotonic() + self._limit_s
                     answer = await bounded(answer, self._limit_s, "the player")
