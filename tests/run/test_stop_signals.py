@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from background import HANG_S
+from depth import examples
 from user_project import project
 
 from titan_rl.cluster.liveness.local_processes import children_of
@@ -75,6 +76,70 @@ with status_kept(folder, begins=True), stops as signals, guard, run_environment(
     print(os.environ["TMPDIR"], flush=True)
     asyncio.run(run(sys.argv[1], signals))
 print("ended in order", flush=True)
+"""
+
+
+ELSEWHERE = """
+import asyncio, os, signal, sys, threading, time
+from contextlib import nullcontext
+from pathlib import Path
+from titan_rl.run.process.guard import guarded
+from titan_rl.run.process.signals import StopSignals, run_to_its_end
+
+async def idle(signals):
+    with signals.ending_in_order():
+        other.start()
+        await asyncio.sleep(1000)
+
+def receive():
+    time.sleep(0.3)  # then the loop waits
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    threading.Event().wait()
+
+other = threading.Thread(target=receive, daemon=True)
+guard = guarded(Path(sys.argv[1]), "no-run", "") if sys.argv[2:] else nullcontext()
+with StopSignals("stopping", "ended") as signals, guard:
+    run_to_its_end(idle(signals))
+print("stopped", flush=True)
+os._exit(0)
+"""
+
+AT_RANDOM = """
+import asyncio, os, random, signal, sys
+from pathlib import Path
+from titan_rl.run.process.guard import guarded
+from titan_rl.run.process.signals import StopSignals
+from titan_rl.run.terminal.standard_streams import StderrConsole
+
+class Silent(StderrConsole):
+    def end_with(self, text): ...
+
+async def idle(signals):
+    with signals.ending_in_order():
+        send.write(b"\\n")  # asks for the next signal
+        await asyncio.sleep(1000)
+
+def send_signals(pid):
+    while asked.read(1):
+        for _ in range(random.randrange(3000)):
+            pass
+        os.kill(pid, signal.SIGHUP)
+    os._exit(0)
+
+read, write = os.pipe()
+asked, send = open(read, "rb", 0), open(write, "wb", 0)
+program = os.getpid()
+if not os.fork():
+    send.close()
+    send_signals(program)
+stops = 0
+with guarded(Path(sys.argv[1]), "no-run", ""):
+    for _ in range(int(sys.argv[2])):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with StopSignals("", "", Silent()) as signals:
+            asyncio.run(idle(signals))
+        stops += signals.code == 128 + signal.SIGHUP
+print(stops, "stops", flush=True)
 """
 
 
@@ -157,6 +222,26 @@ def test_first_signal_is_reported_at_once_and_stops_in_order(start: Callable[...
     assert program.line() == "ended in order"
     assert program.wait() == 0
     assert not program.scratch.exists()
+
+
+@pytest.mark.parametrize("has_guard", [True, False])
+def test_signal_that_does_not_interrupt_the_wait_of_the_loop_stops_it(tmp_path: Path, has_guard: bool) -> None:
+    """The wait of the loop is not interrupted by a signal that another thread receives, or that arrives just before."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(tmp_path), *["guard"][: int(has_guard)]],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert ended.stdout == "stopped\n", ended.stderr
+
+
+def test_no_signal_is_lost_at_random_moments(tmp_path: Path) -> None:
+    rounds = examples(3000)
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_RANDOM, str(tmp_path), str(rounds)], capture_output=True, text=True, timeout=HANG_S
+    )
+    assert ended.stdout == f"{rounds} stops\n", ended.stderr
 
 
 @pytest.mark.parametrize(("what", "number"), [("idle", signal.SIGTERM), ("sleep", signal.SIGINT)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import io
 import json
 import sys
@@ -14,6 +13,7 @@ from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.play.command import SampleSelection, play
+from titan_rl.run.process.signals import run_to_its_end
 from titan_rl.run.terminal.standard_streams import StderrConsole, print_next_command, print_result, print_stderr
 
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         is_question = is_terminal and text.endswith("> ")
         print_result(text if is_question else f"{text}\n")
 
-    asyncio.run(
+    run_to_its_end(
         play(
             config,
             selection,

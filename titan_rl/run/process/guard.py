@@ -30,6 +30,9 @@ GRACE_S = 1.5  # time for a process to react
 CLEANING_S = 20.0
 HAS_DESCRIPTORS = hasattr(os, "pidfd_open")
 
+echoes: list[int] = []
+"""Descriptors to which the guards of this process write every signal that it receives, the innermost guard last."""
+
 
 @contextlib.contextmanager
 def guarded(root: Path, run_id: str, advice: str, run: Path | None = None) -> Generator[None]:
@@ -47,18 +50,23 @@ def guarded(root: Path, run_id: str, advice: str, run: Path | None = None) -> Ge
     if not HAS_DESCRIPTORS:
         yield
         return
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    guard = _start(read, root, run_id, terminal_text(advice), run)
+    (read, write), (echo, back) = os.pipe(), os.pipe()
+    for descriptor in (write, echo, back):
+        os.set_blocking(descriptor, False)
+    guard = _start(read, root, run_id, terminal_text(advice), run, echo=back)
     os.close(read)
+    os.close(back)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    echoes.append(echo)
     try:
         yield
     finally:
+        echoes.remove(echo)
         signal.set_wakeup_fd(before)
         os.close(write)
         guard.kill()
         guard.wait()
+        os.close(echo)
 
 
 def keep_clean(root: Path, name: str) -> subprocess.Popen[bytes] | None:
@@ -71,7 +79,9 @@ def keep_clean(root: Path, name: str) -> subprocess.Popen[bytes] | None:
     return _start(subprocess.DEVNULL, root, name, "") if HAS_DESCRIPTORS else None
 
 
-def _start(signals: int, root: Path, run_id: str, advice: str, run: Path | None = None) -> subprocess.Popen[bytes]:
+def _start(
+    signals: int, root: Path, run_id: str, advice: str, run: Path | None = None, echo: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
     process = os.pidfd_open(os.getpid())
     folder = [] if run is None else [str(run)]
     try:
@@ -80,6 +90,7 @@ def _start(signals: int, root: Path, run_id: str, advice: str, run: Path | None 
         return subprocess.Popen(
             [sys.executable, "-P", __file__, str(process), str(root), run_id, advice, *folder],
             stdin=signals,
+            stdout=echo,
             pass_fds=[process],
             start_new_session=True,
         )
@@ -88,7 +99,8 @@ def _start(signals: int, root: Path, run_id: str, advice: str, run: Path | None 
 
 
 def watch(process: int, root: Path, run_id: str, advice: str, run: Path | None = None) -> None:
-    """Watch a process until it has ended, and clean up after it. Signal numbers arrive on standard input.
+    """Watch a process until it has ended, and clean up after it. Signal numbers arrive on standard input, and are
+    written to standard output, which wakes the event loop of the process.
 
     Args:
         process: Descriptor of the process.
@@ -106,6 +118,8 @@ def watch(process: int, root: Path, run_id: str, advice: str, run: Path | None =
         numbers = os.read(0, 4096)
         if not numbers:  # the run is over, and cleans up by itself
             poll.unregister(0)
+        with contextlib.suppress(OSError):  # the pipe is full while no event loop runs
+            os.write(1, numbers)
         now = time.monotonic()
         stops = STOPS if num_stops == 0 else SECOND_STOPS
         if any(number in stops for number in numbers) and now - last > ONE_STOP_S:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.errors import TitanRLError
 from titan_rl.core.run_files import record_immediate_stop
-from titan_rl.run.process.guard import ONE_STOP_S, SECOND_STOPS, STOPS
+from titan_rl.run.process.guard import ONE_STOP_S, SECOND_STOPS, STOPS, echoes
 from titan_rl.run.terminal.standard_streams import StderrConsole
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,8 @@ class StopSignals:
         if self.received is not None:
             self._cancel()
         try:
-            yield
+            with woken_by_signals(asyncio.get_running_loop()):
+                yield
         except asyncio.CancelledError:
             if self.received is None:
                 raise
@@ -150,6 +151,41 @@ class StopSignals:
             )
 
 
+_woken: set[asyncio.AbstractEventLoop] = set()
+
+
+@contextlib.contextmanager
+def woken_by_signals(loop: asyncio.AbstractEventLoop) -> Generator[None]:
+    """Wake an event loop of the main thread after every signal during the block. Otherwise a signal that arrives just
+    before the loop waits, or in another thread, is handled only when something else wakes the loop.
+
+    With a guard, whose pipe receives the signals, the loop reads their echo.
+    """
+    if threading.current_thread() is not threading.main_thread() or loop in _woken:
+        yield
+        return
+    with contextlib.ExitStack() as own:
+        if echoes:
+            descriptor = echoes[-1]
+        else:
+            descriptor, write = os.pipe()
+            own.callback(os.close, descriptor)
+            own.callback(os.close, write)
+            os.set_blocking(descriptor, False)
+            os.set_blocking(write, False)
+            own.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
+        loop.add_reader(descriptor, _read_all, descriptor)
+        own.callback(loop.remove_reader, descriptor)
+        _woken.add(loop)
+        own.callback(_woken.discard, loop)
+        yield
+
+
+def _read_all(descriptor: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.read(descriptor, 4096)
+
+
 T = TypeVar("T")
 
 
@@ -174,16 +210,17 @@ def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
         loop = runner.get_loop()
         loop.set_default_executor(UsersThreads())
         task = loop.create_task(program)
-        while not task.done():
-            try:
-                loop.run_until_complete(task)
-            except (SystemExit, KeyboardInterrupt) as error:
-                if exit_of_others is None and not task.done():
-                    exit_of_others = error
-                    task.cancel()
-            except BaseException:
-                if not task.done():  # the loop itself has failed
-                    raise
+        with woken_by_signals(loop):
+            while not task.done():
+                try:
+                    loop.run_until_complete(task)
+                except (SystemExit, KeyboardInterrupt) as error:
+                    if exit_of_others is None and not task.done():
+                        exit_of_others = error
+                        task.cancel()
+                except BaseException:
+                    if not task.done():  # the loop itself has failed
+                        raise
         if exit_of_others is not None:
             if not task.cancelled():
                 task.exception()  # marks the exception of the cancelled program as retrieved
