@@ -110,7 +110,7 @@ def noticed_by(mutant: Mutant, copy: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("words", nargs="*", help="parts of the files' paths")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tested at once; default: 2")
     given = parser.parse_args()
