@@ -29,9 +29,19 @@ def test_valid_folder_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"use_dora": True}, "has use_dora True; only False is supported"),
+        ({"use_dora": True}, "has use_dora True, which is not supported; merge the adapter with PEFT"),
+        ({"use_rslora": True}, "has use_rslora True, which is not supported"),
+        ({"bias": "all"}, "has bias 'all'; only 'none' is supported"),
+        ({"alora_invocation_tokens": [3, 4]}, r"has alora_invocation_tokens \[3, 4\], which is not supported"),
+        ({"lora_bias": True}, "has lora_bias True"),
+        ({"fan_in_fan_out": True}, "has fan_in_fan_out True"),
+        ({"option_of_next_year": 1}, "has option_of_next_year 1, which is not supported"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa', which changes the weights of the base"),
+        ({"init_lora_weights": "pissa_niter_16"}, "has init_lora_weights 'pissa_niter_16'"),
+        ({"init_lora_weights": "olora"}, "has init_lora_weights 'olora'"),
+        ({"init_lora_weights": "loftq"}, "has init_lora_weights 'loftq'"),
         ({"peft_type": "IA3"}, "has peft_type 'IA3'; only 'LORA' is supported"),
-        ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern; ranks per layer"),
+        ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern {'q_proj': 4}, which is not supported"),
         ({"r": 4}, "has r 4, and training.adapter.rank is 2; set it to that of the folder"),
         ({"lora_alpha": 16}, "has lora_alpha 16, and training.adapter.alpha is 32"),
     ],
@@ -40,6 +50,22 @@ def test_unsupported_adapter_config_is_rejected(tmp_path: Path, config: dict[str
     folder = write_adapter(tmp_path / "adapter", **config)
     with pytest.raises(ModelError, match=f"^training.adapter.start = '{folder}'.* ?{problem}"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*\.(q|k|v|o|gate|up|down)_proj"},
+        {"init_lora_weights": "gaussian", "lora_dropout": 0.1, "task_type": "CAUSAL_LM", "peft_version": "0.21.2"},
+        {"init_lora_weights": "eva", "eva_config": {"rho": 1.0}},
+    ],
+)
+def test_folder_whose_options_leave_the_computation_unchanged_is_accepted(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    folder = write_adapter(tmp_path / "adapter", **config)
+    assert load(folder).training.adapter.start == str(folder)
 
 
 def test_damaged_folder_is_rejected(tmp_path: Path) -> None:

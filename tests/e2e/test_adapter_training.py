@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +98,88 @@ def test_merged_weights_are_exactly_base_plus_scaled_product(tmp_path: Path) -> 
             weight = weight + 2.0 * (b @ a)
         assert torch.equal(merged[name], weight), name
     assert not matrices
+
+
+def written_by_peft(base: Path, folder: Path, **options: Any) -> torch.nn.Module:
+    """Write a folder of an adapter with random matrices, and return PEFT's own model."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "lora_alpha": 8} | options))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(str(folder))
+    return adapted.eval()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*\.layers\.0\..*\.(q_proj|up_proj)"},
+        {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["self_attn.q_proj", "o_proj"]},
+        {"target_modules": ["v_proj"], "init_lora_weights": "orthogonal"},
+        {"target_modules": ["q_proj"], "init_lora_weights": "mica"},
+        {"target_modules": ["q_proj"], "init_lora_weights": False},
+        {"target_modules": ["q_proj"], "init_lora_weights": "gaussian", "lora_dropout": 0.5},
+    ],
+    ids=str,
+)
+def test_merge_equals_what_peft_computes_for_the_layers_that_it_adapted(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    base = make_tiny_qwen3(tmp_path / "model")
+    expected = written_by_peft(base, tmp_path / "adapter", **options)
+    merge_peft(base, tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    (sequence,) = sequences(24)
+    logprobs, of_base = (
+        transformers_logprobs(model, sequence)
+        for model in (merged, AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+    )
+    torch.testing.assert_close(logprobs, transformers_logprobs(expected, sequence), rtol=0, atol=1e-5)
+    assert (logprobs - of_base).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_adapter_of_a_base_that_peft_has_changed_is_refused_until_it_is_converted(tmp_path: Path, init: str) -> None:
+    base = make_tiny_qwen3(tmp_path / "model")
+    options: dict[str, Any] = {"target_modules": ["q_proj"], "init_lora_weights": init}
+    model: Any = written_by_peft(base, tmp_path / "adapter", **options)
+    with pytest.raises(ModelError, match=f"has init_lora_weights '{init}', which changes the weights of the base"):
+        merge_peft(base, tmp_path / "adapter", tmp_path / "merged")
+    fresh: Any = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), peft.LoraConfig(r=4, lora_alpha=8, **options)
+    )
+    fresh.peft_config["default"].init_lora_weights = True
+    fresh.save_pretrained(str(tmp_path / "initial"))
+    initial = str(tmp_path / "initial")
+    model.save_pretrained(str(tmp_path / "converted"), path_initial_model_for_weight_conversion=initial)
+    merge_peft(base, tmp_path / "converted", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    (sequence,) = sequences(24)
+    expected = transformers_logprobs(model, sequence)
+    torch.testing.assert_close(transformers_logprobs(merged, sequence), expected, rtol=0, atol=1e-4)
+
+
+def test_each_option_of_peft_is_known_or_refused_when_it_is_set(tmp_path: Path) -> None:
+    """A new option of PEFT is refused until it is considered and named here."""
+    harmless = {
+        *("r", "lora_alpha", "target_modules", "init_lora_weights", "base_model_name_or_path", "revision", "task_type"),
+        *("auto_mapping", "peft_version", "inference_mode", "lora_dropout", "velora_config", "megatron_config"),
+        *("megatron_core", "runtime_config", "ensure_weight_tying", "exclude_modules", "layers_to_transform"),
+        *("layers_pattern", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    }
+    written_by_peft(base := make_tiny_qwen3(tmp_path / "model"), tmp_path / "adapter", target_modules=["q_proj"])
+    path = tmp_path / "adapter" / "adapter_config.json"
+    written = json.loads(path.read_text())
+    for field in dataclasses.fields(peft.LoraConfig):
+        if field.name in harmless:
+            continue
+        path.write_text(json.dumps(written | {field.name: "set"}))
+        with pytest.raises(ModelError, match=f"has {field.name} 'set'"):
+            merge_peft(base, tmp_path / "adapter", tmp_path / "merged")
 
 
 def test_bfloat16_merge_rounds_once(tmp_path: Path) -> None:

@@ -130,7 +130,9 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
         print_stderr("titan-rl: not ready: a run would fail; see the errors above")
         return 1
     with WAITING.shown("building the policy without memory"):
-        check_policy(config)
+        untrained = check_policy(config)
+    if untrained is not None:
+        print_stderr(f"titan-rl: warning: {untrained}")
     print_stderr(
         "titan-rl: the settings are valid, but the run may not start: see the warnings above"
         if warnings

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,12 +100,15 @@ def merge_peft(source: Path, adapter: Path, directory: Path, dtype: DType = "flo
         ModelError: A folder lacks a file, or the adapter does not fit this model or is of an unsupported kind.
         CheckpointError: The folder could not be written, or it reads back differently.
     """
+    settings = peft_settings(adapter)
     policy = Policy(  # computes nothing
         ModelConfig(path=str(source), max_context=1, dtype=dtype, implementation="transformers"),
-        TrainingConfig(row_tokens=1, adapter=peft_settings(adapter)),
+        TrainingConfig(row_tokens=1, adapter=settings.model_copy(update={"start": None})),
         World(),
         base_dtype=_base_dtype(source),
     )
+    assert policy.adapter is not None
+    policy.adapter.load_peft(adapter)
     _write_model(policy, source, directory, dtype, renderer)
 
 
@@ -134,9 +138,12 @@ def _base_dtype(source: Path, trained_in: DType = "float32") -> DType:
 
 def _write_model(policy: Policy, source: Path, directory: Path, dtype: DType, renderer: str) -> None:
     template = fit_template(source, renderer).template
-    named = policy.named_tensors()
-    export_hf(directory, policy.layout(), named, source=source, dtype=dtype, chat_template=template)
-    check_export(directory / "model.safetensors", policy.named_tensors())
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        return chain(policy.named_tensors(), policy.untrained_tensors())
+
+    export_hf(directory, policy.layout(), tensors(), source=source, dtype=dtype, chat_template=template)
+    check_export(directory / "model.safetensors", tensors())
 
 
 def check_export(path: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -162,9 +162,14 @@ class Policy:
         for name, tensor in self._hf.named_tensors():
             yield name, tensor.to(self.dtype)
 
+    def untrained_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over the folder's tensors that are not trained; see `HFModel.untrained_tensors`."""
+        return self._hf.untrained_tensors()
+
     def layout(self) -> dict[str, torch.Tensor]:
-        """Dtypes and shapes of `named_tensors`, in that order, without memory."""
-        return {name: tensor.to(self.dtype) for name, tensor in self._hf.layout.items()}
+        """Dtypes and shapes of `named_tensors` and `untrained_tensors`, in that order, without memory."""
+        layout = {name: tensor.to(self.dtype) for name, tensor in self._hf.layout.items()}
+        return layout | {name: tensor.to("meta") for name, tensor in self.untrained_tensors()}
 
     def held_slices(self) -> list[tuple[str, TensorSlice]]:
         """Slices that this rank publishes, in the policy's dtype; see `HFModel.held_slices`."""

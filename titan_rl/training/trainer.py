@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -369,7 +370,8 @@ class TrainerCore:
 
     def export_hf(self, directory: str | Path, fit: TemplateFit | None = None) -> None:
         """Write a Hugging Face folder: weights, config, and the tokenizer files of the model's original folder, with a
-        chat template that keeps the same reasoning as the prompts of training.
+        chat template that keeps the same reasoning as the prompts of training. Tensors of the original folder that are
+        not trained are copied.
 
         Args:
             fit: Fit of the model's chat template. By default, it is determined here, which imports transformers.
@@ -382,8 +384,8 @@ class TrainerCore:
             if self._world.is_first:
                 source, dtype = Path(self._config.path), self._config.dtype
                 template = (fit or fit_template(source, self._config.renderer)).template
-                layout = self._policy.layout()
-                export_hf(Path(directory), layout, tensors, source=source, dtype=dtype, chat_template=template)
+                layout, every = self._policy.layout(), chain(tensors, self._policy.untrained_tensors())
+                export_hf(Path(directory), layout, every, source=source, dtype=dtype, chat_template=template)
         finally:
             deque(tensors, maxlen=0)  # every rank sends its parts to the first one, even if the disk is full
         self._world.barrier()

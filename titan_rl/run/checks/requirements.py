@@ -191,9 +191,12 @@ def describe_implementation(config: RunConfig) -> str:
     return f"model.implementation is {chosen.name}: {chosen.reason}{divided}{advice}"
 
 
-def check_policy(config: RunConfig) -> None:
+def check_policy(config: RunConfig) -> str | None:
     """Build the policy without memory, as the trainer does, and compare its tensors with those of the folder. A dense
     model whose tensors are confirmed by formulas is not built, and nothing is checked if torchtitan is not installed.
+
+    Returns:
+        A note that names tensors of the folder that are not trained; None if there are none.
 
     Raises:
         ModelError: The model that config.json describes cannot be built, or the weights in the folder do not fit it.
@@ -201,12 +204,12 @@ def check_policy(config: RunConfig) -> None:
     """
     model, adapter = config.model, config.training.adapter
     if find_spec("torchtitan") is None or (not adapter.is_on and is_known_to_fit(model)):
-        return
+        return None
     from titan_rl.training.models.hf_model import HFModel
     from titan_rl.training.parallel import World
 
     try:
-        HFModel(
+        built = HFModel(
             Path(model.path),
             World(),
             max_context=model.max_context,
@@ -217,6 +220,10 @@ def check_policy(config: RunConfig) -> None:
         raise
     except Exception as error:  # the code of a family may raise anything for fields that it does not expect
         raise ModelError(f"the model in {model.path} cannot be built from config.json: {in_one_line(error)}") from error
+    if not (names := built.untrained_names):
+        return None
+    named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{model.path} has tensors that are not trained, and exports keep them as they are: {named}"
 
 
 def describe_chat(config: RunConfig) -> list[str]:

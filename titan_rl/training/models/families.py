@@ -7,6 +7,7 @@ other families. Importing this file imports neither library.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -137,6 +138,27 @@ class ChosenImplementation:
 
     name: Literal["torchtitan", "transformers"]
     reason: str
+
+
+_OLD_MASK = re.compile(r"\.(attn|attention|attn\.attention)\.(masked_)?bias$")
+_NEXT_TOKEN_MODULE = re.compile(r"(^|\.)mtp(_layers)?\.")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+def is_untrained(name: str, hf: Mapping[str, Any]) -> bool:
+    """Return whether a folder may have a tensor for which the model has no place: an attention mask, which old versions
+    of transformers stored, or a layer that predicts further tokens (MTP).
+
+    Args:
+        name: Hugging Face name of the tensor.
+        hf: Content of the model's config.json.
+
+    Example: `model.layers.46.eh_proj.weight` if config.json has 46 layers and num_nextn_predict_layers = 1.
+    """
+    if _OLD_MASK.search(name) or _NEXT_TOKEN_MODULE.search(name):
+        return True
+    layer, own, more = _LAYER.match(name), hf.get("num_hidden_layers"), hf.get("num_nextn_predict_layers")
+    return layer is not None and isinstance(own, int) and own <= int(layer[1]) < own + (more or 0)
 
 
 def choose_implementation(

@@ -14,8 +14,9 @@ gathered, and the ranks take turns in publishing such tensors.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -29,11 +30,13 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import ModelError
 from titan_rl.training.choices import Implementation
 from titan_rl.training.decoder_interface import DecoderModel
-from titan_rl.training.models.families import choose_implementation
+from titan_rl.training.models.families import choose_implementation, is_untrained
 from titan_rl.training.models.lora import Adapter
 from titan_rl.training.parallel import HeldSlices, World, fill, full_tensor, local_slice, owned_slice
 from titan_rl.training.settings import AdapterConfig
 from titan_rl.weights.types import SlicePosition, TensorSlice
+
+logger = logging.getLogger(__name__)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -116,7 +119,7 @@ class HFModel:
         self.adapter = None if adapter is None else Adapter(self.decoder.module, adapter, self._hf_weight)
         self.layout = dict(self.named_tensors())  # dtypes and shapes, without memory
         expected = {name: tuple(tensor.shape) for name, tensor in self.layout.items()}
-        self._weights = HFWeights(folder, expected, self.decoder.optional_names, self.decoder.optional_patterns)
+        self._weights = HFWeights(folder, hf, expected, self.decoder.optional_names, self.decoder.optional_patterns)
 
     def load(self, device: torch.device, *, on_host: bool = False) -> None:
         """Allocate the decoder's memory, and read this rank's part into it.
@@ -128,6 +131,8 @@ class HFModel:
         Raises:
             ModelError: A file cannot be read.
         """
+        if names := self.untrained_names:
+            logger.warning("the folder has tensors that are not trained: %s", ", ".join(names))
         self.decoder.allocate(device, on_host=on_host)
         for parameter, tensor in self._base():
             piece = local_slice(tensor)
@@ -171,6 +176,20 @@ class HFModel:
         for parameter, tensor in self._base():
             for name, weight in translation.to_hf({parameter: full_tensor(tensor)}).items():
                 yield name, weight if self.adapter is None else self.adapter.merged(name, weight)
+
+    @property
+    def untrained_names(self) -> Sequence[str]:
+        """Names of the folder's tensors that the model does not have, such as layers that predict further tokens."""
+        return sorted(self._weights.untrained)
+
+    def untrained_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over the tensors with `untrained_names`, which are read from the folder as they are.
+
+        Raises:
+            ModelError: A file cannot be read.
+        """
+        for name in self.untrained_names:
+            yield name, self._weights.read(name)
 
     def held_slices(self, dtype: torch.dtype) -> list[tuple[str, TensorSlice]]:
         """(Hugging Face name, slice) pairs that this rank publishes: those of the adapter if there is one. All ranks
@@ -276,8 +295,13 @@ class HFWeights:
 
     Args:
         expected: Shapes by tensor name, as config.json describes them.
+        hf: Content of config.json.
         optional: Names of tensors that are ignored if the folder has them, in addition to rotary frequencies.
-        patterns: Regular expressions of further such names.
+        patterns: Regular expressions of tensors that the folder may have and the model does not; see also
+            `is_untrained`.
+
+    Attributes:
+        untrained: Files of these tensors, by name.
 
     Raises:
         ModelError: The folder has no weights, or they differ from the expected ones in name or shape.
@@ -286,6 +310,7 @@ class HFWeights:
     def __init__(
         self,
         folder: Path,
+        hf: Mapping[str, Any],
         expected: Mapping[str, tuple[int, ...]],
         optional: Collection[str],
         patterns: Collection[str],
@@ -294,14 +319,16 @@ class HFWeights:
         if not files:
             raise ModelError(f"{folder} has no *.safetensors")
         self._files: dict[str, Path] = {}
+        self.untrained: dict[str, Path] = {}
         for file in files:
             with _opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118  a safe_open is not a mapping
                     if name in optional or name.endswith("rotary_emb.inv_freq"):
                         continue
-                    if name not in expected and any(re.search(pattern, name) for pattern in patterns):
-                        continue
                     if name not in expected:
+                        if is_untrained(name, hf) or any(re.search(pattern, name) for pattern in patterns):
+                            self.untrained[name] = file
+                            continue
                         raise ModelError(f"{file} has {name!r}, which config.json does not describe")
                     shape = tuple(tensors.get_slice(name).get_shape())
                     if shape != expected[name]:
@@ -330,7 +357,7 @@ class HFWeights:
         Raises:
             ModelError: The file cannot be read.
         """
-        with _opened(self._files[name]) as tensors:
+        with _opened(self._files.get(name) or self.untrained[name]) as tensors:
             return tensors.get_tensor(name).clone()
 
 

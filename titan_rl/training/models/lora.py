@@ -208,20 +208,37 @@ class Adapter:
             for layer in self._layers:
                 layer._lora_scaling = self.settings.scale
 
-    @torch.no_grad()
     def begin(self, seed: int) -> None:
         """Fill the matrices from the folder `training.adapter.start` or, without one, A uniformly in +-1 / sqrt(in), as
         PEFT and torchtitan initialize it, and B with zeros. The values are the same for any number of ranks.
 
         Raises:
+            ModelError: The folder does not fit; see `load_peft`. Or it lacks a layer.
+        """
+        if self.settings.start is None:
+            self._fill({name: _initial(name, each.weight.shape, seed) for name, each in self._matrices.items()})
+        elif missing := sorted(self._matrices.keys() - self.load_peft(Path(self.settings.start))):
+            raise ModelError(
+                f"training.adapter.start = {self.settings.start!r} lacks {missing[0]} and {len(missing) - 1} more; set "
+                "training.adapter.targets to the layers of the folder, unless that is an adapter of another model"
+            )
+
+    def load_peft(self, folder: Path) -> set[str]:
+        """Fill the matrices that a folder in PEFT's format has, and return their names. PEFT may have adapted only some
+        of the layers with a target's name.
+
+        Raises:
             ModelError: The folder does not fit; see `read_peft`.
         """
-        start = None
-        if self.settings.start is not None:
-            shapes = {name: tuple(each.weight.shape) for name, each in self._matrices.items()}
-            start = read_peft(Path(self.settings.start), self.settings, shapes)
-        for name, each in self._matrices.items():
-            whole = _initial(name, each.weight.shape, seed) if start is None else start[name]
+        shapes = {name: tuple(each.weight.shape) for name, each in self._matrices.items()}
+        found = read_peft(folder, self.settings, shapes)
+        self._fill(found)
+        return set(found)
+
+    @torch.no_grad()
+    def _fill(self, named: Mapping[str, torch.Tensor]) -> None:
+        for name, whole in named.items():
+            each = self._matrices[name]
             fill(local_slice(each.weight), whole if each.rows is None else whole[each.rows.argsort()])
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -325,10 +342,10 @@ def write_peft(
 
 
 def read_peft(folder: Path, settings: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Read the matrices of the folder `training.adapter.start`, by their Hugging Face names.
+    """Read the matrices of a folder in PEFT's format, by their Hugging Face names.
 
     Args:
-        shapes: Shapes of the matrices that the model needs, by their Hugging Face names.
+        shapes: Shapes of the matrices that the model may have, by their Hugging Face names.
 
     Raises:
         ModelError: The folder lacks a file; its adapter is of another kind or has another rank, alpha or other layers;
@@ -346,14 +363,9 @@ def read_peft(folder: Path, settings: AdapterConfig, shapes: Mapping[str, tuple[
             f"{where} has {extra[0]} and {len(extra) - 1} more, which training.adapter.targets does not name; "
             "set targets to the layers of the folder, unless that is an adapter of another model"
         )
-    if missing := sorted(shapes.keys() - found.keys()):
-        raise ModelError(
-            f"{where} lacks {missing[0]} and {len(missing) - 1} more; set training.adapter.targets to the layers of "
-            "the folder, unless that is an adapter of another model"
-        )
-    for name, shape in shapes.items():
-        if tuple(found[name].shape) != shape:
-            raise ModelError(f"{where}: {name} has shape {tuple(found[name].shape)}; this model needs {shape}")
-        if not found[name].isfinite().all():
+    for name, matrix in found.items():
+        if tuple(matrix.shape) != shapes[name]:
+            raise ModelError(f"{where}: {name} has shape {tuple(matrix.shape)}; this model needs {shapes[name]}")
+        if not matrix.isfinite().all():
             raise ModelError(f"{where}: {name} has values that are not finite; export the adapter of an earlier step")
     return found

@@ -10,14 +10,33 @@ from pydantic import ValidationError
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import ModelError
+from titan_rl.core.model_identity import read_header
 from titan_rl.training.settings import AdapterConfig
 
 PREFIX = "base_model.model."
 """Beginning of every name in PEFT's files."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-_MUST_BE = {"use_dora": False, "bias": "none", "modules_to_save": None, "use_rslora": False, "peft_type": "LORA"}
-_MUST_BE_EMPTY = ("rank_pattern", "alpha_pattern")
+_MUST_BE = {"peft_type": "LORA", "bias": "none"}
+_WITHOUT_EFFECT = frozenset(
+    [
+        # Options that are read, and notes about the adapter.
+        *("r", "lora_alpha", "target_modules", "init_lora_weights", "base_model_name_or_path", "revision", "task_type"),
+        *("auto_mapping", "peft_version"),
+        # Options of its training.
+        *("inference_mode", "lora_dropout", "velora_config", "megatron_config", "megatron_core", "runtime_config"),
+        "ensure_weight_tying",
+        # The choice of layers, which the names of the matrices show.
+        *("exclude_modules", "layers_to_transform", "layers_pattern"),
+        # Settings of initializations and variants, which are refused themselves if they change what is computed.
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    ]
+)
+"""Options of PEFT that do not change what an adapter computes from its matrices. No other may be set."""
+
+_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of init_lora_weights that leave the base's weights as they are. The others, such as PiSSA, subtract the
+initial B A from them, so that the adapter belongs to a base that exists only in memory."""
 
 
 def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
@@ -38,24 +57,40 @@ def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
     for name, expected in _MUST_BE.items():
         if config.get(name, expected) != expected:
             raise ModelError(f"{where} has {name} {config[name]!r}; only {expected!r} is supported")
-    if other := next((name for name in _MUST_BE_EMPTY if config.get(name)), None):
-        raise ModelError(f"{where} has {other}; ranks per layer are not supported")
+    if (init := config.get("init_lora_weights", True)) not in _KEEP_THE_BASE:
+        raise ModelError(
+            f"{where} has init_lora_weights {init!r}, which changes the weights of the base, so that the matrices "
+            "alone do not describe the policy; convert it with path_initial_model_for_weight_conversion of PEFT's "
+            "save_pretrained, or merge it with PEFT and name the merged model in model.path"
+        )
+    for name, value in config.items():
+        if value and name not in _MUST_BE and name not in _WITHOUT_EFFECT:
+            raise ModelError(
+                f"{where} has {name} {value!r}, which is not supported; merge the adapter with PEFT and name the "
+                "merged model in model.path"
+            )
     return config
 
 
 def peft_settings(folder: Path, where: str | None = None) -> AdapterConfig:
     """Settings that train the adapter of a folder in PEFT's format further, starting from that folder.
 
+    The targets are the layers that have matrices, because target_modules may also be "all-linear" or a pattern.
+
     Args:
         where: Beginning of error messages; by default, the folder.
 
     Raises:
-        ModelError: The folder has no readable adapter_config.json, or its adapter is of an unsupported kind.
+        ModelError: The folder has no readable adapter_config.json or matrices, or its adapter is of an unsupported
+            kind.
     """
     where = where or str(folder)
     config = read_adapter_config(folder, where)
-    if not isinstance(targets := config.get("target_modules"), list):
-        raise ModelError(f"{where} has target_modules {targets!r}; only a list of names of layers is supported")
+    try:
+        layers = {hf_name(name).rpartition(".lora_")[0] for name in read_header(folder / WEIGHTS)}
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from None
+    targets = sorted({layer.rpartition(".")[2] for layer in layers})
     try:
         return AdapterConfig(
             rank=config.get("r", 0), alpha=config.get("lora_alpha", 0), targets=tuple(targets), start=str(folder)
