@@ -13,7 +13,6 @@ from titan_rl.config.task_tables import check_task, load_task
 from titan_rl.config.validation_errors import Origins
 from titan_rl.core.errors import ConfigError
 from titan_rl.tasks import Rows, ToolEnv
-from titan_rl.tasks.rows import read_rows
 
 ROWS = [{"question": f"What is {a} + 1?", "answer": str(a + 1)} for a in range(100)]
 REWARD = f"{__name__}:is_right"
@@ -109,39 +108,6 @@ def test_demonstration_column(tmp_path: Path) -> None:
         assert asked not in held_out
     with pytest.raises(ConfigError, match="names no column with answers to train on"):
         list(make(tmp_path).demonstrations(1))
-
-
-def test_all_file_formats_give_the_same_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(f"\ufeff{json.dumps(ROWS)}", encoding="utf-8")
-    lines = "".join(f'"{row["question"]}",{row["answer"]}\n' for row in ROWS)
-    (tmp_path / "a.csv").write_text(f"\ufeffquestion,answer\n{lines}", encoding="utf-8")
-    assert read_rows(write(tmp_path)) == read_rows(tmp_path / "a.json") == read_rows(tmp_path / "a.csv") == ROWS
-    (tmp_path / "b.jsonl").write_text("\ufeff" + "\n".join(map(json.dumps, ROWS)), encoding="utf-8")
-    assert read_rows(tmp_path / "b.jsonl") == ROWS
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    assert read_rows(tmp_path / "a.parquet") == ROWS
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "problem"),
-    [
-        ("a.txt", "x", "has an unsupported format; use a .jsonl"),
-        ("a.jsonl", '{"a": 1}\n\n{"a": \n', "a.jsonl:3 is not valid JSON"),
-        ("a.jsonl", "[1]", r"a.jsonl:1 is not a JSON object: \[1\]"),
-        ("a.jsonl", "\n", "has no rows"),
-        ("a.json", "{}", "is not a JSON list of objects"),
-        ("a.csv", "a,b\n1\n", "a.csv:2 has a different number of values than the header"),
-        ("a.parquet", "x", "is not a Parquet file"),
-    ],
-)
-def test_unreadable_file_error_gives_the_location(tmp_path: Path, name: str, content: str, problem: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=problem):
-        read_rows(tmp_path / name)
-    with pytest.raises(ConfigError, match=r"nowhere.jsonl cannot be read: No such file"):
-        read_rows(tmp_path / "nowhere.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from titan_rl.tasks.judge import Judge
 from titan_rl.tasks.message_task import MessageTask, PromptTask, answer_of, answer_rubric
 from titan_rl.tasks.reward_model import LocalClassifier, RewardModel, ServedClassifier
-from titan_rl.tasks.rows import Row, Rows, read_rows
+from titan_rl.tasks.row_files import Row, read_rows
+from titan_rl.tasks.rows import Rows
 from titan_rl.tasks.tools import ArgumentsError, Tool, ToolEnv, call_of, tools_of
 
 __all__ = [

@@ -1,19 +1,16 @@
-"""Tasks whose samples are rows, and `Rows`, which reads them from a local file: JSON lines, JSON, CSV or Parquet."""
+"""Tasks whose samples are rows, and `Rows`, which reads them from a local file."""
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 import random
 import string
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Annotated, Any, cast
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from titan_rl.core.calls.imports import find_function, require
-from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.calls.imports import find_function
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.plain_data import plain_json
 from titan_rl.core.settings import FilePath, FunctionName
@@ -21,92 +18,8 @@ from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message
 from titan_rl.tasks.message_task import MessageTask, answer_rubric
+from titan_rl.tasks.row_files import Row, read_rows
 from titan_rl.tasks.tools import ToolEnv, messages_of
-
-Row = dict[str, Any]
-
-
-def read_rows(path: str | Path) -> list[Row]:
-    """Read the rows of a file in the format of its suffix: .jsonl, .json (a list of objects), .csv (with a header; all
-    values are text) or .parquet.
-
-    Raises:
-        ConfigError: the file is missing, has another suffix, or does not consist of rows. Names the file and the line.
-        MissingExtraError: pyarrow, which reads Parquet, is not installed.
-    """
-    path = Path(path)
-    read = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}.get(path.suffix.lower())
-    if read is None:
-        raise ConfigError(f"{path} has an unsupported format; use a .jsonl, .json, .csv or .parquet file")
-    return _listed(path, read(path))
-
-
-def read_json_lines(path: str | Path) -> list[Row]:
-    """Read the rows of a file with a JSON object in each line, regardless of its suffix.
-
-    Raises:
-        ConfigError: see `read_rows`.
-    """
-    return _listed(path, _jsonl(Path(path)))
-
-
-def _listed(path: str | Path, read: Iterator[Row]) -> list[Row]:
-    try:
-        rows = list(read)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: {error}") from None
-    if not rows:
-        raise ConfigError(f"{path} has no rows")
-    return rows
-
-
-def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
-
-
-def _json(path: Path) -> Iterator[Row]:
-    rows = _parsed(path.read_text(encoding="utf-8-sig"), str(path))
-    if not isinstance(rows, list):
-        raise ConfigError(f"{path} is not a JSON list of objects")
-    for number, row in enumerate(cast("list[Any]", rows)):
-        yield _row(row, f"{path}[{number}]")
-
-
-def _csv(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        for row in (reader := csv.DictReader(file)):
-            if None in row or None in row.values():
-                raise ConfigError(f"{path}:{reader.line_num} has a different number of values than the header")
-            yield dict(row)
-
-
-def _parquet(path: Path) -> Iterator[Row]:
-    parquet: Any = require("pyarrow.parquet", "rows")
-    try:
-        yield from parquet.read_table(path).to_pylist()
-    except OSError:
-        raise
-    except Exception as error:  # an error type of pyarrow
-        raise ConfigError(f"{path} is not a Parquet file: {error}") from None
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return parse_json(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not valid JSON: {error}") from None
-
-
-def _row(value: Any, where: str) -> Row:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} is not a JSON object: {json.dumps(value)[:80]}")
-    return cast("Row", value)
-
 
 class ChosenRows:
     """All rows of a data set, or some of them. Rows are read one at a time.
@@ -232,7 +145,7 @@ class Rows(RowTask):
     """
 
     path: FilePath
-    """A .jsonl, .json, .csv or .parquet file."""
+    """A .jsonl, .ndjson, .json, .csv, .tsv or .parquet file; all but the last may end with .gz."""
     validation_path: FilePath | None = None
     """Second file, whose rows are all held out; then no rows of `path` are."""
     reward: Annotated[str, FunctionName(())]

@@ -10,7 +10,7 @@ import ipaddress
 import json
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -20,15 +20,18 @@ import msgspec
 T = TypeVar("T")
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """The value of a JSON text.
+
+    Args:
+        object_pairs_hook: Function that makes an object of its pairs; by default the last of two equal names counts.
 
     Raises:
         json.JSONDecodeError: the text is not JSON, is nested too deeply, or has a number that is too long.
         UnicodeDecodeError: the bytes are not UTF-8.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=object_pairs_hook)
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise
     except RecursionError:

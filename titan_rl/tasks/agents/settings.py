@@ -111,7 +111,7 @@ class AgentSettings(Section):
     environment: Mapping[str, str] = Field(default_factory=dict[str, str])
     """Environment variables of the program, added to those of the run and the episode; with fields as in command."""
     train_file: str = ""
-    """File with the training samples: JSON objects, one in each line."""
+    """File with the training samples: rows in JSON lines, JSON, CSV or Parquet."""
     validation_file: str = ""
     """File with the held-out samples."""
     rewards: Mapping[str, float] = Field(default_factory=lambda: {"reward": 1.0}, min_length=1)

@@ -46,7 +46,7 @@ from titan_rl.serving.policy import uninterrupted
 from titan_rl.serving.server import external_url, serve
 from titan_rl.tasks.agents.program import AgentProgram, agent_environment, agent_processes, make_folder
 from titan_rl.tasks.agents.settings import AgentSettings, check_command, fields_of, filled_in
-from titan_rl.tasks.rows import read_json_lines
+from titan_rl.tasks.row_files import read_rows
 from titan_rl.types import Completion, FinishReason
 
 
@@ -101,14 +101,12 @@ class AgentTask(AgentSettings):
 
     def _rows(self, path: str, setting: str) -> list[Any]:
         if not path:
-            raise ConfigError(f"task.{setting} is not set; name a file of JSON objects, one in each line")
+            raise ConfigError(f"task.{setting} is not set; name a file of samples, such as JSON lines")
         if path not in self._files:
             try:
-                self._files[path] = read_json_lines(path)
+                self._files[path] = read_rows(path)
             except ConfigError as error:
-                raise ConfigError(
-                    f"task.{setting} = {path!r}: {error}; write JSON objects, one in each line"
-                ) from error
+                raise ConfigError(f"task.{setting} = {path!r}: {error}") from error
         return self._files[path]
 
 
