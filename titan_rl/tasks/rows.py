@@ -21,6 +21,7 @@ from titan_rl.tasks.message_task import MessageTask, answer_rubric
 from titan_rl.tasks.row_files import Row, read_rows
 from titan_rl.tasks.tools import ToolEnv, messages_of
 
+
 class ChosenRows:
     """All rows of a data set, or some of them. Rows are read one at a time.
 

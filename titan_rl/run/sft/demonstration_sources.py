@@ -18,11 +18,10 @@ from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, Demonstration, Task, calling, wrong_result
+from titan_rl.tasks.chats import demonstration_of
+from titan_rl.tasks.row_files import rows_with_places
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sft_tokens import DemonstrationTokens, encode
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
 
 Found = tuple[str, Demonstration]
 """Description of a demonstration's source, for messages, and the demonstration."""
@@ -99,62 +98,18 @@ def _demonstrations(task: Task, count: float, limits: RolloutConfig) -> list[Fou
 
 
 def read_chats(file: Path, count: int) -> list[Found]:
-    """Read at most `count` conversations from a file of JSON lines.
+    """Read at most `count` conversations from a file of chats; see `read_rows` and `demonstration_of`.
 
     Example of a line: `{"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}`,
     with `"tools": [...]` if tools are offered.
 
     Raises:
-        DataError: The file cannot be read or is empty, or a line is wrong. The message names file, line and field.
+        DataError: The file cannot be read or is empty, or a row is wrong. The message names file, row and field.
     """
-    found: list[Found] = []
     try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    found.append((where := f"{file}:{number}", _chat(line, where)))
-                if len(found) == count:
-                    break
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
-    if not found:
-        raise DataError(f"{file} has no conversation")
-    return found
-
-
-def _chat(line: str, where: str) -> Demonstration:
-    try:
-        row = parse_json(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: must be an object with messages, not {_shown(row)}")
-    fields = cast("dict[str, Any]", row)
-    messages, tools = fields.get("messages"), fields.get("tools")
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: messages must be a list of messages, not {_shown(messages)}")
-    for number, message in enumerate(cast("list[Any]", messages)):
-        _check_message(message, f"{where}: messages[{number}]")
-    if not any(message["role"] == "assistant" for message in cast("list[Any]", messages)):
-        raise DataError(f"{where}: messages has no assistant message, so there is nothing to train on")
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, dict) for tool in cast("list[Any]", tools))
-    ):
-        raise DataError(f"{where}: tools must be a list of objects, not {_shown(tools)}")
-    return Demonstration(cast("list[Any]", messages), cast("Any", tools))
-
-
-def _check_message(message: Any, where: str) -> None:
-    if not isinstance(message, dict):
-        raise DataError(f"{where} must be an object with role and content, not {_shown(message)}")
-    fields = cast("dict[str, Any]", message)
-    if (role := fields.get("role")) not in ROLES:
-        raise DataError(f"{where}.role is {_shown(role)}; it must be one of {', '.join(ROLES)}")
-    content = fields.get("content")
-    if content is None and fields.get("tool_calls"):
-        fields["content"] = ""
-    elif not isinstance(content, str):
-        raise DataError(f"{where}.content must be a string, not {_shown(content)}")
+        return [(place, demonstration_of(row, place)) for place, row in islice(rows_with_places(file), count)]
+    except ConfigError as error:
+        raise DataError(str(error)) from None
 
 
 _LEARNED = ("rollout_id", "reward", "messages")
@@ -216,11 +171,6 @@ def _can_be_learned(record: Mapping[str, Any], min_reward: float | None) -> bool
         and (min_reward is None or reward >= min_reward)
         and any(message.get("role") == "assistant" for message in record.get("messages") or [])
     )
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class TokenSource:
