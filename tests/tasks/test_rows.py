@@ -86,6 +86,33 @@ async def test_prompt_can_be_a_column_a_template_or_messages(tmp_path: Path) -> 
     assert (await opening(path=write(tmp_path, "chats.jsonl", chats), prompt="prompt"))[0]["role"] == "user"
 
 
+async def test_prompt_may_be_a_chat_of_sharegpt(tmp_path: Path) -> None:
+    said = [("system", "Be brief."), ("human", "2 + 3?"), ("gpt", "4"), ("human", "No.")]
+    rows = [{"conversations": [{"from": source, "value": value} for source, value in said]}] * 9
+    task = make(tmp_path, path=write(tmp_path, "chats.jsonl", rows), prompt="conversations", held_out=0)
+    task.check_settings()
+    messages = (await task.env(task.train_sample(0, 0)).reset()).messages
+    assert [(message["role"], message["content"]) for message in messages] == [
+        ("system", "Be brief."),
+        ("user", "2 + 3?"),
+        ("assistant", "4"),
+        ("user", "No."),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "human", "content": "Hi"}, r'\[0\].role is "human"; it must be one of system, .*; write "user"'),
+        ({"content": "Hi"}, r"\[0\].role is null; it must be one of system"),
+        ({"from": "narrator", "value": "Hi"}, r'\[0\].from is "narrator"; it must be one of human'),
+    ],
+)
+def test_message_of_an_unknown_role_is_refused(tmp_path: Path, message: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"task.prompt = 'prompt': row 0 of .* gives no prompt: the prompt{problem}"):
+        make(tmp_path, path=write(tmp_path, "chats.jsonl", [{"prompt": [message]}]), prompt="prompt").check_settings()
+
+
 async def test_reward_function_and_tools_apply_to_rows(tmp_path: Path) -> None:
     task = make(tmp_path, tools=(f"{__name__}:look", f"{__name__}:Desk"))
     row = task.train_sample(0, 0)

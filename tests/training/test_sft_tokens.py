@@ -140,3 +140,12 @@ def test_rejects_a_renderer_that_drops_reasoning() -> None:
     turns = [user("a"), {**assistant("b"), "reasoning_content": "Hm."}, user("c"), assistant("d")]
     with pytest.raises(DataError, match="without changing earlier tokens"):
         encode(qwen3, Demonstration(turns))
+
+
+def test_answer_with_weight_zero_is_context_and_not_trained() -> None:
+    chat = [user("2 + 2?"), assistant("5"), user("No."), assistant("4")]
+    whole = encode(RENDERER, Demonstration(chat))
+    part = encode(RENDERER, Demonstration([chat[0], {**chat[1], "weight": 0}, *chat[2:]]))
+    assert list(part.token_ids) == list(whole.token_ids)
+    learned = [token for token, is_learned in zip(part.token_ids, part.loss_mask, strict=True) if is_learned]
+    assert TOKENIZER.decode(learned[:-1]) == "4"

@@ -76,9 +76,9 @@ def openai_messages(prompt: Any) -> Any:
     Raises:
         DataError: a message has an unknown role, or is a call that is not JSON.
     """
-    if not isinstance(prompt, Sequence) or not all(isinstance(each, Mapping) and "from" in each for each in prompt):
-        return prompt
-    return _messages(cast("Sequence[Any]", prompt), "the prompt") if prompt else prompt
+    given = cast("list[Any]", prompt if isinstance(prompt, list) else [])
+    is_sharegpt = bool(given) and all(isinstance(each, dict) and "from" in each for each in given)
+    return _messages(given, "the prompt") if is_sharegpt else cast("Any", prompt)
 
 
 def require_role(message: Message, place: str) -> None:
@@ -97,9 +97,9 @@ def _messages(given: Sequence[Any], place: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for number, each in enumerate(given):
         message = _message(each, f"{place}[{number}]")
-        before = messages[-1] if messages else {}
-        if isinstance(each, Mapping) and "from" in each and "tool_calls" in message and before.get("tool_calls"):
-            before["tool_calls"] += message["tool_calls"]  # ShareGPT has a message for each of several calls
+        is_call = isinstance(each, Mapping) and cast("Mapping[str, Any]", each).get("from") == "function_call"
+        if is_call and messages and messages[-1]["role"] == "assistant":  # an answer is one message, with all its calls
+            messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
             messages.append(message)
     return messages
@@ -147,9 +147,9 @@ def _call(call: Any, place: str) -> dict[str, Any]:
 def _text(content: Any, place: str) -> str:
     """Text of a message, which may be given in parts of type "text"."""
     if isinstance(content, list):
-        parts = cast("list[Any]", content)
-        if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-            return "".join(part["text"] for part in parts)
+        texts = [cast("dict[str, Any]", part).get("text") for part in cast("list[Any]", content) if type(part) is dict]
+        if len(texts) == len(cast("list[Any]", content)) and all(isinstance(text, str) for text in texts):
+            return "".join(map(str, texts))
     if not isinstance(content, str):
         raise DataError(f"{place} must be a string, not {_shown(content)}")
     return content

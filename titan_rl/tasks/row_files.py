@@ -23,8 +23,8 @@ LFS_POINTER = "version https://git-lfs"
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Read the rows of a file in the format of its suffix: .jsonl or .ndjson (a JSON object in each line), .json (a list
-    of objects, or JSON lines), .csv or .tsv (with a header; all values are text) or .parquet. A text file may be
+    """Read the rows of a file in the format of its suffix: .jsonl or .ndjson (a JSON object in each line), .json (a
+    list of objects, or JSON lines), .csv or .tsv (with a header; all values are text) or .parquet. A text file may be
     compressed, with the suffix .gz. A file with another suffix is read like .json if it begins like one.
 
     Raises:

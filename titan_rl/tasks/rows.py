@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from titan_rl.core.calls.imports import find_function
-from titan_rl.core.errors import ConfigError
+from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.core.plain_data import plain_json
 from titan_rl.core.settings import FilePath, FunctionName
 from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message
+from titan_rl.tasks.chats import openai_messages
 from titan_rl.tasks.message_task import MessageTask, answer_rubric
 from titan_rl.tasks.row_files import Row, read_rows
 from titan_rl.tasks.tools import ToolEnv, messages_of
@@ -91,8 +92,8 @@ class RowTask(MessageTask):
         return self.prompt.format_map(row)
 
     def messages(self, row: Row) -> list[Message]:
-        """Opening messages of a row."""
-        return messages_of(self.prompt_of(row), self.system)
+        """Opening messages of a row, in the form of OpenAI, also if those of the row are in that of ShareGPT."""
+        return messages_of(openai_messages(self.prompt_of(row)), self.system)
 
     def require_prompt(self, row: Row, place: str) -> None:
         """Check that a row has a prompt.
@@ -106,7 +107,7 @@ class RowTask(MessageTask):
         """
         try:
             self.messages(row)
-        except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError, DataError) as error:
             wrong = f"has no column {error}" if isinstance(error, KeyError) else f"gives no prompt: {error}"
             raise ConfigError(
                 f"task.prompt = {self.prompt!r}: {place} {wrong}; its columns are {', '.join(row)}"

@@ -50,6 +50,7 @@ from titan_rl.core.errors import TitanRLError
 from titan_rl.core.plain_data import plain_json, safe_repr
 from titan_rl.rollout.environment.types import MessageObservation, MessageStep
 from titan_rl.rollout.types import Message, RolloutStatus
+from titan_rl.tasks.chats import require_role
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -411,6 +412,7 @@ def messages_of(prompt: str | Sequence[Message], system: str = "") -> list[Messa
 
     Raises:
         TypeError: the prompt is neither text nor messages.
+        DataError: a message has an unknown role.
     """
     if system:
         return [{"role": "system", "content": system}, *messages_of(prompt)]
@@ -421,6 +423,8 @@ def messages_of(prompt: str | Sequence[Message], system: str = "") -> list[Messa
             f"the prompt is {safe_repr(prompt)}; it must be text, or a list of messages such as "
             '{"role": "user", "content": "..."}'
         )
+    for number, message in enumerate(prompt):
+        require_role(message, f"the prompt[{number}]")
     return list(prompt)
 
 

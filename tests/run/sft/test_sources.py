@@ -154,12 +154,99 @@ def test_read_chats_returns_tools_and_line_numbers(tmp_path: Path) -> None:
     assert len(read_chats(file, 1)) == 1
 
 
+def read(folder: Path, row: Any) -> Demonstration:
+    ((_, demonstration),) = read_chats(chats(folder, row), 10)
+    return demonstration
+
+
+ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+
+
+def test_sharegpt_chats_with_function_calls_are_read(tmp_path: Path) -> None:
+    call = '{"name": "add", "arguments": {"a": 2, "b": 3}}'
+    said = [("human", "2 + 3?"), ("gpt", "Let me see."), ("function_call", call), ("function_call", f"[{call}]")]
+    said += [("observation", "5"), ("observation", "5"), ("gpt", "It is 5.")]
+    conversations = [{"from": source, "value": value} for source, value in said]
+    row = {"id": "c1", "conversations": conversations, "system": "Be brief.", "tools": json.dumps([ADD])}
+    called = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    assert read(tmp_path, row) == Demonstration(
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "2 + 3?"},
+            {"role": "assistant", "content": "Let me see.", "tool_calls": [called, called]},
+            {"role": "tool", "content": "5"},
+            {"role": "tool", "content": "5"},
+            {"role": "assistant", "content": "It is 5."},
+        ],
+        [{"type": "function", "function": ADD}],
+    )
+    assert read(tmp_path, {"conversations": conversations[:2], "tools": "", "system": ""}).tools is None
+
+
+def test_older_functions_of_openai_become_tools(tmp_path: Path) -> None:
+    call = {"name": "add", "arguments": '{"a": 2}'}
+    messages = [
+        CHAT[0],
+        {"role": "assistant", "content": None, "function_call": call, "refusal": None, "annotations": []},
+        {"role": "function", "name": "add", "content": "5"},
+        {"role": "assistant", "content": [{"type": "text", "text": "It "}, {"type": "text", "text": "is 5."}]},
+    ]
+    found = read(tmp_path, {"messages": messages, "functions": [ADD], "parallel_tool_calls": False})
+    assert found.tools == [{"type": "function", "function": ADD}]
+    assert found.messages[1:] == [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "name": "add", "content": "5"},
+        {"role": "assistant", "content": "It is 5."},
+    ]
+
+
+def test_messages_that_must_not_be_learned_are_marked(tmp_path: Path) -> None:
+    answers = [{"weight": 0}, {"train": False}, {"weight": 1}, {"train": True}, {}]
+    messages = [message for marks in answers for message in (CHAT[0], {**CHAT[1], **marks})]
+    learned = [message.get("weight", 1) for message in read(tmp_path, {"messages": messages}).messages[1::2]]
+    assert learned == [0, 0, 1, 1, 1]
+
+
+def test_chats_are_read_from_every_format_of_rows(tmp_path: Path) -> None:
+    (tmp_path / "chats.json").write_text("\ufeff" + json.dumps([{"messages": CHAT}] * 3), encoding="utf-8")
+    assert read_chats(tmp_path / "chats.json", 2) == [
+        (f"{tmp_path}/chats.json[{number}]", Demonstration(CHAT)) for number in range(2)
+    ]
+
+
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ("{", ":2: not valid JSON"),
-        ([1], ":2: must be an object with messages, not [1]"),
-        ({"prompt": "a"}, ":2: messages must be a list of messages, not null"),
+        ("{", ":2 is not valid JSON"),
+        ([1], ":2 is not a JSON object: [1]"),
+        ({"id": 7}, ":2: messages must be a list of messages, not null"),
+        ({"conversations": "Hi"}, ':2: conversations must be a list of messages, not "Hi"'),
+        ({"mesages": CHAT, "odd": 1}, ":2: mesages, odd has no meaning in a chat here, which has messages, conv"),
+        ({"messages": CHAT, "tool": []}, ":2: tool has no meaning in a chat here, which has messages, conversations"),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "wieght": 0}]},
+            ":2: messages[1]: wieght has no meaning in a chat here, wh",
+        ),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, ":2: messages[1].weight is 0.5; it must be 1 to learn"),
+        ({"messages": [CHAT[0], {**CHAT[1], "train": "no"}]}, ':2: messages[1].train is "no"; it must be 1 to learn'),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, ":2: messages has no assistant message with a weight"),
+        (
+            {"messages": [{"role": "human", "content": "a"}]},
+            ':2: messages[0].role is "human"; it must be one of system',
+        ),
+        (
+            {"conversations": [{"from": "bot", "value": "a"}]},
+            ':2: conversations[0].from is "bot"; it must be one of hum',
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "add(1)"}]},
+            ":2: conversations[0].value is not valid JSON",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": '{"arguments": {}}'}]},
+            ":2: conversations[0].value must be an object with the name and the arguments of a call",
+        ),
+        ({"messages": CHAT, "functions": "["}, ":2: functions is not valid JSON"),
         ({"messages": ["a"]}, ':2: messages[0] must be an object with role and content, not "a"'),
         ({"messages": [{"role": "bot", "content": "a"}]}, ':2: messages[0].role is "bot"; it must be one of system,'),
         ({"messages": [*CHAT, {"role": "user", "content": 5}]}, ":2: messages[2].content must be a string, not 5"),

@@ -49,12 +49,13 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTok
     """Encode a conversation as if it were a rollout in which the policy gave the assistant's answers: each answer ends
     with a stop token, and the next prompt begins with all tokens so far.
 
-    Messages after the last answer are left out.
+    Messages after the last answer are left out. An answer with `"weight": 0` is not trained.
 
     Raises:
         DataError: The conversation does not begin with a prompt, it has no assistant message or two in a row, or the
             renderer cannot render it as a rollout.
     """
+    trained = [message.get("weight") != 0 for message in demonstration.messages]
     messages = renderable(demonstration.messages)
     tools: list[Any] | None = None if demonstration.tools is None else renderable(demonstration.tools)
     stop_token_ids = renderer.get_stop_token_ids()
@@ -77,7 +78,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTok
                 "changing earlier tokens, as a rollout could not; use another renderer (model.renderer)"
             )
         completion = _completion(renderer, messages[: at + 1], tools, stop_token_ids)
-        loss_mask += bytes(len(prompt) - len(token_ids)) + b"\1" * len(completion)
+        loss_mask += bytes(len(prompt) - len(token_ids)) + bytes([trained[at]]) * len(completion)
         token_ids = array(TOKENS, [*prompt, *completion])
         num_rendered = at + 1
     return DemonstrationTokens(NumberArray(token_ids), MaskArray(loss_mask))
