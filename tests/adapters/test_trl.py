@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import threading
@@ -68,6 +69,57 @@ def test_rows_load_from_every_datasets_source(tmp_path: Path) -> None:
         assert sorted(epoch) == sorted(row["prompt"] for row in SUMS), place
     task = TRLTask(dataset=str(tmp_path / "splits"), reward_funcs=named("never"), validation_split="test")
     assert [row["prompt"] for row in task.validation_samples(10)] == [SUMS[5]["prompt"]]
+
+
+def test_rows_load_from_files_as_people_have_them(tmp_path: Path) -> None:
+    lines = "\ufeff" + "\n".join(json.dumps(row) for row in SUMS)
+    table = "\ufeffprompt,answer,level\n" + "".join(f"{row['prompt']},{row['answer']},{row['level']}\n" for row in SUMS)
+    numbered = [{**row, "answer": int(row["answer"])} for row in SUMS]  # `datasets` makes numbers of them
+    for name, text, expected in [
+        ("a.json", lines, SUMS),
+        ("a.ndjson", lines, SUMS),
+        ("a.jsonl.gz", lines, SUMS),
+        ("a.csv", table, numbered),
+        ("a.csv.gz", table, numbered),
+        ("a.tsv", table.replace(",", "\t"), numbered),
+    ]:
+        data = text.encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+        task = TRLTask(dataset=str(tmp_path / name), reward_funcs=named("never"), held_out=0)
+        assert sorted((task.train_sample(0, at) for at in range(100)), key=repr) == sorted(expected, key=repr), name
+
+
+def test_split_of_a_file_of_json(tmp_path: Path) -> None:
+    task = sums(tmp_path, "never", split="train[:3]+train[98:]", validation_split="train[50%:60%]")
+    trained = [task.train_sample(0, at) for at in range(5)]
+    assert sorted(map(repr, trained)) == sorted(map(repr, (*SUMS[:3], *SUMS[98:])))
+    assert sorted(map(repr, task.validation_samples(99))) == sorted(map(repr, SUMS[50:60]))
+    with pytest.raises(ConfigError, match=r"split 'test'.*Unknown split \"test\""):
+        sums(tmp_path, "never", split="test").check_settings()
+
+
+def test_arrow_data_invents_no_nulls_in_chats_and_json_keeps_its_own(tmp_path: Path) -> None:
+    def call(**arguments: Any) -> dict[str, Any]:
+        return {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}],
+        }
+
+    prompt = [{"role": "user", "content": "Hi"}, call(a=1), call(b=2), {"role": "user", "content": "Go on"}]
+    datasets.Dataset.from_list([{"prompt": prompt, "note": None}] * 3).to_parquet(tmp_path / "a.parquet")
+    task = TRLTask(dataset=str(tmp_path / "a.parquet"), reward_funcs=named("never"), held_out=0)
+    assert task.train_sample(0, 0) == {"prompt": prompt, "note": None}
+    own = [prompt[0], call(a=None), prompt[3]]
+    path = rows(tmp_path, [{"prompt": own}, {"prompt": own, "level": 1}])
+    task = TRLTask(dataset=path, reward_funcs=named("never"), held_out=0)
+    found = sorted((task.train_sample(0, at) for at in range(2)), key=repr)
+    assert found == [{"prompt": own, "level": 1}, {"prompt": own, "level": None}]
+
+
+def test_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer,answer\na,b,c\n")
+    with pytest.raises(ConfigError, match=r"a.csv has more than one 'answer'"):
+        TRLTask(dataset=str(tmp_path / "a.csv"), reward_funcs=named("never")).check_settings()
 
 
 def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:

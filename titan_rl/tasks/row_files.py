@@ -7,7 +7,7 @@ import gzip
 import json
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -118,7 +118,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
             require_different(file.schema_arrow.names, part)
             for batch in file.iter_batches(1000):  # not all at once, because a reader may want the first few
                 for row in batch.to_pylist():
-                    yield f"row {number} of {path}", without_invented_nulls(row)
+                    yield f"row {number} of {path}", {name: without_invented_nulls(row[name]) for name in row}
                     number += 1
     except (OSError, ConfigError):
         raise
@@ -143,16 +143,16 @@ def require_different(columns: Sequence[str], path: object) -> None:
         raise ConfigError(f"{path} has more than one {', '.join(map(repr, twice))}; rename or remove all but one")
 
 
-def without_invented_nulls(row: Mapping[str, Any]) -> Row:
-    """Copy of a row of Arrow data without the nulls in its chats and tools. There all structs of a column have the
-    same fields, so a message without tool calls has null for them, and a call has null for the arguments of others.
+def without_invented_nulls(value: Any) -> Any:
+    """A value of Arrow data without nulls, if it is a chat or a list of tools; anything else unchanged.
 
-    Other columns keep their nulls, because code may expect their fields.
+    All structs of an Arrow column have the same fields. So a message without tool calls has null for them, and a call
+    has null for the arguments of other calls. Other columns keep their nulls, because code may expect their fields.
 
-    >>> without_invented_nulls({"prompt": [{"role": "user", "content": "Hi", "tool_calls": None}], "info": {"a": None}})
-    {'prompt': [{'role': 'user', 'content': 'Hi'}], 'info': {'a': None}}
+    >>> without_invented_nulls([{"role": "user", "content": "Hi", "tool_calls": None}])
+    [{'role': 'user', 'content': 'Hi'}]
     """
-    return {name: _without_nulls(value) if _is_of_chat(value) else value for name, value in row.items()}
+    return _without_nulls(value) if _is_of_chat(value) else value
 
 
 def _is_of_chat(value: Any) -> bool:

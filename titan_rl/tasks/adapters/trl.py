@@ -22,10 +22,12 @@ from titan_rl.rollout.types import Message, Rollout, RolloutGroup
 from titan_rl.tasks import Row, ToolEnv
 from titan_rl.tasks.adapters.shared import check_name
 from titan_rl.tasks.adapters.trl_env import Instances, ToolClassEnv, tools_of_class
+from titan_rl.tasks.row_files import read_rows, rows_with_places, without_invented_nulls
 from titan_rl.tasks.rows import ChosenRows, RowTask, Sides
 from titan_rl.types import sequence_or_none
 
-KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
+KINDS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
+"""Files that `datasets` reads, by suffix: as TRL's users have them, with numbers in CSV, and text by lines."""
 
 
 def load_dataset(dataset: str, subset: str, split: str, revision: str) -> Any:
@@ -39,7 +41,8 @@ def load_dataset(dataset: str, subset: str, split: str, revision: str) -> Any:
         revision: Revision of a data set on the hub; "" for the default one.
 
     Returns:
-        A `datasets.Dataset`, which stays on disk. Its rows are dictionaries, accessed by number.
+        A list of rows for a file of JSON, otherwise a `datasets.Dataset`, which stays on disk. Its rows are
+        dictionaries, accessed by number.
 
     Raises:
         ConfigError: there is no such data set or split, or it cannot be read.
@@ -49,10 +52,12 @@ def load_dataset(dataset: str, subset: str, split: str, revision: str) -> Any:
     path = Path(dataset)
     try:
         if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
-            return _saved(datasets.load_from_disk(dataset), dataset, split)
-        if path.is_file():
-            return _of_file(datasets, path, split)
-        return datasets.load_dataset(dataset, subset or None, split=split, revision=revision or None)
+            data: Any = _saved(datasets.load_from_disk(dataset), dataset, split)
+        elif path.is_file():
+            data = _of_file(datasets, path, split)
+        else:
+            data = datasets.load_dataset(dataset, subset or None, split=split, revision=revision or None)
+        return data.with_transform(_without_invented_nulls) if hasattr(data, "with_transform") else data
     except ConfigError:
         raise
     except Exception as error:
@@ -61,10 +66,20 @@ def load_dataset(dataset: str, subset: str, split: str, revision: str) -> Any:
 
 
 def _of_file(datasets: Any, path: Path, split: str) -> Any:
-    if path.suffix not in KINDS:
-        raise ConfigError(f"task.dataset = {str(path)!r} has an unsupported format; use one of {', '.join(KINDS)}")
-    options = {"delimiter": "\t"} if path.suffix == ".tsv" else {}
-    return datasets.load_dataset(KINDS[path.suffix], data_files=str(path), split=split, **options)
+    suffix = Path(path.stem if path.suffix == ".gz" else path.name).suffix.lower()
+    if suffix in KINDS:
+        if suffix != ".txt":
+            next(rows_with_places(path))  # refuses two columns of one name, of which `datasets` renames one
+        options = {"delimiter": "\t"} if suffix == ".tsv" else {}
+        return datasets.load_dataset(KINDS[suffix], data_files=str(path), split=split, **options)
+    rows = read_rows(path)
+    names = dict.fromkeys(name for row in rows for name in row)  # each row has every column, as in `datasets`
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
+    return [{name: row.get(name) for name in names} for part in parts for row in rows[part.from_ : part.to]]
+
+
+def _without_invented_nulls(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    return {name: [without_invented_nulls(value) for value in values] for name, values in columns.items()}
 
 
 def _saved(found: Any, dataset: str, split: str) -> Any:
