@@ -20,7 +20,8 @@ def set_up(parser: Parser) -> None:
     parser.usage = "titan-rl sft (CONFIG.toml ... | --resume RUN) [--table.setting value ...] [--dry-run]"
     parser.description = (
         "Fine-tune a model on demonstrations, and write it to the model.path of CONFIG.toml, from which `titan-rl "
-        "train` starts. Without sft.start a tiny model is made; without sft.data the task provides the demonstrations."
+        "train` starts. Without sft.start a tiny model is made; without sft.data the task "
+        "provides the demonstrations, and with it no [task] is needed."
     )
     parser.add_run_config(nargs="*")
     parser.add_argument(
@@ -61,6 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     started_by = shlex.join(["titan-rl", *sys.argv[1:]])
     code = run_sft(config, resume, started_by=started_by, verbosity=verbosity)
-    if code == 0 and verbosity is not Verbosity.QUIET:
+    if code == 0 and verbosity is not Verbosity.QUIET and config.tasks:
         print_next_command("train", *(arguments.config or ["CONFIG.toml"]))
     return code

@@ -59,6 +59,8 @@ def length_conflicts(run: RunTables) -> Iterator[str]:
 
 
 def task_name_conflicts(run: RunTables) -> Iterator[str]:
+    if not run.tasks and not run.sft.data:
+        yield "tasks has no task; give one, or set sft.data for titan-rl sft"
     for name, count in Counter(source.name for source in run.tasks).items():
         if count > 1:
             yield f"{count} tasks have name = {name!r}; give each a different name"

@@ -93,14 +93,16 @@ def read_config(
     paths: str | Path | Sequence[str | Path],
     overrides: Sequence[tuple[str, str]],
     given: Mapping[str, object] | None = None,
+    *,
+    needs_task: bool = True,
 ) -> tuple[RunConfig, Origins]:
     """Read a config without checking the files that it names. Return it with the origin of each setting; see
-    `load_config`."""
+    `load_config` and `load_tasks`."""
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     tables, origins = read_tables(files, overrides)
     give(tables, given or {}, origins)
     search_path = SearchPath(tables.get("pythonpath"), origins)
-    tasks = load_tasks(tables, origins)
+    tasks = load_tasks(tables, origins, needs_task=needs_task)
     load_suites(tables, origins)
     load_adapters(tables, origins, RunConfig.model_fields)
     return _with_folders(_checked({**tables, "tasks": tasks}, search_path, origins), origins), origins
@@ -335,7 +337,7 @@ def load_sft_config(paths: str | Path | Sequence[str | Path], overrides: Sequenc
         ConfigError: A setting is wrong. The message names each such setting, its value, its origin and what is allowed.
         ModelError: The folder of the model to start from lacks a file.
     """
-    config, origins = read_config(paths, overrides)
+    config, origins = read_config(paths, overrides, needs_task=False)
     if config.adapters:
         raise ConfigError(f"{origins.of('adapters')}: titan-rl sft trains one model; leave [[adapters]] out")
     sft = config.sft.model_copy(

@@ -286,8 +286,8 @@ class SFTConfig(Section):
     out: PathText = ""
     """Folder in which the fine-tuned model is saved. By default model.path."""
     data: PathText = ""
-    """Source of the demonstrations: a JSON lines file of chats, or the folder of a run, whose best rollouts are used.
-    By default the task's own demonstrations."""
+    """Source of the demonstrations: a file of chats, or the folder of a run, whose best rollouts are used. By default
+    the task's own demonstrations."""
     top_k: Annotated[PositiveInt, TakesEffect("sft.data", none_of=("",), fix="set that to the folder of a run")] = 1
     """Rollouts used of each group of a run, those with the highest rewards."""
     min_reward: float | None = None
@@ -345,7 +345,7 @@ class RunTables(Section):
     share_run_dir: bool = False
     """Let other users read the run's files, as the umask allows. Otherwise only this user may."""
     model: ModelConfig
-    tasks: tuple[TaskSource, ...] = Field(min_length=1, strict=False)
+    tasks: tuple[TaskSource, ...] = Field(strict=False)
     adapters: tuple[AdapterRun, ...] = Field(default=(), strict=False)
     """Experiments that share the generators and the trainer, each with its own adapter."""
     sampling: SamplingConfig = SamplingConfig()

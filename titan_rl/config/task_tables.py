@@ -89,6 +89,8 @@ def type_of(made: object) -> str:
 
 def dump_tasks(tasks: Sequence[TaskSource]) -> dict[str, Any]:
     """Dump tasks as TOML tables, from which `load_tasks` builds equal tasks."""
+    if not tasks:
+        return {}
     if is_alone(tasks):
         return {"task": task_table(tasks[0], exclude_none=True, with_share=False)}
     return {"tasks": [task_table(source, exclude_none=True) for source in tasks]}
@@ -120,20 +122,23 @@ def task_table(source: TaskSource, *, exclude_none: bool = False, with_share: bo
     return {"type": type_of(source.task), **fields, **(table if with_share else {})}
 
 
-def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ...]:
+def load_tasks(tables: dict[str, Any], origins: Origins, *, needs_task: bool = True) -> tuple[TaskSource, ...]:
     """Build the tasks of `[task]` or of `[[tasks]]`, and remove these tables from `tables`.
 
     The classes that `type` names are imported, and the other keys are validated as fields of the class or of a
-    `TaskSource`.
+    `TaskSource`. A supervised run needs no task if `sft.data` is set.
 
     Args:
         tables: Tables of all settings, with those of `[[tasks]]` by name, as `tables_by_name` returns them.
+        needs_task: Whether a task is needed even so.
 
     Raises:
         ConfigError: The tables have no task, or tables of both kinds; or a module or class does not exist, a class is
             not a task, or its settings are wrong.
     """
     one, several = tables.pop("task", None), tables.pop("tasks", None)
+    if one is None and several is None and not needs_task and _has_demonstrations(tables):
+        return ()
     if one is None and several is None:
         raise ConfigError(
             f'{origins.of_files()}: the table [task] is missing; it needs type = "module:Class". Several tasks '
@@ -163,6 +168,11 @@ def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ..
                 f'{origins.of(f"tasks.{name}")}: tasks.{name} has no type = "module:Class"; {meant}{typed_text}'
             )
     return tuple(_load_source(name, table, origins) for name, table in tables_of.items())
+
+
+def _has_demonstrations(tables: Mapping[str, Any]) -> bool:
+    sft: Any = tables.get("sft")
+    return isinstance(sft, dict) and bool(cast("dict[str, Any]", sft).get("data"))
 
 
 def with_settings(

@@ -32,8 +32,8 @@ NOT_IN_NAMES = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath", "h
 
 
 def run_name(config: RunConfig, tomls: Sequence[Path] = (), overrides: Sequence[tuple[str, str]] = ()) -> str:
-    """Name a run: by `config.name`, or otherwise by the task, the names of further files, and the settings of the
-    command line.
+    """Name a run: by `config.name`, or otherwise by the task or the file of chats, the names of further files, and the
+    settings of the command line.
 
     Example: `AlphabetSort` from `cpu.toml` and `long.toml` with `--training.lr 1e-3` is "alphabet-sort-long-lr=1e-3".
 
@@ -44,7 +44,7 @@ def run_name(config: RunConfig, tomls: Sequence[Path] = (), overrides: Sequence[
         return config.name
     settings = {key: value for key, value in overrides if not key.startswith(NOT_IN_NAMES)}
     parts = [
-        "-".join(source.name.replace("_", "-") for source in config.tasks),
+        "-".join(source.name.replace("_", "-") for source in config.tasks) or Path(config.sft.data).stem,
         *(toml.stem for toml in tomls[1:]),
         *(f"{_plain(key.rpartition('.')[2])}={_plain(Path(value).name)}" for key, value in settings.items()),
     ]

@@ -13,13 +13,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from titan_rl.config.load import load_sft_config
+from titan_rl.config.load import load_config, load_sft_config
 from titan_rl.config.resume_changes import settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.console import LOG
 from titan_rl.core.errors import ActorDiedError, CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from titan_rl.core.tracing import spans
-from titan_rl.run.directory import RunDirectory, read_jsonl
+from titan_rl.run.directory import RunDirectory, read_jsonl, run_name
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import JSONLSink
@@ -226,6 +226,21 @@ async def test_sft_trains_measures_held_out_loss_and_exports_the_model(
     assert (summary.out / "model.safetensors").read_text() == "9"
     assert json.loads((summary.out / "sft.json").read_text())["held_out_loss"] == {"before": 2.0, "after": 0.2}
     load_sft_config(toml)  # sft may replace its own output
+
+
+async def test_file_of_chats_needs_no_task(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
+    toml, folder = tmp_path / "chats.toml", tmp_path / "run"
+    toml.write_text('[model]\npath = "base"\n[sft]\ndata = "chats.jsonl"\nheld_out = 0\nsteps = 2\n')
+    config = load_sft_config(toml)
+    assert run_name(config) == "chats"
+    assert (await make_loop(config, folder, CountingTrainer()).run()).steps == 2
+    again = load_sft_config(folder / "config.toml")
+    assert (again.tasks, again.sft.data) == ((), str(tmp_path / "chats.jsonl"))
+    for load, overrides in ((load_config, []), (load_sft_config, [("sft.data", "")])):
+        with pytest.raises(ConfigError, match=r"the table \[task\] is missing"):
+            load(toml, overrides)
 
 
 def test_output_folder_is_the_target_of_a_link(toml: Path) -> None:
