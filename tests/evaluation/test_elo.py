@@ -56,6 +56,28 @@ def test_more_games_reduce_errors_and_draws_count_half() -> None:
     assert many.ratings[0].standard_error < few.ratings[0].standard_error / 5
 
 
+def test_games_of_the_same_prompts_do_not_reduce_the_error() -> None:
+    of_prompts = [1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+    names = [str(place) for place in range(10)]
+    once = rate("g", ["a", "b"], {(0, 1): of_prompts * 10}).ratings[0]
+    often = rate("g", ["a", "b"], {(0, 1): of_prompts * 10}, {(0, 1): names * 10}).ratings[0]
+    few = rate("g", ["a", "b"], {(0, 1): of_prompts}).ratings[0]
+    assert (once.elo, once.num_games) == (often.elo, often.num_games)
+    assert None not in (once.standard_error, often.standard_error, few.standard_error)
+    assert often.standard_error == pytest.approx(few.standard_error, rel=0.2)
+    assert often.standard_error > 3 * once.standard_error
+    apart = rate("g", ["a", "b"], {(0, 1): of_prompts}, {(0, 1): names}).ratings[0]
+    assert apart.standard_error == pytest.approx(few.standard_error, rel=0.1)
+
+
+def test_errors_of_one_prompt_are_unknown_and_won_games_keep_theirs() -> None:
+    alone = rate("g", ["a", "b"], {(0, 1): [1.0, 0.0]}, {(0, 1): ["x", "x"]})
+    assert alone.ratings[0].standard_error is None
+    assert "±" not in str(alone)
+    won = rate("g", ["a", "b"], {(0, 1): [1.0] * 20}, {(0, 1): [str(place) for place in range(20)]})
+    assert won.ratings[0].standard_error == rate("g", ["a", "b"], {(0, 1): [1.0] * 20}).ratings[0].standard_error
+
+
 def test_rejects_policies_without_common_games() -> None:
     with pytest.raises(ValueError, match="have played each other are needed"):
         rate("game", ["a", "b", "c"], {(0, 1): [1.0]})

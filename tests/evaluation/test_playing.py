@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,33 @@ async def test_result_figures_match_the_transcripts() -> None:
     assert {k: estimate.mean for k, estimate in found.pass_at.items()} == pytest.approx({1: 0.5, 2: 2 / 3})
     assert found.statuses == {"completed": 6}
     assert (found.num_unscored, found.breakdown, found.completion_tokens) == (0, {"turns": 1.5}, 2.0)
+
+
+async def test_repeated_prompts_are_clustered_counted_and_warned_of() -> None:
+    once = result(await play(suite([1, 2, 3])))
+    often = result(await play(suite([1, 2, 3] * 8)))
+    assert once.reward is not None
+    assert often.reward is not None
+    assert often.reward.standard_error == pytest.approx(once.reward.standard_error)
+    assert often.pass_at[2].standard_error == pytest.approx(once.pass_at[2].standard_error)
+    assert (often.num_prompts, often.num_distinct, often.to_json()["num_distinct"]) == (24, 3, 3)
+    better = replace(often, rewards={key: [reward + 1.0 for reward in group] for key, group in often.rewards.items()})
+    shown = table([Evaluation("base", 0, {"counting": often}, 1.0), Evaluation("last", 1, {"counting": better}, 1.0)])
+    assert "task counting: 24 prompts (3 distinct), 2 samples each" in shown
+    assert "(24 same prompts, 3 distinct)" in shown
+    assert "base: the 24 held-out prompts are only 3 different ones" in shown
+    assert "distinct" not in table([Evaluation("base", 0, {"counting": once}, 1.0)])
+    assert TaskResult.from_json(json.loads(json.dumps(often.to_json()))) == often
+    older = {key: value for key, value in often.to_json().items() if key != "clusters"}
+    older["reward"] = {"mean": 1.5, "standard_error": 0.1, "num_prompts": 24, "num_samples": 48}
+    assert TaskResult.from_json(older) == often, "errors of older results are computed again"
+
+
+async def test_prompts_with_one_id_are_the_same_even_if_their_samples_differ() -> None:
+    same = replace(suite([1, 2, 3, 4]), ids=["odd", "even", "odd", "even"])
+    assert result(await play(same)).num_distinct == 2
+    unknown = replace(suite([1, 2]), ids=["", ""])
+    assert result(await play(unknown)).num_distinct == 2
 
 
 async def test_unreached_success_threshold_is_reported() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_rl.core.clusters import repeated_prompts
 from titan_rl.evaluation.statistics import averages_at_k, clustered_mean, difference, pass_at_k, passes_at_k
 
 REWARD = st.floats(-10, 10)
@@ -99,3 +100,35 @@ def test_difference_uses_only_shared_prompts() -> None:
     assert found is not None
     assert (found.mean, found.num_paired) == (0.5, 2)
     assert difference({"a": [1.0]}, {}) is None
+
+
+def test_repeated_prompts_do_not_reduce_the_standard_error() -> None:
+    distinct = {"a": [0.0, 1.0], "b": [1.0, 1.0], "c": [0.0, 0.0]}
+    repeated = {f"{place}:{name}": group for place in range(8) for name, group in distinct.items()}
+    clusters = {key: key.partition(":")[2] for key in repeated}
+    once, often = clustered_mean(distinct), clustered_mean(repeated, clusters)
+    assert once is not None
+    assert often is not None
+    assert (often.num_prompts, often.num_distinct, often.mean) == (24, 3, once.mean)
+    assert often.standard_error == pytest.approx(once.standard_error)
+    alone = clustered_mean({"0:a": [0.0], "1:a": [1.0]}, {"0:a": "a", "1:a": "a"})
+    assert alone is not None
+    assert (alone.standard_error, alone.num_distinct) == (None, 1)
+
+
+def test_repeated_prompts_do_not_reduce_the_error_of_a_difference() -> None:
+    first, second = {"a": [0.0], "b": [0.0], "c": [1.0]}, {"a": [1.0], "b": [0.0], "c": [0.0]}
+    once = difference(first, second)
+    keys = {f"{place}:{name}": name for place in range(8) for name in first}
+    often = difference({k: first[n] for k, n in keys.items()}, {k: second[n] for k, n in keys.items()}, keys)
+    assert once is not None
+    assert often is not None
+    assert (often.mean, often.num_paired, often.num_distinct) == (pytest.approx(once.mean), 24, 3)
+    assert often.standard_error == pytest.approx(once.standard_error)
+
+
+def test_few_distinct_prompts_are_warned_of_only_if_prompts_repeat() -> None:
+    assert "the 64 held-out prompts are only 8 different ones" in (repeated_prompts(64, 8) or "")
+    assert "no standard error" in (repeated_prompts(32, 1) or "")
+    assert repeated_prompts(8, 8) is None
+    assert repeated_prompts(64, 40) is None

@@ -80,7 +80,8 @@ def game_and_agent_metrics() -> set[str]:
     rollout = Rollout("g/0", "g", 0, None, turns=[Turn([1], completion)], reward=1.0, seat="first")
     rollout.metrics |= dict.fromkeys(of_some, 1.0)
     group = RolloutGroup("g", None, [rollout])
-    return {*group_metrics([group]), *validation_metrics([group])}
+    validations = [validation_metrics([group, group], prefix) for prefix in ("validation", "validation/hard")]
+    return {*group_metrics([group]), *(name for metrics in validations for name in metrics)}
 
 
 def host_metrics() -> set[str]:

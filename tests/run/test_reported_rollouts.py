@@ -18,7 +18,7 @@ from test_readme_examples import CountDown
 from titan_rl import Completion, GeneratorRouter, Reward, Rollout, Rollouter, Rubric
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import SamplingConfig, ValidationConfig
-from titan_rl.config.tasks import TaskSource
+from titan_rl.config.tasks import TaskSource, name_of
 from titan_rl.core.errors import RewardError, TrainingError
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.rollout.settings import RolloutConfig
@@ -62,13 +62,14 @@ class Run:
         reward: Callable[[Rollout], float] = lambda rollout: float(rollout.sibling),
         rubric: Rubric | None = None,
         group_size: int = 2,
+        task: ByIndex = ByIndex(),  # noqa: B008  frozen
+        num_prompts: int = 4,
         transcripts_per_step: int = 4,
         steps: int = 2,
         replica: FakeReplica | None = None,
         start: RunState = RunState(),  # noqa: B008  frozen
         **scheduling: Any,
     ) -> None:
-        task = ByIndex()
         settings = {"groups_per_step": 2, "max_staleness": 0, **scheduling}
         config = RunConfig(
             model=ModelConfig(path="unused", max_context=16),
@@ -77,7 +78,7 @@ class Run:
             rollout=RolloutConfig(group_size=group_size),
             scheduling=SchedulingConfig(**settings),
             training=TrainingConfig(steps=steps, row_tokens=16),
-            validation=ValidationConfig(num_prompts=4, samples_per_prompt=2, interval=2),
+            validation=ValidationConfig(num_prompts=num_prompts, samples_per_prompt=2, interval=2),
             logging=LoggingConfig(transcripts_per_step=transcripts_per_step),
         )
         self.run_dir = RunDirectory(folder / "run")
@@ -89,7 +90,9 @@ class Run:
         self.controller = Controller(
             config,
             group_runners={
-                "by_index": Rollouter(make_env, rubric or Rubric([Reward(reward, name="reward")]), max_context=16)
+                name_of(type(task).__name__): Rollouter(
+                    make_env, rubric or Rubric([Reward(reward, name="reward")]), max_context=16
+                )
             },
             router=GeneratorRouter([replica or FakeReplica()]),
             trainer=trainer,
@@ -237,11 +240,31 @@ async def test_validation_reports_rollouts_left_out_of_its_mean(tmp_path):
     assert run.metric("validation/reward_mean") == [0.5, 0.5]
     shown = run.output.read_text()
     assert (
-        "reward 0.500, without those that failed: 2 of 8 rollouts were lost to errors, all of them to error_env"
+        "reward 0.500 ± 0.000, without those that failed: 2 of 8 rollouts were lost to errors, all of them to error_env"
         in shown
     )
     written = [(record["step"], record["status"]) for record in run.rollouts()]
     assert written == [(0, "error_env")] * 2 + [(2, "error_env")] * 2, "errors are written even without transcripts"
+
+
+class Repeated(ByIndex):
+    """Task with two distinct held-out samples, which differ in an id that its key leaves out."""
+
+    def validation_samples(self, count: int) -> list[int]:
+        return [-1 - number for number in range(count)]
+
+    def key(self, sample: int) -> str:
+        return "odd" if sample % 2 else "even"
+
+
+async def test_validation_error_is_clustered_by_distinct_prompt_and_few_are_warned_of(tmp_path):
+    run = Run(tmp_path, task=Repeated(), reward=lambda rollout: float(rollout.sample % 2), num_prompts=8)
+    await run.run()
+    assert run.metric("validation/distinct_prompts") == [2.0, 2.0]
+    assert run.metric("validation/reward_error") == [0.5, 0.5], "of two prompts with rewards 0 and 1"
+    shown = run.output.read_text()
+    assert "validation at step 2: reward 0.500 ± 0.500" in shown
+    assert shown.count("warning: validation: the 8 held-out prompts are only 2 different ones, repeated") == 1
 
 
 @pytest.mark.parametrize("failing", [{-1}, {-1, -2, -3, -4}])

@@ -10,13 +10,19 @@ the Fisher information,
 
     I_ij = -n_ij * p_ij * (1 - p_ij) * (ln 10 / 400)^2 for i != j,    I_ii = -sum_j I_ij
 
-inverted on the subspace of ratings with sum 0. Games are assumed to be independent of each other.
+inverted on the subspace of ratings with sum 0. This assumes that games are independent of each other. Games of the same
+prompt are not, so the error is at least that of the sandwich estimator clustered by prompt,
+
+    G / (G - 1) * I^-1 (sum_g s_g s_g^T) I^-1
+
+with the score s_g, the gradient of the log likelihood, of the games of each of G distinct prompts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -41,11 +47,12 @@ class Rating:
 
     Attributes:
         score: Mean result of the policy's games: 1 for a win, 0.5 for a draw, 0 for a loss.
+        standard_error: Standard error; None if the games are of fewer than two distinct prompts.
     """
 
     policy: str
     elo: float
-    standard_error: float
+    standard_error: float | None
     num_games: int
     score: float
 
@@ -74,18 +81,24 @@ class Ratings:
         width = max(len(rating.policy) for rating in self.ratings)
         lines = [f"task {self.task}: Elo, relative to the mean of these policies"]
         for rating in sorted(self.ratings, key=lambda rating: -rating.elo):
-            error = f"± {rating.standard_error:.0f}"
+            error = "" if rating.standard_error is None else f"± {rating.standard_error:.0f}"
             games = f"score {rating.score:.3f} in {rating.num_games} games"
             lines.append(f"{rating.policy:<{width}}  {rating.elo:+6.0f} {error:<6} {games}")
         return "\n".join(lines)
 
 
-def rate(task: str, policies: Sequence[str], results: Mapping[tuple[int, int], Sequence[float]]) -> Ratings:
+def rate(
+    task: str,
+    policies: Sequence[str],
+    results: Mapping[tuple[int, int], Sequence[float]],
+    prompts: Mapping[tuple[int, int], Sequence[str]] | None = None,
+) -> Ratings:
     """Rate policies by the results of their games.
 
     Args:
         results: Results of the games of each pair for its first policy: 1 for a win, 0.5 for a draw, 0 for a loss. The
             keys are the policies' places in `policies`.
+        prompts: Identity of the prompt of each of these games. By default games are independent of each other.
 
     Raises:
         ValueError: Fewer than two policies are given, or two of them have not played each other, neither directly nor
@@ -114,14 +127,37 @@ def rate(task: str, policies: Sequence[str], results: Mapping[tuple[int, int], S
         if float(np.abs(step).max()) < 1e-9:
             break
     elos -= elos.mean()
-    errors = np.sqrt(np.diag(np.linalg.pinv(_information(played, elos))))
+    covariance = np.linalg.pinv(_information(played, elos))
+    variances = np.diag(covariance)
+    if prompts is not None:
+        scores = _prompt_scores(elos, results, prompts)
+        spread = len(scores) / max(len(scores) - 1, 1) * covariance @ scores.T @ scores @ covariance
+        variances = np.maximum(variances, np.diag(spread)) if len(scores) > 1 else np.full(count, np.nan)
+    errors = [None if math.isnan(variance) else math.sqrt(variance) for variance in variances]
     ratings: list[Rating] = []
     for k, policy in enumerate(policies):
         own = [result for (i, _), of_pair in results.items() if i == k for result in of_pair]
         own += [1 - result for (_, j), of_pair in results.items() if j == k for result in of_pair]
-        ratings.append(Rating(policy, float(elos[k]), float(errors[k]), len(own), sum(own) / len(own)))
-    scores = {pair: (sum(of_pair) / len(of_pair), len(of_pair)) for pair, of_pair in results.items() if of_pair}
-    return Ratings(task, tuple(ratings), scores)
+        ratings.append(Rating(policy, float(elos[k]), errors[k], len(own), sum(own) / len(own)))
+    of_pairs = {pair: (sum(of_pair) / len(of_pair), len(of_pair)) for pair, of_pair in results.items() if of_pair}
+    return Ratings(task, tuple(ratings), of_pairs)
+
+
+def _prompt_scores(
+    elos: np.ndarray,
+    results: Mapping[tuple[int, int], Sequence[float]],
+    prompts: Mapping[tuple[int, int], Sequence[str]],
+) -> np.ndarray:
+    """Gradient of the log likelihood of each prompt's games with respect to the ratings.  # [num_distinct,
+    num_policies]"""
+    chances = _chances(elos)
+    scores: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(elos)))
+    for (i, j), of_pair in results.items():
+        for result, prompt in zip(of_pair, prompts[i, j], strict=True):
+            surprise = SCALE * (result - chances[i, j])
+            scores[prompt][i] += surprise
+            scores[prompt][j] -= surprise
+    return np.array(list(scores.values()))
 
 
 def _chances(elos: np.ndarray) -> np.ndarray:
@@ -214,6 +250,7 @@ async def play_matches(
     """
     names = list(policies)
     results: dict[tuple[int, int], list[float]] = {pair: [] for pair in combinations(range(len(names)), 2)}
+    prompts: dict[tuple[int, int], list[str]] = {pair: [] for pair in results}
     errors = ErrorCounts()
     slots = asyncio.Semaphore(max(1, in_flight // (suite.samples_per_prompt * len(seats))))
 
@@ -227,7 +264,9 @@ async def play_matches(
                 group_size=suite.samples_per_prompt,
                 sampling=suite.sampling,
             )
-        results[i, j] += pair.results(group.rollouts)
+        found = pair.results(group.rollouts)
+        results[i, j] += found
+        prompts[i, j] += [suite.prompt_id(index) or f"prompt {index}"] * len(found)
         errors.add_group(group)
 
     async with asyncio.TaskGroup() as tasks:
@@ -237,4 +276,4 @@ async def play_matches(
     if lost := next((pair for pair, of_pair in results.items() if not of_pair), None):
         pair = f"{names[lost[0]]} against {names[lost[1]]}"
         raise DataError(f"no game of {pair} had a result at task {suite.name}: {errors.describe()}")
-    return rate(suite.name, names, results)
+    return rate(suite.name, names, results, prompts)

@@ -12,9 +12,10 @@ from statistics import fmean
 from typing import Any
 
 from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.clusters import repeated_prompts
 from titan_rl.core.errors import DataError
 from titan_rl.core.files import replace_file
-from titan_rl.evaluation.statistics import Estimate, averages_at_k, clustered_mean, passes_at_k
+from titan_rl.evaluation.statistics import Clusters, Estimate, Rewards, averages_at_k, clustered_mean, passes_at_k
 from titan_rl.rollout.types import RolloutStatus
 
 RESULTS = "results.json"
@@ -129,9 +130,10 @@ class TaskResult:
         success: Least reward of a sample that counts as right.
         rewards: Rewards of samples by prompt and, if there are several seats, by seat. A sample has no reward, and is
             in no mean, if an environment or an endpoint failed, the answer could not be parsed, or the rubric failed.
-        reward: Mean of `rewards`, with its standard error clustered by prompt.
-        avg_at: Mean of `averages_at_k` over prompts and seats, with its standard error clustered by prompt, by k.
-        pass_at: Mean of `passes_at_k` over prompts and seats, with its standard error clustered by prompt, by k.
+        clusters: Identity of each prompt, equal for prompts that are the same.
+        reward: Mean of `rewards`, with its standard error clustered by distinct prompt.
+        avg_at: Mean of `averages_at_k` over prompts and seats, with its clustered standard error, by k.
+        pass_at: Mean of `passes_at_k` over prompts and seats, with its clustered standard error, by k.
         statuses: Number of samples by `RolloutStatus`, including those without a reward.
         num_unscored: Number of samples without a reward.
         num_faults: Number of samples that were lost to faults of an environment, an endpoint or a reward. No mean
@@ -161,6 +163,7 @@ class TaskResult:
     measures: dict[str, float] = field(default_factory=dict[str, float])
     best_breakdown: dict[str, float] = field(default_factory=dict[str, float])
     num_faults: int = 0
+    clusters: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def unreached_success(self) -> str | None:
@@ -187,6 +190,16 @@ class TaskResult:
         return sorted({key.split(":", 2)[2] for key in self.rewards if key.count(":") >= 2})
 
     @property
+    def num_distinct(self) -> int:
+        """Number of distinct prompts."""
+        return len({self.clusters.get(key, key) for key in self.of_prompts})
+
+    @property
+    def repeated_prompts(self) -> str | None:
+        """Warning that few prompts are distinct, so that the standard errors are rough; None if enough are."""
+        return repeated_prompts(self.num_prompts, self.num_distinct)
+
+    @property
     def num_samples(self) -> int:
         return sum(self.statuses.values())
 
@@ -196,15 +209,16 @@ class TaskResult:
 
     def to_json(self) -> dict[str, Any]:
         """Content of `results.json` for the task."""
-        counts = {"num_prompts": self.num_prompts, "num_samples": self.num_samples}
-        return asdict(self) | counts | {"unreached_success": self.unreached_success}
+        counts = {name: getattr(self, name) for name in ("num_prompts", "num_distinct", "num_samples")}
+        notes = {"unreached_success": self.unreached_success, "repeated_prompts": self.repeated_prompts}
+        return asdict(self) | counts | notes
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> TaskResult:
         values = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
-        for name in ("avg_at", "pass_at"):
-            values[name] = {int(k): Estimate(**estimate) for k, estimate in fields[name].items()}
-        values["reward"] = None if fields["reward"] is None else Estimate(**fields["reward"])
+        rewards = fields["rewards"]
+        values.setdefault("clusters", {key: key.partition(":")[2] or key for key in by_prompt(rewards)})
+        values |= _estimates(rewards, values["clusters"], fields["samples_per_prompt"], fields["success"])
         values["errors"] = [(text, count) for text, count in fields["errors"]]
         return cls(**values)
 
@@ -242,15 +256,16 @@ def task_result(
         rewards.setdefault(prompt_key(record), []).extend([] if _reward(record) is None else [record["reward"]])
     counted = [record for record in records if not is_fault(record) and record["status"] != RolloutStatus.ABORTED]
     tokens = [count for record in counted if (count := _tokens(record)) is not None]
+    keys = {prompt_key({**record, "seat": None}): record for record in records}
+    clusters = {key: _id_of(record) or key for key, record in keys.items()}
     scored = [record for record in records if _reward(record) is not None]
     best = max(scored, key=lambda record: record["reward"], default=None)
     return TaskResult(
         samples_per_prompt=samples_per_prompt,
         success=success,
         rewards=rewards,
-        reward=clustered_mean(by_prompt(rewards)),
-        avg_at=_clustered({samples_per_prompt: averages_at_k(rewards, samples_per_prompt)}),
-        pass_at=_clustered({k: passes_at_k(rewards, k, success) for k in _powers_of_two(samples_per_prompt)}),
+        clusters=clusters,
+        **_estimates(rewards, clusters, samples_per_prompt, success),
         statuses=_statuses(records),
         num_unscored=sum(_reward(record) is None for record in records),
         num_unparsed=sum(_is_unparsed(record) for record in records),
@@ -277,9 +292,25 @@ def _is_unparsed(record: Record) -> bool:
     return record["status"] == RolloutStatus.ERROR_PARSE and not is_fault(record) and record["reward"] is None
 
 
-def _clustered(values: Mapping[int, Mapping[str, Sequence[float]]]) -> dict[int, Estimate]:
+def _id_of(record: Record) -> str:
+    """Identity of a sample's prompt; "" if it is unknown."""
+    return record.get("prompt_id", record["prompt_digest"])
+
+
+def _estimates(rewards: Rewards, clusters: Clusters, samples_per_prompt: int, success: float) -> dict[str, Any]:
+    """Compute the means of a `TaskResult`."""
+    averages = {samples_per_prompt: averages_at_k(rewards, samples_per_prompt)}
+    passes = {k: passes_at_k(rewards, k, success) for k in _powers_of_two(samples_per_prompt)}
+    return {
+        "reward": clustered_mean(by_prompt(rewards), clusters),
+        "avg_at": _clustered(averages, clusters),
+        "pass_at": _clustered(passes, clusters),
+    }
+
+
+def _clustered(values: Mapping[int, Rewards], clusters: Clusters) -> dict[int, Estimate]:
     """Clustered means by k, for each k for which some prompt has enough samples."""
-    estimates = {k: clustered_mean(by_prompt(of_groups)) for k, of_groups in values.items()}
+    estimates = {k: clustered_mean(by_prompt(of_groups), clusters) for k, of_groups in values.items()}
     return {k: estimate for k, estimate in estimates.items() if estimate is not None}
 
 

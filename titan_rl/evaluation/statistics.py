@@ -1,5 +1,5 @@
 """Means with their standard errors, for samples that are not independent of each other if they are of the same
-prompt."""
+prompt, and prompts that may be repeated."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from titan_rl.core.clusters import NO_CLUSTERS, clustered_error, influences
+
 Rewards = Mapping[Any, Sequence[float]]
 """Rewards of the samples of each prompt, by any key of the prompt. A prompt without samples does not count."""
+
+Clusters = Mapping[Any, Any]
+"""Identity of each prompt by its key, equal for prompts that are the same. A prompt without one is distinct."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,23 +23,25 @@ class Estimate:
     """Mean over samples, with its standard error.
 
     Attributes:
-        standard_error: Standard error; None if there are fewer than two prompts, which do not show how prompts differ.
+        standard_error: Standard error; None if there are fewer than two distinct prompts, which do not show how prompts
+            differ.
     """
 
     mean: float
     standard_error: float | None
     num_prompts: int
     num_samples: int
+    num_distinct: int
 
     def __str__(self) -> str:
         error = "" if self.standard_error is None else f" ± {self.standard_error:.3f}"
         return f"{self.mean:.3f}{error}"
 
 
-def clustered_mean(rewards: Rewards) -> Estimate | None:
-    """Compute the mean of all samples, with its standard error clustered by prompt.
+def clustered_mean(rewards: Rewards, clusters: Clusters = NO_CLUSTERS) -> Estimate | None:
+    """Compute the mean of all samples, with its standard error clustered by distinct prompt.
 
-    With G prompts, n samples in total, and the reward r_gi of sample i of prompt g:
+    With G distinct prompts, n samples in total, and the reward r_gi of sample i of prompt g:
 
         SE = sqrt(G / (G - 1) * sum_g (sum_i (r_gi - mean))^2) / n
 
@@ -48,11 +55,13 @@ def clustered_mean(rewards: Rewards) -> Estimate | None:
     >>> str(clustered_mean({"a": [0.0, 0.0], "b": [1.0, 1.0]}))
     '0.500 ± 0.500'
     """
-    influences = _influences(rewards)
-    if not influences:
+    of_prompts = influences(rewards)
+    if not of_prompts:
         return None
     samples = [reward for group in rewards.values() for reward in group]
-    return Estimate(fmean(samples), _root_sum(list(influences.values())), len(influences), len(samples))
+    num_distinct = len({clusters.get(key, key) for key in of_prompts})
+    error = clustered_error(of_prompts, clusters)
+    return Estimate(fmean(samples), error, len(of_prompts), len(samples), num_distinct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +71,36 @@ class Difference:
     Attributes:
         num_paired: Number of prompts that both evaluations have. Only these are compared. If it is 0, all prompts of
             both are compared, as independent samples.
+        num_distinct: Number of distinct prompts among the paired ones.
     """
 
     mean: float
     standard_error: float | None
     num_paired: int
+    num_distinct: int
 
     def __str__(self) -> str:
         error = "" if self.standard_error is None else f" ± {self.standard_error:.3f}"
         return f"{self.mean:+.3f}{error}"
 
 
-def difference(first: Rewards, second: Rewards) -> Difference | None:
+def difference(first: Rewards, second: Rewards, clusters: Clusters = NO_CLUSTERS) -> Difference | None:
     """Compute the second mean minus the first, over the prompts that both have.
 
     The standard error is that of the clustered mean of the prompts' differences (Miller, section 4.2), in which the
-    difficulty that a prompt has for both policies cancels. Without a common prompt, it is sqrt(SE_1^2 + SE_2^2).
+    difficulty that a prompt has for both policies cancels, clustered by distinct prompt. Without a common prompt, it is
+    sqrt(SE_1^2 + SE_2^2).
 
     Returns:
         The difference; None if one of the two has no samples.
     """
     common = [key for key, group in first.items() if group and second.get(key)]
     if not common:
-        return _unpaired(clustered_mean(first), clustered_mean(second))
+        return _unpaired(clustered_mean(first, clusters), clustered_mean(second, clusters))
     one, two = ({key: rewards[key] for key in common} for rewards in (first, second))
-    of_one, of_two = _influences(one), _influences(two)
-    mean = _mean(two) - _mean(one)
-    return Difference(mean, _root_sum([of_two[key] - of_one[key] for key in common]), len(common))
+    of_one, of_two = influences(one), influences(two)
+    error = clustered_error({key: of_two[key] - of_one[key] for key in common}, clusters)
+    return Difference(_mean(two) - _mean(one), error, len(common), len({clusters.get(key, key) for key in common}))
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -132,25 +144,9 @@ def _mean(rewards: Rewards) -> float:
     return fmean(reward for group in rewards.values() for reward in group)
 
 
-def _influences(rewards: Rewards) -> dict[Any, float]:
-    """Influence of each prompt's samples on the mean of all samples. The influences add up to 0."""
-    count = sum(map(len, rewards.values()))
-    if not count:
-        return {}
-    mean = _mean(rewards)
-    return {key: sum(reward - mean for reward in group) / count for key, group in rewards.items() if group}
-
-
-def _root_sum(influences: Sequence[float]) -> float | None:
-    count = len(influences)
-    if count < 2:
-        return None
-    return math.sqrt(count / (count - 1) * math.fsum(influence**2 for influence in influences))
-
-
 def _unpaired(first: Estimate | None, second: Estimate | None) -> Difference | None:
     if first is None or second is None:
         return None
     errors = (first.standard_error, second.standard_error)
     error = None if None in errors else math.hypot(*(error for error in errors if error is not None))
-    return Difference(second.mean - first.mean, error, 0)
+    return Difference(second.mean - first.mean, error, 0, 0)

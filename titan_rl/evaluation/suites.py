@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +16,6 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import ResolvedSuite, TaskSource
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, GenerationError, RewardError
-from titan_rl.core.plain_data import json_line
 from titan_rl.evaluation.policies.inference import OpenedPolicy
 from titan_rl.evaluation.results import is_fault
 from titan_rl.rollout.chat_env import ChatEnv, ChatFn, NoTokens, message_env_of
@@ -27,7 +24,7 @@ from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.group.rollouter import GroupRunner, Rollouter
 from titan_rl.rollout.group.transcript import ErrorCounts, transcript
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.rollout.task import MeasuredTask, RunContext, held_out_samples, measured, opened
+from titan_rl.rollout.task import MeasuredTask, RunContext, digest, held_out_samples, measured, opened, sample_id
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.types import GenerateFn, SamplingParams
 
@@ -47,6 +44,7 @@ class Suite:
         group_ids: Prefix of the ids of groups. A rollout's sampling is seeded by its id, so that equal ids give equal
             samples.
         measure: Function that computes figures from all groups together, if the task has one.
+        ids: Identity of each prompt, equal for prompts that are the same. By default their digests.
     """
 
     name: str
@@ -56,6 +54,11 @@ class Suite:
     runner: GroupRunner
     group_ids: str = "validation"
     measure: Callable[[Sequence[RolloutGroup]], dict[str, float]] | None = None
+    ids: Sequence[str] = ()
+
+    def prompt_id(self, index: int) -> str:
+        """Identity of a prompt; "" if it is unknown."""
+        return self.ids[index] if self.ids else digest(self.prompts[index])
 
 
 async def play_suites(
@@ -109,13 +112,6 @@ async def play_suites(
             tasks.create_task(play_some())
 
 
-def digest(prompt: Any) -> str:
-    """Compute a digest that is equal for equal prompts, in any process; "" if the prompt's text contains memory
-    addresses, and so does not identify it."""
-    text = json_line(prompt)
-    return "" if _ADDRESS.search(text) else hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def finished_lines(lines: Iterable[Mapping[str, Any]], suites: Sequence[Suite]) -> list[Mapping[str, Any]]:
     """Select the lines of prompts that need not be played again: prompts of these suites with all their samples, none
     of which was lost to a fault."""
@@ -143,6 +139,7 @@ def _lines(suite: Suite, index: int, group: RolloutGroup, version: int) -> Itera
         "task": suite.name,
         "prompt": index,
         "prompt_digest": digest(group.sample),
+        "prompt_id": suite.prompt_id(index),
     }
     if group.failure is not None:
         about["reward_failed"] = str(group.failure)
@@ -174,9 +171,6 @@ class _LostInARow:
             counts.add_group(one)
         error = GenerationError if group.failure is None else RewardError
         raise error(f"{len(self._groups)} prompts in a row gave no result for the policy: {counts.describe()}")
-
-
-_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 
 USUAL_PROMPTS = 64
@@ -248,7 +242,8 @@ def _suite(
         raise ConfigError(f"--temperature 0 is greedy, so that all --samples {samples} would be the same; give 1")
     prompts = held_out_samples(task, settings.num_prompts or suite.num_prompts)
     measure = partial(measured, task) if isinstance(task, MeasuredTask) else None
-    return Suite(suite.name, prompts, samples, sampling, rollouter, suite.group_ids, measure)
+    ids = [sample_id(task, prompt) for prompt in prompts]
+    return Suite(suite.name, prompts, samples, sampling, rollouter, suite.group_ids, measure, ids)
 
 
 def sampling_of(

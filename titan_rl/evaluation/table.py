@@ -43,7 +43,7 @@ def as_json(evaluations: Sequence[Evaluation], ratings: Sequence[Ratings] = ()) 
     differences: list[dict[str, object]] = []
     for other in others:
         for name, result in first.tasks.items():
-            found = name in other.tasks and difference(result.of_prompts, other.tasks[name].of_prompts)
+            found = name in other.tasks and _compared(result, other.tasks[name])
             if found:
                 about = {"task": name, "policy": other.policy, "from": first.policy}
                 differences.append({**about, **asdict(found)})
@@ -56,6 +56,10 @@ def _block(name: str, evaluations: Sequence[Evaluation]) -> str:
     results = [evaluation.tasks.get(name) for evaluation in evaluations]
     rows = [_header(evaluations), *_rows(results)]
     return "\n".join([_title(name, results), *_legend(evaluations), "", *aligned(rows), *_notes(evaluations, results)])
+
+
+def _compared(first: TaskResult, second: TaskResult) -> Difference | None:
+    return difference(first.of_prompts, second.of_prompts, {**first.clusters, **second.clusters})
 
 
 def _header(evaluations: Sequence[Evaluation]) -> list[str]:
@@ -73,19 +77,21 @@ def _legend(evaluations: Sequence[Evaluation]) -> list[str]:
 
 def _title(name: str, results: Sequence[TaskResult | None]) -> str:
     sizes = {
-        f"{result.num_prompts} prompt{'' if result.num_prompts == 1 else 's'}, {result.samples_per_prompt} samples each"
-        f", right from a reward of {result.success:g}"
+        f"{_prompts(result)}, {result.samples_per_prompt} samples each, right from a reward of {result.success:g}"
         for result in results
         if result is not None
     }
     return f"task {name}: {' | '.join(sorted(sizes))}"
 
 
+def _prompts(result: TaskResult) -> str:
+    distinct = "" if result.num_distinct == result.num_prompts else f" ({result.num_distinct} distinct)"
+    return f"{result.num_prompts} prompt{'' if result.num_prompts == 1 else 's'}{distinct}"
+
+
 def _rows(results: Sequence[TaskResult | None]) -> Iterator[list[str]]:
     first, *others = results
-    compared = [
-        None if first is None or other is None else difference(first.of_prompts, other.of_prompts) for other in others
-    ]
+    compared = [None if first is None or other is None else _compared(first, other) for other in others]
     yield ["reward", *(_estimate(result and result.reward) for result in results), *map(_difference, compared)]
     blank = [""] * len(others)
     given = [result for result in results if result is not None]
@@ -117,6 +123,8 @@ def _notes(evaluations: Sequence[Evaluation], results: Sequence[TaskResult | Non
                 f"{evaluation.policy}: {result.num_unparsed} of {result.num_samples} answers could not be parsed, "
                 "which is the policy's fault; they count in means and pass@k only if the rubric has an error_reward"
             )
+        if result.repeated_prompts:
+            yield f"{evaluation.policy}: {result.repeated_prompts}"
         if result.unreached_success:
             yield f"{evaluation.policy}: {result.unreached_success}"
         for text, count in result.errors[:3]:
@@ -130,7 +138,8 @@ def _estimate(estimate: Estimate | None) -> str:
 def _difference(found: Difference | None) -> str:
     if found is None:
         return NONE
-    return f"{found} ({f'{found.num_paired} same prompts' if found.num_paired else 'other prompts'})"
+    distinct = "" if found.num_distinct == found.num_paired else f", {found.num_distinct} distinct"
+    return f"{found} ({f'{found.num_paired} same prompts{distinct}' if found.num_paired else 'other prompts'})"
 
 
 def _number(value: float | None, places: int = 3) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -15,6 +17,7 @@ from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.user_code import describe, reason, record_location, source_location
 from titan_rl.core.console import Console
 from titan_rl.core.errors import DataError
+from titan_rl.core.plain_data import json_line
 from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.rubric import Rubric
@@ -71,6 +74,15 @@ class FilteringTask(Task, Protocol):
 
     def drop_reason(self, group: RolloutGroup) -> str | None:
         """Reason not to train on a finished group, in the form of a metric's name; None to train on it."""
+        ...
+
+
+@runtime_checkable
+class KeyedTask(Task, Protocol):
+    """Task that knows which of its samples are the same, although they may differ in details such as an id."""
+
+    def key(self, sample: Any) -> str:
+        """Identity of a sample, equal for samples that are the same."""
         ...
 
 
@@ -258,6 +270,22 @@ def drop_reason(task: FilteringTask, group: RolloutGroup) -> str | None:
             text = f"it returned {reason!r}; it must return a metric's name, or None to train on the group"
             raise wrong_result(task, "drop_reason", text)
     return reason
+
+
+def digest(value: Any) -> str:
+    """Compute a digest that is equal for equal values, in any process; "" if the value's text contains memory
+    addresses, and so does not identify it."""
+    text = json_line(value)
+    return "" if _ADDRESS.search(text) else hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def sample_id(task: Task, sample: Any) -> str:
+    """Digest of a sample's key, or of the sample if the task has no keys; "" if it cannot be identified."""
+    with calling("key"):
+        return digest(task.key(sample) if isinstance(task, KeyedTask) else sample)
+
+
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 
 def held_out_samples(task: Task, count: int, name: str | None = None) -> list[Any]:

@@ -185,14 +185,17 @@ def _tiles_of_evaluation(results: Mapping[str, Any]) -> Iterator[Tile]:
         if isinstance(reward.get("mean"), int | float):
             error, faults = reward.get("standard_error"), as_table(task).get("num_faults")
             notes = [f"± {error:.3f}"] if isinstance(error, int | float) else []
+            distinct, prompts = (as_table(task).get(name) for name in ("num_distinct", "num_prompts"))
+            notes += [f"{distinct} distinct of {prompts} prompts"] if distinct != prompts else []
             notes += [f"without {faults} samples lost to faults"] if faults else []
             yield _tile(f"Reward of {name}", f"{reward['mean']:.3f}", "; ".join(notes))
 
 
 def _warnings_of_evaluation(results: Mapping[str, Any]) -> Iterator[str]:
     for name, task in as_table(results.get("tasks")).items():
-        if isinstance(text := as_table(task).get("unreached_success"), str):
-            yield f"{name}: {text}"
+        for note in ("repeated_prompts", "unreached_success"):
+            if isinstance(text := as_table(task).get(note), str):
+                yield f"{name}: {text}"
 
 
 def _tile(label: str, value: str, note: str = "", tone: str = "") -> Tile:

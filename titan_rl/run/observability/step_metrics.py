@@ -11,6 +11,7 @@ from statistics import fmean, pstdev
 from types import MappingProxyType
 from typing import Any
 
+from titan_rl.core.clusters import clustered_error, influences
 from titan_rl.core.tracing.spans import Track
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
@@ -132,14 +133,25 @@ def _of_constraints(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def validation_metrics(groups: Sequence[RolloutGroup], prefix: str = "validation") -> dict[str, float]:
+def validation_metrics(
+    groups: Sequence[RolloutGroup], prefix: str = "validation", ids: Sequence[str] = ()
+) -> dict[str, float]:
     """Compute `group_metrics` of held-out groups, with the prefix in their names.
 
     The mean reward is that of the scored rollouts of all seats; `<prefix>/unscored` is the number of other rollouts.
+    `<prefix>/distinct_prompts` is the number of distinct prompts, and `<prefix>/reward_error` the standard error of the
+    mean reward, clustered by distinct prompt; absent if there are fewer than two.
+
+    Args:
+        ids: Identities of the groups' prompts, equal for prompts that are the same. By default all are distinct.
     """
     metrics = {f"{prefix}/{name.removeprefix('rollout/')}": value for name, value in group_metrics(groups).items()}
     scored = sum(rollout.reward is not None for group in groups for rollout in group.counted)
-    return metrics | {f"{prefix}/unscored": float(sum(len(group.rollouts) for group in groups) - scored)}
+    metrics[f"{prefix}/unscored"] = float(sum(len(group.rollouts) for group in groups) - scored)
+    metrics[f"{prefix}/distinct_prompts"] = float(len(set(ids) or groups))
+    rewards = [[reward for seat in _rewards_by_seat(group).values() for reward in seat] for group in groups]
+    error = clustered_error(influences(dict(enumerate(rewards))), dict(enumerate(ids)))
+    return metrics if error is None else metrics | {f"{prefix}/reward_error": error}
 
 
 def _rewards_by_seat(group: RolloutGroup) -> dict[str | None, list[float]]:

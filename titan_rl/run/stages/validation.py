@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -24,12 +25,13 @@ from typing import Any
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import ResolvedSuite
 from titan_rl.core.calls.user_code import reason
+from titan_rl.core.clusters import repeated_prompts
 from titan_rl.core.errors import RewardError, TitanRLError, TrainingError
 from titan_rl.core.tracing.spans import span
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.group.transcript import ErrorCounts
-from titan_rl.rollout.task import measured
+from titan_rl.rollout.task import measured, sample_id
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.progress import Progress
@@ -47,6 +49,8 @@ ALONE = "validation"
 """Prefix of the metrics of a suite if there is only one."""
 MEAN = "validation/reward_mean"
 """Name of the metric of all suites together."""
+ERROR = "validation/reward_error"
+"""Name of its standard error."""
 
 
 class Validation:
@@ -77,6 +81,7 @@ class Validation:
         self._run_dir = run_dir
         self._sinks = sinks
         self._progress = progress
+        self._warned: set[str] = set()  # suites of which few prompts are distinct
         self._num_lost = self._most_lost = 0  # groups in a row whose reward failed, and the number that is too many
 
     async def run_once(self, version: int) -> float | None:
@@ -113,7 +118,12 @@ class Validation:
         for suite in suites:
             figures |= self._report(version, suite, groups[suite.name])
         mean = fmean(figures[_mean_of(suite)] for suite in suites)
-        self._sinks.log(version, figures | ({MEAN: mean} if len(suites) == len(self._suites) else {}))
+        errors = [figures.get(f"{suite.prefix}/reward_error", math.nan) for suite in suites]
+        if len(suites) == len(self._suites):
+            figures[MEAN] = mean
+            if math.isfinite(error := math.hypot(*errors) / len(errors)):
+                figures[ERROR] = error
+        self._sinks.log(version, figures)
         return mean
 
     async def _play(
@@ -164,7 +174,8 @@ class Validation:
         errors = ErrorCounts()
         for group in groups:
             errors.add_group(group)
-        metrics = validation_metrics(groups, suite.prefix)
+        ids = [sample_id(suite.source.task, group.sample) or group.group_id for group in groups]
+        metrics = validation_metrics(groups, suite.prefix, ids)
         if _mean_of(suite) not in metrics:
             raise TrainingError(
                 f"no validation rollout got a reward: {errors.describe() or 'none was judged'}; see "
@@ -177,9 +188,13 @@ class Validation:
         )
         left_out = f", without those that failed: {errors.describe()}" if errors.num_errors else ""
         which = "" if suite.prefix == ALONE else f" of {suite.name}"
-        self._progress.message(
-            f"validation{which} at step {version}: reward {metrics[_mean_of(suite)]:.3f}{figures_text}{left_out}"
-        )
+        error = metrics.get(f"{suite.prefix}/reward_error")
+        reward = f"{metrics[_mean_of(suite)]:.3f}" + ("" if error is None else f" ± {error:.3f}")
+        self._progress.message(f"validation{which} at step {version}: reward {reward}{figures_text}{left_out}")
+        repeated = repeated_prompts(len(groups), len(set(ids)))
+        if repeated is not None and suite.name not in self._warned:
+            self._warned.add(suite.name)
+            self._progress.message(f"warning: validation{which}: {repeated}")
         return metrics | figures
 
 
