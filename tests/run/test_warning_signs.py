@@ -18,7 +18,7 @@ from titan_rl.run.observability.step_metrics import StepReports, group_metrics
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.types import Completion, FinishReason, VersionSpan
 from titan_rl.viewer.runs import RunReader
-from titan_rl.viewer.verdicts import IN_A_ROW, WarningSigns
+from titan_rl.viewer.warning_signs import IN_A_ROW, WarningSigns
 
 EQUAL = {"rollout/zero_variance_groups": 1.0}
 SOME = {"rollout/zero_variance_groups": 0.99}
@@ -79,3 +79,81 @@ def test_warning_is_shown_among_the_steps(tmp_path: Path):
         reports.report(step)
     lines = shown.getvalue().splitlines()
     assert [line[:8] for line in lines] == ["step 1/5", "step 2/5", "warning:", "step 3/5", "step 4/5", "step 5/5"]
+
+
+def fed(progress: Progress, folder: Path, rewards: list[float], *, past: list[dict[str, Any]] | None = None) -> None:
+    """Report steps with these mean rewards, of rollouts that earn 0 or 1."""
+    reports = StepReports(KeptMetrics(), progress, RolloutLog(RunDirectory(folder), 0, progress))
+    reports.recall(past or [])
+    for step, reward in enumerate(rewards, len(past or []) + 1):
+        ones = round(reward * 50)
+        batch = GroupBatch([group([1.0] * ones + [0.0] * (50 - ones))], step - 1, {}, lambda: None)
+        reports.trained(step, batch, DroppedGroups(), {"staleness_mean": 0.0})
+        reports.add(step, {"time/step_s": 1.0})
+        reports.report(step)
+
+
+RISE = [0.3, 0.36, 0.44, 0.5, 0.58, 0.62, 0.7, 0.78, 0.82, 0.9]
+FALL = [0.88, 0.8, 0.74, 0.66, 0.62, 0.58, 0.52, 0.44, 0.4, 0.36, 0.3, 0.2, 0.2, 0.2, 0.2]
+
+
+def test_fall_of_the_reward_warns_once_while_it_happens(tmp_path: Path):
+    shown = io.StringIO()
+    fed(Progress(25, shown), tmp_path, [*RISE, *FALL])
+    lines = shown.getvalue().splitlines()
+    (at,) = [place for place, line in enumerate(lines) if line.startswith("warning: the reward falls: ")]
+    assert len(lines[at:]) > 6, "long before the last of 25 steps"
+    assert "Reward in training 0.836 at step 12, 0.564 at step 18" in lines[at]
+    assert 'checkpoint.keep = "best"' in lines[at]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [[*RISE, *[0.9, 0.86, 0.92, 0.88, 0.94] * 5], [0.5, 0.4, 0.56, 0.44, 0.6, 0.46] * 10, [0.9, 0.88, 0.92] * 10],
+)
+def test_rewards_that_rise_or_only_fluctuate_give_no_warning_of_a_fall(tmp_path: Path, rewards: list[float]):
+    shown = io.StringIO()
+    fed(Progress(60, shown), tmp_path, rewards)
+    assert "falls" not in shown.getvalue()
+
+
+def test_resumed_run_compares_its_rewards_with_those_before(tmp_path: Path):
+    before = [
+        {"step": step, "rollout/finished_reward_mean": reward, "rollout/reward_std": 0.4}
+        for step, reward in enumerate(RISE, 1)
+    ]
+    shown = io.StringIO()
+    fed(Progress(25, shown), tmp_path, FALL, past=before)
+    assert shown.getvalue().count("the reward falls: ") == 1
+    alone = io.StringIO()
+    fed(Progress(25, alone), tmp_path / "alone", FALL[-5:])
+    assert "falls" not in alone.getvalue()
+
+
+def test_fall_of_held_out_reward_warns_at_the_validation(tmp_path: Path):
+    shown = io.StringIO()
+    progress = Progress(5, shown)
+    reports = StepReports(KeptMetrics(), progress, RolloutLog(RunDirectory(tmp_path), 0, progress))
+    for step, reward in enumerate([0.5, 0.8, 0.78, 0.4, 0.4]):
+        figures = {"reward_mean": reward, "reward_std": 0.45, "num_groups": 64.0}
+        reports.validated(step, {f"validation/{name}": value for name, value in figures.items()})
+    (line,) = shown.getvalue().splitlines()
+    assert line.startswith(
+        "warning: the reward falls: Held-out reward 0.800 at step 1, 0.400 at step 3 (-0.400 ± 0.080)"
+    )
+
+
+def test_solved_run_is_not_warned_of_equal_rewards():
+    partly = {"rollout/finished_reward_mean": 0.5, "rollout/reward_min": 0.0, "rollout/reward_max": 1.0}
+    solved = {**EQUAL, "rollout/finished_reward_mean": 1.0, "rollout/reward_min": 1.0, "rollout/reward_max": 1.0}
+    hopeless = {**EQUAL, "rollout/finished_reward_mean": 0.0, "rollout/reward_min": 0.0, "rollout/reward_max": 0.0}
+    assert not any(warnings_for([partly, *[solved] * 5]))
+    assert any(warnings_for([partly, *[hopeless] * 5]))
+    assert any(warnings_for([solved] * 5)), "nothing shows yet that rewards can differ"
+
+
+def test_win_rate_against_stronger_opponents_is_no_fall():
+    falling = [*RISE, *FALL]
+    records = [{"step": step, "rollout/finished_reward_mean": reward} for step, reward in enumerate(falling)]
+    assert any(warnings_for(records))
+    assert not any(warnings_for([{**record, "league/win_rate": 0.5} for record in records]))

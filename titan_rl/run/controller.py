@@ -41,7 +41,7 @@ from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.group.transcript import TokenRecords
 from titan_rl.rollout.renderer.tokenizer import TokenTexts
-from titan_rl.run.directory import RunDirectory
+from titan_rl.run.directory import RunDirectory, each_of
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState, train_index
 from titan_rl.run.observability.generation_status import GenerationStatus
@@ -117,6 +117,8 @@ class Controller(TrainingLoop[RunSummary]):
         )
         tasks = [source.name for source in config.tasks]
         self._reports = StepReports(sinks, progress, self._transcripts, tasks if len(tasks) > 1 else ())
+        if start.step:
+            self._reports.recall(each_of(run_dir.metrics))
         self._mix = make_mix(config, journal, start)
         self._league = FrozenVersions(config, self._mix, trainer, run_dir.path / VERSIONS, run_dir.checkpoints)
         self._groups = RolloutStage(
@@ -136,7 +138,9 @@ class Controller(TrainingLoop[RunSummary]):
         self._sync = WeightSync(
             trainer, published, router, "drain" if config.generation.pull_mode == "drain" else "hot_swap"
         )
-        self._validation = Validation(config, self._groups, self._transcripts, run_dir, sinks=sinks, progress=progress)
+        self._validation = Validation(
+            config, self._groups, self._transcripts, run_dir, reports=self._reports, progress=progress
+        )
         self._background_validation = BackgroundValidation(
             config, self._validation, trainer, published, router, progress
         )

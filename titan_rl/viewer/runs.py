@@ -22,7 +22,7 @@ from titan_rl.viewer.metric_columns import Curve, MetricColumns
 from titan_rl.viewer.rollout_index import RolloutIndex, RolloutQuery
 from titan_rl.viewer.summary import describe_run, summarize
 from titan_rl.viewer.trace import Traces
-from titan_rl.viewer.verdicts import WarningSigns
+from titan_rl.viewer.warning_signs import WarningSigns
 
 PATIENCE_S = 0.5
 """Time for which an answer about rollouts waits for indexing, in seconds."""

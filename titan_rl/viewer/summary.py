@@ -17,17 +17,9 @@ from titan_rl.core.files import as_list, as_table, file_status, last_lines, read
 from titan_rl.core.plain_data import plain_json
 from titan_rl.core.run_files import read_hosts, read_results, read_status
 from titan_rl.metrics.waterfall import AVAILABLE, STEPS, USED, waterfall
+from titan_rl.viewer.changes import HELD_OUT, RECENT, Change, held_out_change, least_change, step_noise
 from titan_rl.viewer.metric_columns import MetricColumns
-from titan_rl.viewer.verdicts import (
-    EARNED,
-    HELD_OUT,
-    LOSSES,
-    RECENT,
-    held_out_change,
-    num_skipped,
-    task_lines,
-    verdicts,
-)
+from titan_rl.viewer.verdicts import EARNED, LOSSES, Verdict, num_skipped, task_lines, verdicts
 
 Tile = dict[str, str]
 
@@ -41,7 +33,8 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
         tasks: List of tasks; see `task_lines`. Each also has "faults", the share of its latest rollouts that were lost
             to faults; None if unknown.
         trend: Change of the measurement on held-out samples, {"metric", "before", "after", "first_step", "last_step",
-            "error"}; None if there were not two measurements, or if several suites have their own trends.
+            "error", "direction" of a change that counts, or 0, "count" of measurements}; None if there were not two
+            measurements, or if several suites have their own trends.
         cores: The `waterfall` of a mean step, [{"name", "seconds", "share"}], with shares that add up to 1.
         hosts: Hosts of the run; see `read_hosts`.
         failure: Reason why the run failed, for a person; None if it did not fail.
@@ -56,7 +49,8 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
     tasks = task_lines(columns, tasks_of(config))
     for task in tasks:
         task["faults"] = _recent_mean(columns, f"task/{task['name']}/finished_fault_fraction")
-    changes = (held_out_change(columns, name) for name in (HELD_OUT, LOSSES[0]))
+    found = (held_out_change(columns, name) for name in (HELD_OUT, LOSSES[0]))
+    trend = next((change for change in found if change is not None), None)
     return {
         "tiles": [
             *_tiles(columns),
@@ -65,9 +59,9 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
             *_tiles_of_evaluation(results),
         ],
         "warnings": [*warnings, *_warnings_of_evaluation(results)],
-        "verdicts": verdicts(columns, tasks),
+        "verdicts": judge(columns, config),
         "tasks": tasks,
-        "trend": next((asdict(change) for change in changes if change is not None), None),
+        "trend": trend and {**asdict(trend), "direction": trend.direction, "count": columns.count(trend.metric)},
         "cores": [*_cores(columns)],
         "hosts": read_hosts(folder),
         "failure": status.reason if status.state == "failed" else None,
@@ -75,6 +69,16 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
         "config": config_text(folder),
         "settings": settings_of(folder),
     }
+
+
+def judge(columns: MetricColumns, config: Mapping[str, Any]) -> list[Verdict]:
+    """Make the verdicts on a run, for the page and for the terminal; see `verdicts`.
+
+    Args:
+        config: Settings of the run.
+    """
+    dtype = as_table(config.get("model")).get("dtype")
+    return verdicts(columns, task_lines(columns, tasks_of(config)), str(dtype or "float32"))
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -103,12 +107,15 @@ def _tiles(columns: MetricColumns) -> Iterator[Tile]:
     for name in EARNED:
         if values := columns.values(name):
             recent, before = fmean(values[-RECENT:]), values[-2 * RECENT : -RECENT]
-            count = "last step" if len(values) == 1 else f"last {min(len(values), RECENT)} steps"
-            change = f"{recent - fmean(before):+.3f}" if before else ""
-            note = f"{count}; {change} on the {len(before)} before" if before else count
+            note, tone = "last step" if len(values) == 1 else f"last {min(len(values), RECENT)} steps", ""
+            if before:
+                error = step_noise(values) * math.sqrt(1 / len(before) + 1 / RECENT)
+                change = Change(name, fmean(before), recent, 0, 0, error, least_change(columns, name))
+                note += f"; {change.gain:+.3f} on the {len(before)} before"
+                tone = {1: "good", 0: "", -1: "bad"}[change.direction]
             faults = _recent_mean(columns, "rollout/finished_fault_fraction")
             note += f"; without {faults:.1%} lost to faults" if faults else ""
-            yield _tile("Reward", f"{recent:.3f}", note, "good" if change.startswith("+") else "")
+            yield _tile("Reward", f"{recent:.3f}", note, tone)
             break
     speeds, seconds = columns.values("throughput/tokens_per_s"), columns.values("time/step_s")
     if speeds and len(speeds) == len(seconds):

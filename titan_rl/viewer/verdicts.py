@@ -1,8 +1,7 @@
 """Verdicts on a run: whether it learns, and if not, why. Each has a link to the rollouts or curves that show it.
 
-    learning    change of held-out and training reward from the first to the last steps, compared with their noise
+    learning    whether rewards rose, fell from their best, or stand where there is nothing left to learn; see `changes`
     reasons     signs in the last steps: equal rewards, cut-off or unreadable answers, collapse, stale or wrong weights
-    warnings    signs that a run prints, because nothing fails while a run learns nothing
 
 A verdict is {"tone": "good", "warn", "bad" or "", "title", "text", "link": {"label", "tab", "values"} or None}, where
 `values` go into the hash of the page: {"rollouts.status": "error_parse", "rollouts.step_min": 11}.
@@ -15,91 +14,42 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any, Literal
 
 from titan_rl.scheduling.filters import EQUAL_REWARDS_ADVICE
+from titan_rl.viewer.changes import (
+    FEWEST,
+    HELD_OUT,
+    LEAST,
+    RECENT,
+    Change,
+    RewardRange,
+    earned_change,
+    fall,
+    finite_points,
+    held_out_change,
+    suites_of,
+)
 from titan_rl.viewer.metric_columns import MetricColumns
 
-RECENT = 10
-"""Number of steps over which current figures are averaged."""
-
 EARNED = ("rollout/finished_reward_mean", "rollout/reward_mean")
-HELD_OUT = "validation/reward_mean"
+LEAGUE = "league/win_rate"
 LOSSES = ("validation/loss", "train/loss")
 
-_SURE = 2.0  # number of standard errors that a change has to exceed
-_FEWEST = 3  # steps on each side of a comparison
 _NOTHING = 1e-6  # rewards up to this count as zero
+_COLLAPSED = 0.2  # of the first entropy, if the reward falls as well
+_VANISHED = 0.05  # of the first entropy, whatever the reward does
+_GROWN = 2.0  # times the first entropy
+_ROUNDING = 5.0  # factor of the differences of logprobs that count, in bfloat16
+
+LOST_REWARD_ADVICE = (
+    'a lower training.lr, or a larger training.kl_coef; checkpoint.keep = "best" keeps the best weights'
+)
+"""Advice for runs whose reward falls."""
 
 Tone = Literal["good", "warn", "bad", ""]
 Verdict = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Change of a metric between two steps.
-
-    Args:
-        error: Standard error of the difference; None if unknown.
-    """
-
-    metric: str
-    before: float
-    after: float
-    first_step: float
-    last_step: float
-    error: float | None
-
-    @property
-    def direction(self) -> int:
-        """Direction of the change: 1 up, -1 down, 0 within the noise. Without a known error any change counts."""
-        gain = self.after - self.before
-        return 0 if abs(gain) <= _SURE * (self.error or 0.0) else 1 if gain > 0 else -1
-
-    @property
-    def figures(self) -> str:
-        return f"{_figure(self.before)} → {_figure(self.after)}"
-
-
-def held_out_change(columns: MetricColumns, metric: str) -> Change | None:
-    """Change from the first validation to the last; None if there were not two.
-
-    The error is that of two independent means over prompts. It is larger than the error for the same prompts measured
-    twice.
-    """
-    points = [(step, value) for step, value in columns.points(metric) if math.isfinite(value)]
-    if len(points) < 2:
-        return None
-    (first, before), (last, after) = points[0], points[-1]
-    return Change(metric, before, after, first, last, _held_out_error(columns, metric))
-
-
-def _held_out_error(columns: MetricColumns, metric: str) -> float | None:
-    """Standard error of the difference of two validations. For the mean of several suites, it is combined from
-    theirs."""
-    prefix, _, name = metric.rpartition("/")
-    if name != "reward_mean":
-        return None
-    spreads, counts = columns.values(f"{prefix}/reward_std"), columns.values(f"{prefix}/num_groups")
-    if spreads and counts and counts[-1] > 0:
-        return math.hypot(spreads[0], spreads[-1]) / math.sqrt(counts[-1])
-    suites = _named(columns, r"validation/([^/]+)/reward_mean") if metric == HELD_OUT else []
-    errors = [_held_out_error(columns, f"validation/{suite}/reward_mean") for suite in suites]
-    known = [error for error in errors if error is not None]
-    return math.hypot(*known) / len(known) if known and len(known) == len(errors) else None
-
-
-def earned_change(columns: MetricColumns, metric: str) -> Change | None:
-    """Change from the mean of the first steps to the mean of the last, at most `RECENT` each. None with fewer than
-    twice `_FEWEST` steps."""
-    points = [(step, value) for step, value in columns.points(metric) if math.isfinite(value)]
-    count = min(RECENT, len(points) // 2)
-    if count < _FEWEST:
-        return None
-    before, after = ([value for _, value in part] for part in (points[:count], points[-count:]))
-    error = math.sqrt((variance(before) + variance(after)) / count)
-    return Change(metric, fmean(before), fmean(after), points[0][0], points[-1][0], error)
 
 
 def task_lines(columns: MetricColumns, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -113,7 +63,7 @@ def task_lines(columns: MetricColumns, names: Sequence[str]) -> list[dict[str, A
         "share" of the groups, "tone", "title"}. Empty for a run with one task.
     """
     tasks = _named(columns, r"task/([^/]+)/finished_reward_mean")
-    suites = _named(columns, r"validation/([^/]+)/reward_mean")
+    suites = suites_of(columns)
     every = list(dict.fromkeys([*names, *tasks, *suites]))
     if len(every) < 2:
         return []
@@ -138,50 +88,184 @@ def task_lines(columns: MetricColumns, names: Sequence[str]) -> list[dict[str, A
     return lines
 
 
-def verdicts(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+def verdicts(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]], dtype: str = "float32") -> list[Verdict]:
     """Make the verdicts on a run. The first says whether it learns, the others why it may not, the worst first. Empty
     without metrics.
 
     Args:
         tasks: Result of `task_lines`.
+        dtype: Dtype of the policy's weights.
     """
-    learning = _learning(columns)
+    evidence = _Evidence.of(columns)
+    learning = _learning(evidence)
     if learning is None:
         return []
     hidden = "The mean of all tasks hides it." if learning["tone"] == "good" else ""
-    reasons = sorted([*_of_tasks(columns, tasks, hidden), *_reasons(columns)], key=lambda one: one["tone"] != "bad")
+    found = [*_of_tasks(columns, tasks, hidden), *_reasons(evidence, learns=learning["tone"] == "good", dtype=dtype)]
+    reasons = sorted(found, key=lambda one: one["tone"] != "bad")
     if learning["tone"] == "bad" and not reasons:
         learning["text"] += " No metric shows a reason: read its rollouts, the median first."
     return [learning, *reasons]
 
 
-def _learning(columns: MetricColumns) -> Verdict | None:
-    earned = next((found for name in EARNED if (found := earned_change(columns, name))), None)
-    held_out = held_out_change(columns, HELD_OUT)
-    if not any(columns.count(name) for name in (*EARNED, HELD_OUT)) and not _named(
-        columns, r"validation/([^/]+)/reward_mean"
-    ):
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """Changes of a run's rewards, from which the verdict on its learning follows."""
+
+    columns: MetricColumns
+    earned: Change | None  # in training
+    held_out: Change | None
+    earned_fall: Change | None
+    held_out_fall: Change | None
+    rewards: RewardRange
+    entropy: float | None  # share of the first entropy that is left
+
+    @classmethod
+    def of(cls, columns: MetricColumns) -> _Evidence:
+        metric = next((name for name in EARNED if columns.count(name)), EARNED[0])
+        rewards = RewardRange()
+        for name in columns:
+            rewards.add(name, columns.values(name))
+        entropies = columns.values("train/entropy")
+        known = len(entropies) > RECENT and fmean(entropies[:FEWEST]) > 0
+        return cls(
+            columns,
+            earned_change(columns, metric),
+            held_out_change(columns, HELD_OUT),
+            fall(columns, metric),
+            fall(columns, HELD_OUT),
+            rewards,
+            fmean(entropies[-RECENT:]) / fmean(entropies[:FEWEST]) if known else None,
+        )
+
+    @property
+    def changes(self) -> list[Change]:
+        return [change for change in (self.held_out, self.earned) if change is not None]
+
+    @property
+    def text(self) -> str:
+        return "; ".join(_change_text(change, self.columns) for change in self.changes)
+
+    @property
+    def steps(self) -> int:
+        return max(map(self.columns.count, EARNED))
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether nearly all rollouts earn the highest reward, so that equal rewards and low entropy are no fault."""
+        values = next((self.columns.values(name) for name in EARNED if self.columns.count(name)), list[float]())
+        return bool(values) and self.rewards.is_highest(fmean(values[-RECENT:]))
+
+
+def _learning(seen: _Evidence) -> Verdict | None:
+    """Verdict on whether a run learns: the first one that applies."""
+    columns = seen.columns
+    if LEAGUE in columns:
+        return _of_league(columns)
+    if not any(columns.count(name) for name in (*EARNED, HELD_OUT)) and not suites_of(columns):
         return _of_loss(columns)
-    link = _curves("reward_mean", "reward by step")
-    changes = [change for change in (held_out, earned) if change is not None]
-    if not changes:
-        steps = max((columns.count(name) for name in EARNED), default=0)
-        text = f"{steps} step{'' if steps == 1 else 's'} so far; {2 * _FEWEST} steps, or two validations, say more."
-        return _verdict("", "Too early to tell whether it learns", text, link)
-    changes_text = "; ".join(_change_text(change) for change in changes)
-    directions = [change.direction for change in changes]
-    if held_out is not None and earned is not None and held_out.direction < 0 < earned.direction:
-        text = f"{changes_text}. More samples, or fewer steps on the same ones."
-        return _verdict("bad", "It memorizes its samples: training reward rises, held-out reward falls", text, link)
-    if max(directions) > 0 and min(directions) >= 0:
-        return _verdict("good", "It learns", f"{changes_text}.", link)
-    if min(directions) < 0:
-        return _verdict("bad", "It gets worse", f"{changes_text}. Try a lower training.lr.", link)
-    if max(columns.count(name) for name in EARNED) < 2 * RECENT:
-        return _verdict("", "Too early to tell whether it learns", f"{changes_text}: no more than noise so far.", link)
-    return _verdict(
-        "bad", "It does not learn", f"{changes_text}: no more than noise.", _rollouts(columns, "its latest rollouts")
+    rules = (_constant, _too_early, _memorizes, _solved, _fell, _rose)
+    return next((verdict for rule in rules if (verdict := rule(seen)) is not None), None) or _unchanged(seen)
+
+
+def _constant(seen: _Evidence) -> Verdict | None:
+    """Verdict on a run whose rollouts all earn the same reward."""
+    if seen.steps < FEWEST or not seen.rewards.is_one_value:
+        return None
+    title = f"Every rollout has earned the same reward, {_figure(seen.rewards.highest)}"
+    text = f"Nothing can be learned from it: check the reward function. If it is right, try: {EQUAL_REWARDS_ADVICE}."
+    return _verdict("bad", title, text, _rollouts(seen.columns, "its latest rollouts"))
+
+
+def _too_early(seen: _Evidence) -> Verdict | None:
+    if seen.changes:
+        return None
+    text = (
+        f"{seen.steps} step{'' if seen.steps == 1 else 's'} so far; {2 * FEWEST} steps, or two validations, say more."
     )
+    return _verdict("", "Too early to tell whether it learns", text, _REWARDS)
+
+
+def _memorizes(seen: _Evidence) -> Verdict | None:
+    """Verdict on a gap that grows: training reward rises, and held-out reward does not."""
+    earned, held_out = seen.earned, seen.held_out
+    if earned is None or held_out is None or earned.direction <= 0 or seen.earned_fall is not None:
+        return None
+    falls = held_out.direction < 0 or seen.held_out_fall is not None
+    grown, noise = earned.gain - held_out.gain, math.hypot(earned.noise, held_out.noise)
+    if not falls and (held_out.direction > 0 or grown <= max(noise, 2 * earned.least)):
+        return None
+    if not falls and seen.rewards.is_highest(held_out.after, within=0.1):
+        return None
+    title = f"It memorizes its samples: training reward rises, held-out reward {'falls' if falls else 'does not'}"
+    texts = [seen.text] if seen.held_out_fall is None else [seen.text, fall_text(seen.held_out_fall)]
+    text = f"{'; '.join(texts)}. Try more samples, or fewer steps on the same ones (training.stop_at)."
+    return _verdict("bad", title, text, _REWARDS)
+
+
+def _solved(seen: _Evidence) -> Verdict | None:
+    if not seen.is_solved or seen.held_out_fall is not None:
+        return None
+    text = f"{seen.text}. Nearly all rollouts earn the highest reward: harder samples would teach more."
+    return _verdict("good", "It has solved its samples", text, _REWARDS)
+
+
+def _fell(seen: _Evidence) -> Verdict | None:
+    """Verdict on rewards that are below their best, or below the first ones, by more than noise."""
+    falls = [change for change in (seen.held_out_fall, seen.earned_fall) if change is not None]
+    held_out_rises = seen.held_out is not None and seen.held_out.direction > 0 and seen.held_out_fall is None
+    if not falls and not held_out_rises:
+        falls = [change for change in seen.changes if change.direction < 0]
+    if not falls:
+        return None
+    text = f"{'; '.join(map(fall_text, falls))}. Try {LOST_REWARD_ADVICE}."
+    if seen.earned_fall is not None and seen.entropy is not None and seen.entropy < _COLLAPSED:
+        return _verdict("bad", f"It has collapsed: {seen.entropy:.0%} of its entropy is left", text, _REWARDS)
+    if held_out_rises and (seen.earned is None or seen.earned.direction <= 0):
+        text = f"{seen.text}. A curriculum with harder samples does this, too."
+        return _verdict("warn", "Held-out reward rises, while training reward falls", text, _REWARDS)
+    worst = min(falls, key=lambda change: change.gain)
+    gain = max((worst.before - change.before for change in seen.changes if change.metric == worst.metric), default=0.0)
+    if gain > -2 * worst.gain:
+        return _verdict("warn", "It learned, then lost part of it", text, _REWARDS)
+    return _verdict("bad", "It gets worse", text, _REWARDS)
+
+
+def _rose(seen: _Evidence) -> Verdict | None:
+    rises = [change for change in seen.changes if change.direction > 0]
+    if not rises:
+        return None
+    if all(change.is_small for change in rises):
+        text = f"{seen.text}. Try a higher training.lr, or more steps."
+        return _verdict("warn", "It learns slowly", text, _REWARDS)
+    return _verdict("good", "It learns", f"{seen.text}.", _REWARDS)
+
+
+def _unchanged(seen: _Evidence) -> Verdict:
+    if seen.steps < 2 * RECENT:
+        text = f"{seen.text}: too little for its noise so far."
+        return _verdict("", "Too early to tell whether it learns", text, _REWARDS)
+    if len(_named(seen.columns, r"rollout/seat/([^/]+)/reward_mean")) > 1:
+        text = f"{seen.text}. Where seats play against each other, a mean reward says nothing: play a league (league)."
+        return _verdict("", "Its mean reward does not show whether it learns", text, _REWARDS)
+    if all(change.is_noisy for change in seen.changes):
+        text = f"{seen.text}. Try more groups in a step, more validation.num_prompts, or more steps."
+        return _verdict("warn", "It is too noisy to tell whether it learns", text, _REWARDS)
+    text = f"{seen.text}: within its noise, or too little to matter."
+    return _verdict("bad", "It does not learn", text, _rollouts(seen.columns, "its latest rollouts"))
+
+
+def _of_league(columns: MetricColumns) -> Verdict:
+    """Verdict on a policy that plays against its earlier versions, whose mean reward may not change."""
+    link = _curves(LEAGUE, "win rate by step")
+    rates = columns.values(LEAGUE)
+    recent = fmean(rates[-RECENT:]) if rates else 0.5
+    text = f"It wins {recent:.0%} of its games against the versions in its league; 50% is no progress."
+    if len(rates) < 2 * RECENT:
+        return _verdict("", "Too early to tell whether it learns", text, link)
+    if abs(recent - 0.5) < LEAST:
+        return _verdict("bad", "It does not learn", text, link)
+    return _verdict("good", "It learns", text, link) if recent > 0.5 else _verdict("bad", "It gets worse", text, link)
 
 
 def _of_loss(columns: MetricColumns) -> Verdict | None:
@@ -190,25 +274,49 @@ def _of_loss(columns: MetricColumns) -> Verdict | None:
     change = held_out or trained
     if change is None:
         return _verdict("", "Too early to tell whether it learns", "", None) if columns.count(LOSSES[1]) else None
-    link = _curves("loss", "loss by step")
+    link, text = _curves("loss", "loss by step"), _change_text(change, columns)
+    losses = [(value, step) for step, value in finite_points(columns, change.metric)]
+    least, best = min(losses)
+    if held_out is not None and held_out.after - least > 0.1 * (held_out.before - least):
+        text = (
+            f"{text}; it was {_figure(least)} at step {best:.0f}. Try more demonstrations, or fewer steps (sft.steps)."
+        )
+        title = "It memorizes its demonstrations: held-out loss rises from its lowest"
+        return _verdict("bad" if held_out.direction > 0 else "warn", title, text, link)
     if change.direction < 0:
-        return _verdict("good", "It learns", f"{_change_text(change)}.", link)
+        return _verdict("good", "It learns", f"{text}.", link)
     title = "It gets worse" if change.direction > 0 else "It does not learn"
-    return _verdict("bad", title, f"{_change_text(change)}. Try another sft.lr.", link)
+    return _verdict("bad", title, f"{text}. Try another sft.lr.", link)
 
 
-def _change_text(change: Change) -> str:
-    names = {HELD_OUT: "Held-out reward", LOSSES[0]: "Held-out loss", LOSSES[1]: "Loss"}
-    name = names.get(change.metric, "Reward in training")
+_NAMES = {HELD_OUT: "Held-out reward", LOSSES[0]: "Held-out loss", LOSSES[1]: "Loss"}
+
+
+def _change_text(change: Change, columns: MetricColumns) -> str:
     error = "" if change.error is None else f" ± {change.error:.3f}"
     steps = f"steps {change.first_step:.0f} to {change.last_step:.0f}"
-    return f"{name} {change.figures} ({change.after - change.before:+.3f}{error}, {steps})"
+    if columns.count(change.metric) == 2:  # a line between them would look like steady progress
+        steps = f"2 measurements, at steps {change.first_step:.0f} and {change.last_step:.0f}"
+    return f"{_name(change)} {_figure(change.before)} → {_figure(change.after)} ({change.gain:+.3f}{error}, {steps})"
+
+
+def fall_text(change: Change) -> str:
+    """Describe a fall from the best: "Held-out reward 0.867 at step 40, 0.527 at step 60 (-0.340 ± 0.075)"."""
+    error = "" if change.error is None else f" ± {change.error:.3f}"
+    return (
+        f"{_name(change)} {_figure(change.before)} at step {change.first_step:.0f}, {_figure(change.after)} at step "
+        f"{change.last_step:.0f} ({change.gain:+.3f}{error})"
+    )
+
+
+def _name(change: Change) -> str:
+    return _NAMES.get(change.metric, "Reward in training")
 
 
 def _of_task(
     earned: Change | None, held_out: Change | None, recent: Sequence[float], num_steps: int
 ) -> tuple[Tone, str]:
-    if len(recent) >= _FEWEST and max(map(abs, recent)) <= _NOTHING:
+    if len(recent) >= FEWEST and max(map(abs, recent)) <= _NOTHING:
         return "bad", "earns nothing"
     directions = [change.direction for change in (held_out, earned) if change is not None]
     if not directions:
@@ -253,6 +361,10 @@ class _Reason:
     status: str = ""
 
 
+_DIFFERENCE = "train/on_policy_logprob_diff_mean"
+_OF_LEARNING = ("rollout/zero_variance_groups", "train/approx_kl", "train/clip_fraction")
+"""Metrics that say nothing about a run with nothing left to learn."""
+
 _REASONS = (
     _Reason("rollout/zero_variance_groups", 0.9, 0.99,
           "{:.0%} of the groups teach nothing: all their rollouts earn the same",
@@ -273,7 +385,7 @@ _REASONS = (
           "They take no part in training.", "error_timeout"),
     _Reason("rollout/status/error_generate", 0.05, 0.3, "{:.0%} of the rollouts fail while generating",
           "They take no part in training.", "error_generate"),
-    _Reason("train/on_policy_logprob_diff_mean", 1e-2, 1e-1, "Trainer and generators disagree on logprobs by {:.2g}",
+    _Reason(_DIFFERENCE, 1e-2, 1e-1, "Trainer and generators disagree on logprobs by {:.2g}",
           "Their computations differ, and other signs may be a consequence of that."),
     _Reason("train/approx_kl", 0.05, 0.5, "The trained policy is far from the one that sampled: a KL of {:.2g}",
           "Try a lower training.lr, or a smaller scheduling.max_staleness."),
@@ -284,24 +396,31 @@ _REASONS = (
 )  # fmt: skip
 
 
-def _reasons(columns: MetricColumns) -> Iterator[Verdict]:
+def _reasons(seen: _Evidence, *, learns: bool, dtype: str) -> Iterator[Verdict]:
+    columns, is_solved = seen.columns, seen.is_solved
     for sign in _REASONS:
         recent = columns.values(sign.metric)[-RECENT:]
-        if not recent or (value := fmean(recent)) < sign.warn:
+        scale = _ROUNDING if sign.metric == _DIFFERENCE and dtype != "float32" else 1.0
+        if not recent or (value := fmean(recent)) < scale * sign.warn or (is_solved and sign.metric in _OF_LEARNING):
             continue
         status = {} if sign.status == "*" else {"status": sign.status}
         link = _rollouts(columns, "these rollouts", **status) if sign.status else _curves(sign.metric, "the curve")
-        yield _verdict("bad" if value >= sign.bad else "warn", sign.title.format(value), sign.text, link)
+        yield _verdict("bad" if value >= scale * sign.bad else "warn", sign.title.format(value), sign.text, link)
     entropies, gradients = columns.values("train/entropy"), columns.values("train/grad_norm")
-    if len(entropies) > RECENT and fmean(entropies[-RECENT:]) < 0.05 * entropies[0]:
-        title = f"The entropy has collapsed: {entropies[0]:.3g} at first, {fmean(entropies[-RECENT:]):.2g} now"
-        text = "Siblings write the same. Try a lower training.lr, or a larger high of training.clip."
-        yield _verdict("warn", title, text, _curves("train/entropy", "the curve"))
+    if seen.entropy is not None and not is_solved:
+        change = f"{fmean(entropies[:FEWEST]):.3g} at first, {fmean(entropies[-RECENT:]):.2g} now"
+        link = _curves("train/entropy", "the curve")
+        if seen.entropy < _VANISHED:
+            text = "Siblings write the same. Try a lower training.lr, or a larger high of training.clip."
+            yield _verdict("warn", f"The entropy has collapsed: {change}", text, link)
+        if seen.entropy > _GROWN and not learns:
+            text = "Answers get more random. Try a lower training.lr, or a larger training.kl_coef."
+            yield _verdict("warn", f"The entropy grows: {change}", text, link)
     if skipped := num_skipped(columns.values("train/skipped_steps")):
         title = f"{skipped:.0f} step{'' if skipped == 1 else 's'} had no finite loss or gradient, and changed nothing"
         link = {"label": "their rollouts", "tab": "rollouts", "values": {"rollouts.dropped": "true"}}
         yield _verdict("warn", title, "training.max_skipped_steps says how many a run tolerates.", link)
-    if len(gradients) >= _FEWEST and not any(gradients[-RECENT:]):
+    if len(gradients) >= FEWEST and not any(gradients[-RECENT:]) and not is_solved:
         yield _verdict(
             "bad", "The gradient is zero", "No step changes the weights.", _curves("train/grad_norm", "the curve")
         )
@@ -325,6 +444,9 @@ def _curves(words: str, label: str) -> dict[str, Any]:
     return {"label": label, "tab": "curves", "values": {"metrics": words}}
 
 
+_REWARDS = _curves("reward_mean", "reward by step")
+
+
 def _verdict(tone: Tone, title: str, text: str, link: Mapping[str, Any] | None) -> Verdict:
     return {"tone": tone, "title": title, "text": text, "link": link}
 
@@ -335,79 +457,3 @@ def _named(columns: MetricColumns, pattern: str) -> list[str]:
 
 def _figure(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 1000 else f"{value:.3g}"
-
-
-IN_A_ROW = 3
-"""Number of consecutive steps with a sign before it is reported."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sign:
-    """Warning sign in the metrics of a run.
-
-    Args:
-        metric: Name of a metric that is a share, in [0, 1].
-        least: Value from which on it is a sign.
-        text: Meaning of the sign and advice, for a person.
-    """
-
-    metric: str
-    least: float
-    text: str
-
-
-SIGNS = (
-    Sign(
-        "rollout/zero_variance_groups",
-        1.0,
-        f"all rollouts of every group earned the same reward, so nothing is being learned. Try: {EQUAL_REWARDS_ADVICE}",
-    ),
-    Sign(
-        "rollout/status/truncated_length",
-        0.9,
-        "nearly all rollouts are cut off at sampling.max_tokens. Try: a larger one; a prompt that asks for less, or "
-        "titan-rl sft on demonstrations that are short and end",
-    ),
-    Sign(
-        "rollout/status/truncated_prompt",
-        0.9,
-        "nearly all rollouts end because their prompts fill model.max_context. Try: a larger one, fewer turns "
-        "(rollout.max_turns), or shorter prompts",
-    ),
-    Sign(
-        "rollout/status/error_parse",
-        0.9,
-        "nearly no answer can be parsed (error_parse). Try: the model.renderer that is made for this model; titan-rl "
-        "sft on demonstrations, for the form of calls of tools",
-    ),
-    Sign(
-        "sync/unverified_share",
-        0.001,
-        "some of the generators' weights are not verified: they cannot be read back from the engine, and the probes "
-        "cannot distinguish a version from the previous one. Try: held_weights() in an engine of your own; more "
-        "statedict.num_probes",
-    ),
-)
-
-
-class WarningSigns:
-    """Detector of warning signs in the steps of a run. Each is reported once, after `IN_A_ROW` steps in a row."""
-
-    def __init__(self) -> None:
-        self._seen = dict.fromkeys(SIGNS, 0)  # number of consecutive steps with the sign
-
-    def look(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Return the warnings to print after a step with these metrics.
-
-        Args:
-            metrics: One line of `metrics.jsonl`. Lines without a sign's metric do not count for that sign.
-        """
-        warnings: list[str] = []
-        for sign in SIGNS:
-            share = metrics.get(sign.metric)
-            if not isinstance(share, int | float) or self._seen[sign] >= IN_A_ROW:
-                continue
-            self._seen[sign] = self._seen[sign] + 1 if share >= sign.least else 0
-            if self._seen[sign] == IN_A_ROW:
-                warnings.append(f"for {IN_A_ROW} steps {sign.text}")
-        return warnings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import ChainMap, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from statistics import fmean, pstdev
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.rollout_log import DroppedGroups, RolloutLog
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.training.data.sample_builder import count_branches
-from titan_rl.viewer.verdicts import WarningSigns
+from titan_rl.viewer.warning_signs import WarningSigns
 
 COSTS = ("seconds", "own_seconds", "env_seconds", "reward_seconds", "teacher_seconds", "retries", "close_failed")
 """Metrics of rollouts that measure the cost of running them, which faults have as well."""
@@ -285,10 +285,27 @@ class StepReports:
         metrics["throughput/tokens_per_s"] = batch.num_tokens / metrics["time/step_s"]
         self._transcripts.finished(batch.groups, "train", step, trained_at=batch.version, skipped=skipped)
         self._sinks.log(step, metrics | self._transcripts.figures())
-        for warning in self._warning_signs.look(metrics):
+        self._warn(step, metrics)
+        self._progress.step(shown_step(step, metrics))
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a validation."""
+        self._sinks.log(step, metrics)
+        self._warn(step, metrics)
+
+    def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Compare later steps with earlier ones of a resumed run.
+
+        Args:
+            records: Lines of `metrics.jsonl`.
+        """
+        for record in records:
+            self._warning_signs.look(record)
+
+    def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
+        for warning in self._warning_signs.look({"step": step, **metrics}):
             logger.warning("step %d: %s", step, warning)
             self._progress.warning(f"warning: {warning}")
-        self._progress.step(shown_step(step, metrics))
 
 
 _REPORTED_ERRORS = 0.05  # share of the rollouts

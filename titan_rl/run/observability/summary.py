@@ -14,6 +14,9 @@ from titan_rl.core.run_files import ADAPTERS
 from titan_rl.metrics.bottleneck import bottleneck
 from titan_rl.run.directory import each_of
 from titan_rl.run.terminal.live_display import ForgivingConsole, format_seconds
+from titan_rl.viewer.metric_columns import MetricColumns
+from titan_rl.viewer.summary import judge, read_config
+from titan_rl.viewer.verdicts import Verdict
 
 
 class ShownSummary(Protocol):
@@ -56,7 +59,10 @@ class RunSummary:
 
     @property
     def rows(self) -> Mapping[str, str]:
-        validated = {"validation reward": _validated(self.reward_before, self.reward_after)}
+        validated = {
+            "validation reward": _validated(self.reward_before, self.reward_after),
+            **verdict_row(self.verdict),
+        }
         if self.adapters:
             validated = {f"adapter {name}": each.result for name, each in self.adapters.items()}
         return {
@@ -73,14 +79,21 @@ class RunSummary:
 
     @property
     def result(self) -> str:
-        """Steps and validation reward in one line: "80 steps; validation reward 0.200 before, 0.500 after (+0.300)"."""
-        steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
-        return f"{steps}; validation reward {_validated(self.reward_before, self.reward_after)}"
+        """Steps, validation reward and verdict in one line: "80 steps; validation reward 0.200 before, 0.500 after
+        (+0.300); it learns"."""
+        steps, verdict = "1 step" if self.steps == 1 else f"{self.steps:,} steps", self.verdict
+        said = "" if verdict is None else f"; {verdict['title'][0].lower()}{verdict['title'][1:]}"
+        return f"{steps}; validation reward {_validated(self.reward_before, self.reward_after)}{said}"
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Verdict on whether the run learns, as on its page; None without metrics."""
+        return verdict_of(self.run_dir)
 
     @property
     def achieved(self) -> str | None:
-        before, after = self.reward_before, self.reward_after
-        return "validation reward" if before is not None and after is not None and after > before else None
+        verdict = None if self.adapters else self.verdict
+        return "verdict" if verdict is not None and verdict["tone"] == "good" else None
 
     @property
     def _faults(self) -> Mapping[str, str]:
@@ -116,11 +129,24 @@ def show_summary(summary: ShownSummary, file: TextIO | None = None) -> None:
         file: File to write to. Defaults to standard output.
     """
     console = ForgivingConsole(file or sys.stdout)
-    label_width = max(map(len, summary.rows))
+    rows, achieved = summary.rows, summary.achieved
+    label_width = max(map(len, rows))
     console.print()
-    for label, value in summary.rows.items():
-        style = "bold green" if label == summary.achieved else ""
+    for label, value in rows.items():
+        style = "bold green" if label == achieved else ""
         console.print(Text.assemble((f"{label:<{label_width}}  ", "dim"), (value, style)))
+
+
+def verdict_of(run: Path) -> Verdict | None:
+    """Verdict on whether a run learns, as on its page; None without metrics."""
+    columns = MetricColumns()
+    for record in each_of(run / "metrics.jsonl"):
+        columns.add(record)
+    return next(iter(judge(columns, read_config(run))), None)
+
+
+def verdict_row(verdict: Verdict | None) -> dict[str, str]:
+    return {} if verdict is None else {"verdict": f"{verdict['title']}. {verdict['text']}"}
 
 
 def _validated(before: float | None, after: float | None) -> str:

@@ -22,6 +22,7 @@ from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.processor_meter import ProcessorMeter, ProcessorSource
 from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.step_metrics import Stage
+from titan_rl.run.observability.summary import verdict_of, verdict_row
 from titan_rl.run.sft.demonstration_sources import TokenSource
 from titan_rl.run.terminal.live_display import format_seconds
 from titan_rl.run.training_loop import TrainingLoop
@@ -103,11 +104,13 @@ class SupervisedSummary:
     tokens: int  # trained tokens, which are the assistant's
     seconds: float
     out: Path
+    run_dir: Path
 
     @property
     def rows(self) -> Mapping[str, str]:
         return {
             "held-out loss": _compared(self.loss_before, self.loss_after),
+            **verdict_row(verdict_of(self.run_dir)),
             "steps": f"{self.steps:,}",
             "tokens": f"{self.tokens:,}",
             "time": format_seconds(self.seconds),
@@ -116,8 +119,8 @@ class SupervisedSummary:
 
     @property
     def achieved(self) -> str | None:
-        before, after = self.loss_before, self.loss_after
-        return "held-out loss" if before is not None and after is not None and after < before else None
+        verdict = verdict_of(self.run_dir)
+        return "verdict" if verdict is not None and verdict["tone"] == "good" else None
 
 
 class SupervisedLoop(TrainingLoop[SupervisedSummary]):
@@ -178,6 +181,7 @@ class SupervisedLoop(TrainingLoop[SupervisedSummary]):
             tokens=self._state.tokens,
             seconds=self._run_dir.elapsed_s,
             out=await in_thread(install, self._config, self._run_dir.export, self._run_dir.path, before, after),
+            run_dir=self._run_dir.path,
         )
 
     async def _learn(self, held_out: Sequence[TrainingSample], background: asyncio.TaskGroup) -> None:

@@ -29,14 +29,13 @@ from titan_rl.core.clusters import repeated_prompts
 from titan_rl.core.errors import RewardError, TitanRLError, TrainingError
 from titan_rl.core.tracing.spans import span
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.group.transcript import ErrorCounts
 from titan_rl.rollout.task import measured, sample_id
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import RolloutLog
-from titan_rl.run.observability.step_metrics import validation_metrics
+from titan_rl.run.observability.step_metrics import StepReports, validation_metrics
 from titan_rl.run.stages.rollout_stage import RolloutStage
 from titan_rl.training.trainer_protocol import HoldingTrainer, Trainer
 from titan_rl.weights.types import PublishedWeights
@@ -60,7 +59,7 @@ class Validation:
     Args:
         transcripts: Log of the groups.
         run_dir: Folder of the run, with the metrics of earlier processes of the run.
-        sinks: Sink for the metrics.
+        reports: Reports of the run's steps, to which the metrics are added.
         progress: Display for the progress and the result.
     """
 
@@ -71,7 +70,7 @@ class Validation:
         transcripts: RolloutLog,
         run_dir: RunDirectory,
         *,
-        sinks: MetricSink,
+        reports: StepReports,
         progress: Progress,
     ) -> None:
         self._suites = config.suites
@@ -79,7 +78,7 @@ class Validation:
         self._groups = groups
         self._transcripts = transcripts
         self._run_dir = run_dir
-        self._sinks = sinks
+        self._reports = reports
         self._progress = progress
         self._warned: set[str] = set()  # suites of which few prompts are distinct
         self._num_lost = self._most_lost = 0  # groups in a row whose reward failed, and the number that is too many
@@ -123,7 +122,7 @@ class Validation:
             figures[MEAN] = mean
             if math.isfinite(error := math.hypot(*errors) / len(errors)):
                 figures[ERROR] = error
-        self._sinks.log(version, figures)
+        self._reports.validated(version, figures)
         return mean
 
     async def _play(

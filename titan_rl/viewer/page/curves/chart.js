@@ -42,7 +42,7 @@ export class Chart {
     this.view = view;
     const positive = this.lines.every(line => [line.y, line.low ?? []].every(all => all.every(y => y === null || y > 0)));
     this.log = view.log && positive && this.lines.length > 0;
-    const shape = JSON.stringify([this.log, view.x, this.lines.map(({ colour, dash, dots, low, label }) => [colour, dash, dots, Boolean(low), label]), this.lines.map(line => line.smoothed !== line.y)]);
+    const shape = JSON.stringify([this.log, view.x, this.lines.map(({ colour, dash, dots, low, label, x }) => [colour, dash, dots, Boolean(low), label, x.length < 3]), this.lines.map(line => line.smoothed !== line.y)]);
     const data = this.#columns();
     if (this.plot && shape === this.shape) this.plot.setData(data, false);
     else this.#make(data, shape);
@@ -132,7 +132,7 @@ export class Chart {
       const stroke = css(line.colour);
       const few = line.x.length <= 40 || line.dots;
       const points = { show: few && line.smoothed === line.y, size: line.dots ? 7 : 4, fill: stroke, stroke };
-      series.push({ stroke, width: line.dots ? 1.5 : 1.75, dash: line.dash, points, spanGaps: Boolean(line.dots) });
+      series.push({ stroke, width: line.dots ? 1.5 : 1.75, dash: line.dash, points, spanGaps: Boolean(line.dots), ...(line.x.length < 3 ? { paths: () => null } : {}) }); // a line between two points would look like steady progress
       if (line.smoothed !== line.y) series.push({ stroke, width: 1, alpha: 0.3, dash: line.dash, points: { show: line.x.length < 3 } });
       if (line.low) {
         series.push({ stroke: "transparent", width: 0, points: { show: false } }, { stroke: "transparent", width: 0, points: { show: false } });

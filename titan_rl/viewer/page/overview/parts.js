@@ -60,11 +60,12 @@ export function learned(summary, run, alone, quantity) {
     return h("div", { class: "gain" }, h("h2", {}, name), h("p", { class: "soft" }, why));
   }
   const gain = trend.after - trend.before;
-  const better = lowerIsBetter(trend) ? -gain : gain;
+  const better = lowerIsBetter(trend) ? -trend.direction : trend.direction; // 0 within the noise
+  const steps = trend.count > 2 ? `from step ${whole(trend.first_step)} to ${whole(trend.last_step)}` : `2 measurements, at steps ${whole(trend.first_step)} and ${whole(trend.last_step)}`;
   const error = typeof trend.error === "number" ? ` ± ${figure(trend.error)}` : "";
   return h("div", { class: "gain" }, h("h2", {}, name),
     h("p", { class: "figures" }, h("span", { class: "before" }, figure(trend.before)), h("span", { class: "arrow", "aria-label": "to" }, "→"), h("span", { class: "after" }, figure(trend.after))),
-    h("p", { class: better > 0 ? "good" : better < 0 ? "bad" : "soft" }, `${gain < 0 ? "−" : "+"}${figure(Math.abs(gain))}`, h("span", { class: "soft" }, `${error} from step ${whole(trend.first_step)} to ${whole(trend.last_step)}`)));
+    h("p", { class: better > 0 ? "good" : better < 0 ? "bad" : "soft" }, `${gain < 0 ? "−" : "+"}${figure(Math.abs(gain))}`, h("span", { class: "soft" }, `${error} ${steps}`)));
 }
 
 export function lowerIsBetter(trend) {

@@ -43,7 +43,7 @@ export function taskTable(runs, summaries, curves) {
 
 function sparkline(curve) {
   const points = (curve?.steps ?? []).map((step, i) => [step, curve.values[i]]).filter(([, value]) => value !== null);
-  if (points.length < 2) return null;
+  if (points.length < 3) return null; // a line between two points would look like steady progress
   const [xs, ys] = [points.map(([x]) => x), points.map(([, y]) => y)];
   const [low, high] = [Math.min(0, ...ys), Math.max(1e-9, ...ys)];
   const at = ([x, y]) => `${(96 * (x - xs[0]) / (xs.at(-1) - xs[0] || 1) + 2).toFixed(1)} ${(20 - 18 * (y - low) / (high - low || 1)).toFixed(1)}`;
