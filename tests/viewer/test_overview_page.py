@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from viewer.page_helpers import FIRST, SECOND, OpenPage, serving, until, write_first_and_second
+from viewer.run_shapes import SHAPES, write_shape
 
 from benchmarks.synthetic_run import line, write_run
 
@@ -281,3 +282,36 @@ async def test_comparison_table_has_a_baseline_and_sorts_by_column(open_page: Op
     await table.get_by_role("button", name=FIRST).click()
     await until(page, "[...document.querySelectorAll('.comparison tbody tr')][0].innerText.includes('baseline')")
     assert f"baseline={FIRST}" in page.url
+
+
+@pytest.fixture
+def shapes(runs_folder: Path) -> Iterator[list[str]]:
+    names = ["collapsed", "solved", "two_validations"]
+    for name in names:
+        write_shape(runs_folder / name, SHAPES[name])
+    yield names
+    for name in names:
+        shutil.rmtree(runs_folder / name)
+
+
+async def test_page_begins_with_the_verdict_of_a_person(open_page: OpenPage, shapes: list[str]) -> None:
+    for name in shapes:
+        page = await open_page(f"#runs={name}")
+        verdict = page.locator(".verdicts li.verdict").first
+        assert SHAPES[name].says.lower() in (await verdict.inner_text()).lower()
+        assert SHAPES[name].tone in str(await verdict.get_attribute("class")).split()
+    said = await page.locator(".gain").inner_text()
+    assert "2 measurements, at steps 0 and 60" in said
+
+
+async def test_no_line_joins_two_validations(open_page: OpenPage, shapes: list[str]) -> None:
+    joined = "viewer.view.heroes[0].chart.plot.series.slice(1).filter(line => !line.paths || line.paths(viewer.view.heroes[0].chart.plot, 1, 0, 1)).length"
+    numbers = {}
+    for name in shapes:
+        page = await open_page(f"#runs={name}")
+        numbers[name] = (
+            await page.evaluate(joined),
+            await page.evaluate("viewer.view.heroes[0].chart.plot.series.length - 1"),
+        )
+    assert numbers["collapsed"][0] == numbers["collapsed"][1], "the smoothed line, the rewards and the validations"
+    assert numbers["two_validations"][0] == numbers["two_validations"][1] - 1
