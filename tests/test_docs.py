@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.viewer.verdicts import SIGNS
+from titan_rl.viewer.warning_signs import SIGNS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -305,13 +305,14 @@ async def test_page_begins_with_the_verdict_of_a_person(open_page: OpenPage, sha
 
 
 async def test_no_line_joins_two_validations(open_page: OpenPage, shapes: list[str]) -> None:
-    joined = "viewer.view.heroes[0].chart.plot.series.slice(1).filter(line => !line.paths || line.paths(viewer.view.heroes[0].chart.plot, 1, 0, 1)).length"
+    plot = "viewer.view.heroes[0].chart.plot"
+    joined = f"{plot}.series.slice(1).filter(line => !line.paths || line.paths({plot}, 1, 0, 1)).length"
     numbers = {}
     for name in shapes:
         page = await open_page(f"#runs={name}")
         numbers[name] = (
             await page.evaluate(joined),
-            await page.evaluate("viewer.view.heroes[0].chart.plot.series.length - 1"),
+            await page.evaluate(f"{plot}.series.length - 1"),
         )
     assert numbers["collapsed"][0] == numbers["collapsed"][1], "the smoothed line, the rewards and the validations"
     assert numbers["two_validations"][0] == numbers["two_validations"][1] - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,65 @@ def test_page_and_terminal_give_the_verdict_of_a_person(tmp_path: Path, name: st
     everything = json.dumps([verdict, reasons, summary["warnings"]])
     assert not shape.never or shape.never not in everything
     assert verdict["title"] in shown_in_terminal(tmp_path / name)
+
+
+def test_every_adapter_of_a_run_has_its_own_verdict(tmp_path: Path) -> None:
+    summaries = {
+        name: RunSummary(0.1, 0.2, 60, 1, 1.0, write_shape(tmp_path / "adapters" / name, SHAPES[name]))
+        for name in ("learns", "collapsed", "solved")
+    }
+    shown = io.StringIO()
+    show_summary(RunSummary.of_adapters(summaries, tmp_path, 1.0), shown)
+    lines = {line.split()[1]: line for line in shown.getvalue().splitlines() if line.startswith("adapter ")}
+    assert lines["learns"].endswith("; it learns")
+    assert "; it has collapsed" in lines["collapsed"]
+    assert lines["solved"].endswith("; it has solved its samples")
+    for name, summary in summaries.items():
+        assert SHAPES[name].says.lower() in summary_of(summary.run_dir)["verdicts"][0]["title"].lower()
+
+
+@pytest.mark.parametrize(("dtype", "difference", "expected"), [
+    ("float32", 0.012, True), ("bfloat16", 0.012, False), ("bfloat16", 0.2, True), ("float32", 1e-6, False),
+])  # fmt: skip
+def test_difference_of_logprobs_counts_only_beyond_the_rounding_of_the_dtype(
+    tmp_path: Path, dtype: str, difference: float, expected: bool
+) -> None:
+    shape = replace(SHAPES["learns"], more={"train/on_policy_logprob_diff_mean": lambda _: difference})
+    verdicts = summary_of(write_shape(tmp_path / "run", shape, dtype=dtype))["verdicts"]
+    assert any("disagree on logprobs" in verdict["title"] for verdict in verdicts) == expected
+
+
+def test_error_that_a_validation_records_replaces_the_estimate(tmp_path: Path) -> None:
+    """Repetitions of a few prompts make a mean less certain than as many distinct ones."""
+    folder = write_shape(tmp_path / "run", replace(SHAPES["falls_from_the_start"], steps=5, validate_every=5))
+    assert summary_of(folder)["verdicts"][0]["title"] == "It gets worse"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    few = [{**line, "validation/reward_error": 0.2} if "validation/num_groups" in line else line for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in few))
+    assert summary_of(folder)["verdicts"][0]["title"] == "Too early to tell whether it learns"
+
+
+def test_held_out_loss_that_rises_from_its_lowest_is_overfitting(tmp_path: Path) -> None:
+    lines = [
+        {"step": step, "train/loss": 6.0 / (step + 1), "validation/loss": loss}
+        for step, loss in enumerate([6.0, 3.0, 1.0, 0.9, 1.2, 2.0, 2.6])
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (verdict,) = summary_of(tmp_path)["verdicts"]
+    assert verdict["title"] == "It memorizes its demonstrations: held-out loss rises from its lowest"
+    assert "it was 0.900 at step 3" in verdict["text"]
+
+
+def test_mean_reward_of_seats_that_play_each_other_gives_no_alarm(tmp_path: Path) -> None:
+    seats = {f"rollout/seat/{seat}/reward_mean": lambda _: 0.5 for seat in ("white", "black")}
+    folder = write_shape(tmp_path / "run", replace(SHAPES["flat"], more=seats))
+    assert summary_of(folder)["verdicts"][0]["tone"] == ""
+
+
+def test_reward_tile_is_coloured_only_by_a_change_that_counts(tmp_path: Path) -> None:
+    tones = {
+        name: next(tile["tone"] for tile in summary_of(folder)["tiles"] if tile["label"] == "Reward")
+        for name in ("learns", "flat", "collapsed")
+        if (folder := write_shape(tmp_path / name, replace(SHAPES[name], num_groups=64)))
+    }
+    assert tones == {"learns": "good", "flat": "", "collapsed": "bad"}
