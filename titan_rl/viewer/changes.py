@@ -220,14 +220,15 @@ def _held_out_errors(columns: MetricColumns, metric: str) -> dict[float, float]:
     """Standard errors of validations by step, where they are known. For the mean of several suites, they are combined
     from the errors of the suites. Where no error was recorded, the one of equally many distinct prompts."""
     prefix, _, name = metric.rpartition("/")
-    counts = dict(columns.points(f"{prefix}/num_groups")) if name == "reward_mean" else {}
-    spreads = columns.points(f"{prefix}/reward_std")
-    if spreads or metric != HELD_OUT:
-        estimated = {step: spread / math.sqrt(counts[step]) for step, spread in spreads if counts.get(step, 0) > 0}
-        return estimated | dict(finite_points(columns, f"{prefix}/reward_error"))
-    suites = [_held_out_errors(columns, f"validation/{suite}/reward_mean") for suite in suites_of(columns)]
-    common = set(suites[0]).intersection(*suites) if suites else set[float]()
-    return {step: math.hypot(*(errors[step] for errors in suites)) / len(suites) for step in common}
+    if name != "reward_mean":
+        return {}
+    recorded = dict(finite_points(columns, f"{prefix}/reward_error"))
+    if metric == HELD_OUT and f"{prefix}/reward_std" not in columns:
+        suites = [_held_out_errors(columns, f"validation/{suite}/reward_mean") for suite in suites_of(columns)]
+        common = set(suites[0]).intersection(*suites) if suites else set[float]()
+        return {step: math.hypot(*(errors[step] for errors in suites)) / len(suites) for step in common} | recorded
+    counts, spreads = dict(columns.points(f"{prefix}/num_groups")), columns.points(f"{prefix}/reward_std")
+    return {step: spread / math.sqrt(counts[step]) for step, spread in spreads if counts.get(step, 0) > 0} | recorded
 
 
 def step_noise(values: Sequence[float]) -> float:
