@@ -15,10 +15,10 @@ from titan_rl.training.settings import TARGETS
 BASE = Path(__file__).parents[1] / "examples" / "alphabet_sort" / "base"
 
 
-def matrices(rank: int = 2) -> dict[str, list[int]]:
+def matrices(rank: int = 2, base: Path = BASE) -> dict[str, list[int]]:
     """Shapes of the matrices of an adapter of all layers, by PEFT's names."""
     shapes: dict[str, list[int]] = {}
-    for name, (shape, _) in read_header(BASE / "model.safetensors").items():
+    for name, (shape, _) in read_header(base / "model.safetensors").items():
         layer = name.removesuffix(".weight")
         if layer.rpartition(".")[2] in TARGETS:
             shapes[f"{PREFIX}{layer}.lora_A.weight"] = [rank, shape[1]]

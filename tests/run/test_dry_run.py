@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -13,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from peft_files import matrices, write_adapter
+from safetensors.torch import load_file, save_file
 from user_project import project
 
 from titan_rl.cli.main import main
@@ -269,6 +272,45 @@ def test_teacher_folder_tokenizer_is_compared_with_the_policy(dry_run, is_same: 
 
     assert code == (0 if is_same else 2)
     assert ("teacher has another tokenizer than the policy" in output) != is_same
+
+
+def spoil(folder: Path, value: float) -> str:
+    """Change the last number in a folder's weights, and return the name of its tensor."""
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = sorted(tensors)[-1]
+    tensors[name].flatten()[-1] = value
+    save_file(tensors, file, {"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_reported_with_file_and_tensor(dry_run, value: float):
+    assert dry_run("Say")[0] == 0
+    name = spoil(Path("policy"), value)
+    code, output = dry_run("Say")
+    assert code == 2
+    assert f"policy/model.safetensors has NaN or infinite values in '{name}'; fetch the file again" in output
+
+
+def test_teacher_weights_that_are_not_finite_are_reported(dry_run):
+    shutil.copytree("policy", "teacher")
+    name = spoil(Path("teacher"), math.nan)
+    code, output = dry_run("Say", "--training.algorithm", "distillation", "--training.teacher", "teacher")
+    assert code == 2
+    assert f"teacher/model.safetensors has NaN or infinite values in '{name}'" in output
+
+
+def test_adapter_weights_that_are_not_finite_are_reported(dry_run):
+    rank = {"training.adapter.rank": "2", "training.adapter.alpha": "32", "training.adapter.start": "adapter"}
+    shapes = matrices(2, Path("policy"))
+    write_adapter(Path("adapter"), shapes, base_model_name_or_path="policy")
+    options = [word for key, value in rank.items() for word in (f"--{key}", value)]
+    assert dry_run("Say", *options)[0] == 0
+    name = spoil(Path("adapter"), math.nan)
+    code, output = dry_run("Say", *options)
+    assert code == 2
+    assert f"adapter/adapter_model.safetensors has NaN or infinite values in '{name}'" in output
 
 
 class Tokenizing(BaseHTTPRequestHandler):

@@ -96,6 +96,7 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     from titan_rl.config.load import dump_config
     from titan_rl.run.checks.own_processes import Machine, describe_processes, memory_problem, overloads
     from titan_rl.run.checks.requirements import (
+        check_finite,
         check_policy,
         describe_chat,
         describe_implementation,
@@ -133,6 +134,7 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
         untrained = check_policy(config)
     if untrained is not None:
         print_stderr(f"titan-rl: warning: {untrained}")
+    check_finite(_folders_read(config))
     print_stderr(
         "titan-rl: the settings are valid, but the run may not start: see the warnings above"
         if warnings
@@ -141,6 +143,25 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     begins = arguments.config if resume is None else ["--resume", str(resume)]
     print_next_command("train", *begins, *(f"--{name}={value}" for name, value in arguments.overrides))
     return code
+
+
+def _folders_read(config: RunConfig) -> list[Path]:
+    """Folders of the models whose weights a run reads."""
+    from titan_rl.config.model_folder import adapters_of
+    from titan_rl.config.serve import load_serve_config
+    from titan_rl.evaluation.policies.policy_source import find_policy
+
+    folders = [config.model.path, config.generation.speculative.model]
+    folders += [adapter.start for adapter in adapters_of(config).values()]
+    for name in _teachers(config):
+        if Path(name).is_dir():
+            source = find_policy(name)
+            folders.append(load_serve_config(source.toml, (), policy=source.folder).model.path)
+    return [Path(folder) for folder in dict.fromkeys(folders) if folder]
+
+
+def _teachers(config: RunConfig) -> list[str]:
+    return sorted({config.teacher_of(source) for source in config.tasks} - {"", "self"})
 
 
 DRY_ASK_S = 5.0
@@ -155,7 +176,7 @@ def _check_teachers(config: RunConfig) -> None:
         ConfigError: A tokenizer makes other tokens than the policy's or cannot be loaded, a folder has no model, or a
             server cannot tokenize.
     """
-    names = sorted({config.teacher_of(source) for source in config.tasks} - {"", "self"})
+    names = _teachers(config)
     if not names:
         return
     import asyncio

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError, MissingExtraError, ModelError, NoSpaceError, TitanRLError, in_one_line
 from titan_rl.rollout.renderer.registry import ChosenRenderer, chat_support, choose_renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.run.terminal.waiting import WAITING
 from titan_rl.training.models.families import EXPERT_COUNTS, PROVED, choose_implementation
 from titan_rl.weights.transports.registry import find_transport
 
@@ -224,6 +226,21 @@ def check_policy(config: RunConfig) -> str | None:
         return None
     named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{model.path} has tensors that are not trained, and exports keep them as they are: {named}"
+
+
+def check_finite(folders: Iterable[Path]) -> None:
+    """Check the weights of model folders for values that are not finite, if torch is installed.
+
+    Raises:
+        ModelError: A folder has such a value, or a file cannot be read.
+    """
+    if find_spec("torch") is None:
+        return
+    from titan_rl.training.models.finite_weights import check_finite_folder
+
+    for folder in folders:
+        with WAITING.shown(f"reading the weights in {folder}"):
+            check_finite_folder(folder)
 
 
 def describe_chat(config: RunConfig) -> list[str]:

@@ -31,6 +31,7 @@ from titan_rl.core.errors import ModelError
 from titan_rl.training.choices import Implementation
 from titan_rl.training.decoder_interface import DecoderModel
 from titan_rl.training.models.families import choose_implementation, is_untrained
+from titan_rl.training.models.finite_weights import require_finite
 from titan_rl.training.models.lora import Adapter
 from titan_rl.training.parallel import HeldSlices, World, fill, full_tensor, local_slice, owned_slice
 from titan_rl.training.settings import AdapterConfig
@@ -346,19 +347,23 @@ class HFWeights:
         The file is mapped only during the call, because mapped pages count as this process's memory.
 
         Raises:
-            ModelError: The file cannot be read.
+            ModelError: The file cannot be read, or has values that are not finite.
         """
         with _opened(self._files[name]) as tensors:
             fill(piece, tensors.get_slice(name))
+        require_finite(piece.tensor, name, self._files[name])
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor.
 
         Raises:
-            ModelError: The file cannot be read.
+            ModelError: The file cannot be read, or has values that are not finite.
         """
-        with _opened(self._files.get(name) or self.untrained[name]) as tensors:
-            return tensors.get_tensor(name).clone()
+        file = self._files.get(name) or self.untrained[name]
+        with _opened(file) as tensors:
+            tensor = tensors.get_tensor(name).clone()
+        require_finite(tensor, name, file)
+        return tensor
 
 
 @contextmanager
