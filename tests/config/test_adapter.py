@@ -143,6 +143,27 @@ def test_start_folder_is_checked_on_load(tmp_path: Path) -> None:
         assert note is None or f"was trained on {tmp_path}, whose weights are not those of model.path" in note
 
 
+@pytest.mark.parametrize(
+    ("model", "base", "is_noted"),
+    [
+        ("Qwen3-0.6B", "Qwen/Qwen3-0.6B", False),
+        ("Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base", True),
+        ("qwen3_1.7b", "Qwen/Qwen3-0.6B", True),
+        ("models--Qwen--Qwen3-0.6B/snapshots/1a2b", "Qwen/Qwen3-0.6B", False),
+        ("models--Qwen--Qwen3-0.6B/snapshots/1a2b", "Qwen/Qwen3-0.6B-Base", True),
+        ("policy", "Qwen/Qwen3-0.6B-Base", False),  # the name tells nothing
+    ],
+)
+def test_adapter_of_another_published_model_is_noted(tmp_path: Path, model: str, base: str, is_noted: bool) -> None:
+    shutil.copytree(BASE, tmp_path / model)
+    folder = write_adapter(tmp_path / "adapter", base_model_name_or_path=base)
+    settings = {"model.path": tmp_path / model, "training.adapter.rank": 2, "training.adapter.start": folder}
+    config = load_config(CPU, [(key, str(value)) for key, value in settings.items()])
+    note = adapter_base_note(config.model, config.training.adapter)
+    assert (note is not None) == is_noted
+    assert note is None or f"was trained on {base}, and model.path = '{tmp_path / model}' has another name" in note
+
+
 def test_checkpoint_size_is_that_of_the_adapter() -> None:
     layer = (128 + 128) + 2 * (128 + 64) + (128 + 128) + 3 * (128 + 384)
     assert checkpoint_bytes(load(rank=1)) == 4 * layer * 12

@@ -313,6 +313,18 @@ def test_adapter_weights_that_are_not_finite_are_reported(dry_run):
     assert f"adapter/adapter_model.safetensors has NaN or infinite values in '{name}'" in output
 
 
+def test_adapter_of_another_base_model_is_reported(dry_run):
+    shutil.copytree("policy", "other")
+    spoil(Path("other"), 0.125)
+    write_adapter(Path("adapter"), matrices(2, Path("policy")), base_model_name_or_path="other")
+    options = ("--training.adapter.rank", "2", "--training.adapter.start", "adapter")
+    code, output = dry_run("Say", *options)
+    assert code == 0
+    assert "warning: training.adapter.start = " in output
+    assert "was trained on other, whose weights are not those of model.path" in output
+    assert "see the warnings above" in output
+
+
 class Tokenizing(BaseHTTPRequestHandler):
     """Tokenizer endpoint that makes one token of any text."""
 

@@ -94,6 +94,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
 
 def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespace) -> int:
     from titan_rl.config.load import dump_config
+    from titan_rl.config.model_folder import adapter_base_note, adapters_of
     from titan_rl.run.checks.own_processes import Machine, describe_processes, memory_problem, overloads
     from titan_rl.run.checks.requirements import (
         check_finite,
@@ -117,7 +118,8 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     machine = Machine.here()
     for line in describe_processes(config, machine):
         print_stderr(f"titan-rl: {line}")
-    warnings = [*overloads(config, machine)]
+    bases = (adapter_base_note(config.model, adapter) for adapter in adapters_of(config).values())
+    warnings = [*overloads(config, machine), *filter(None, bases)]
     for warning in warnings:
         print_stderr(f"titan-rl: warning: {warning}")
     problem = memory_problem(config, machine)

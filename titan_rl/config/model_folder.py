@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -201,19 +202,35 @@ def adapters_of(config: RunConfig) -> dict[str, AdapterConfig]:
 
 
 def adapter_base_note(model: ModelConfig, adapter: AdapterConfig) -> str | None:
-    """Return a note if the adapter to start from was trained on another model; None if it was not, or if its base model
-    is not on this machine."""
+    """Return a note if the adapter to start from was trained on another model: one with other weights, if it is on this
+    machine, or one whose published name differs from that of the model's folder."""
     if adapter.start is None:
         return None
     with contextlib.suppress(ModelError, OSError):
         given = read_json(Path(adapter.start), "adapter_config.json").get("base_model_name_or_path")
-        base = model_identity(Path(given)) if isinstance(given, str) else {}
+        if not isinstance(given, str):
+            return None
+        base = model_identity(Path(given))
+        if not base and _has_other_name(Path(model.path), given):
+            return (
+                f"training.adapter.start = {adapter.start!r} was trained on {given}, and model.path = {model.path!r} "
+                "has another name; set it to that model"
+            )
         if base and base["weights"] != model_identity(Path(model.path))["weights"]:
             return (
                 f"training.adapter.start = {adapter.start!r} was trained on {given}, whose weights are not those of "
                 f"model.path = {model.path!r}"
             )
     return None
+
+
+def _has_other_name(folder: Path, published: str) -> bool:
+    """Whether a folder has the name of another model of a published model's family. A folder of the Hugging Face cache
+    is below `models--ORGANIZATION--NAME`."""
+    name = published.rpartition("/")[2].lower()
+    family = re.split(r"[-_.]", name)[0]
+    parts = [part.rpartition("--")[2].lower() for part in folder.parts[-3:]]
+    return name not in parts and any(part.startswith(family) for part in parts)
 
 
 def _check_vocabulary(folder: Path, architecture: dict[str, Any]) -> None:
