@@ -52,3 +52,14 @@ def test_check_of_a_folder_reads_a_limited_number_of_bytes(tmp_path: Path, monke
         check_finite_folder(tmp_path)
     monkeypatch.setattr(finite_weights, "MOST_BYTES", 16)
     check_finite_folder(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_one_value_of_a_long_tensor_is_found_in_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    largest = torch.full((3, 1 << 21), torch.finfo(dtype).max, dtype=dtype)
+    save_file({"a": torch.ones(3, dtype=torch.int8), "w": largest}, tmp_path / "1.safetensors")
+    check_finite_folder(tmp_path)
+    largest[2, -1] = -math.inf
+    save_file({"a": torch.ones(3, dtype=torch.int8), "w": largest}, tmp_path / "1.safetensors")
+    with pytest.raises(ModelError, match="in 'w'"):
+        check_finite_folder(tmp_path)

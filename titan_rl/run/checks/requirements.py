@@ -26,6 +26,7 @@ from titan_rl.rollout.renderer.registry import ChosenRenderer, chat_support, cho
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.run.terminal.waiting import WAITING
 from titan_rl.training.models.families import EXPERT_COUNTS, PROVED, choose_implementation
+from titan_rl.training.models.finite_weights import check_finite_folder
 from titan_rl.weights.transports.registry import find_transport
 
 LEFT_FREE = 1 << 24
@@ -229,15 +230,11 @@ def check_policy(config: RunConfig) -> str | None:
 
 
 def check_finite(folders: Iterable[Path]) -> None:
-    """Check the weights of model folders for values that are not finite, if torch is installed.
+    """Check the weights of model folders for values that are not finite.
 
     Raises:
         ModelError: A folder has such a value, or a file cannot be read.
     """
-    if find_spec("torch") is None:
-        return
-    from titan_rl.training.models.finite_weights import check_finite_folder
-
     for folder in folders:
         with WAITING.shown(f"reading the weights in {folder}"):
             check_finite_folder(folder)
