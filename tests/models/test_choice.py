@@ -67,6 +67,7 @@ def test_explicit_implementation_is_used() -> None:
         ({"model_type": "gemma3", "text_config": {}}, "reads more than text"),
         ({"model_type": "t5gemma", "is_encoder_decoder": True}, "has an encoder"),
         ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, r"quantized \(mxfp4\)"),
+        ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\); save them in"),
         ({"model_type": "mistral", "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
         (
             {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 3},

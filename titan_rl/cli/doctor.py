@@ -23,7 +23,8 @@ def set_up(parser: Parser) -> None:
         "The exit code is 1 if a run cannot start. With --model, check a family of models instead, with a tiny random "
         "model of the same structure: the trainer's logprobs against transformers' in float64, logprobs and gradients "
         "of packed sequences against those of each alone, and vLLM's logprobs against the trainer's, before and after "
-        "hot swaps of weights. The exit code is then 1 if one of them differs, or if the model cannot be trained."
+        "hot swaps of weights. The exit code is then 1 if one of them differs or cannot be checked here, or if the model "
+        "cannot be trained."
     )
     parser.add_argument(
         "--model",
@@ -67,27 +68,29 @@ def _check(folder: Path, *, as_json: bool) -> int:
 
 def _verdict(model: CheckedModel, wrong: list[ModelOutcome]) -> int:
     family = f"{model.model_type!r}, with the {model.implementation} implementation ({model.reason})"
-    differs = ", ".join(map(_complaint, wrong))
-    of_trainer = [outcome for outcome in wrong if outcome.part == "trainer"]
+    differing = {outcome.part: outcome.comparison.name for outcome in wrong if outcome.comparison is not None}
     if not wrong:
         print_stderr(f"titan-rl: yes, a run can train {family}")
         print_next_command("train", "CONFIG", "--model.path", str(model.folder))
-    elif of_trainer:
-        print_stderr(f"titan-rl: no, a run cannot train {family}: {differs}")
-        if any(outcome.comparison is not None for outcome in of_trainer):
-            print_next_command("doctor")  # reports packages whose versions are not the tested ones
-    else:
+    elif "trainer" in differing:
+        print_stderr(f"titan-rl: no, a run cannot train {family}: {', '.join(differing.values())} wrong")
+        print_next_command("doctor")  # reports packages whose versions are not the tested ones
+    elif differing:
         print_stderr(
-            f"titan-rl: no, a run cannot sample {family}: {differs}; fine-tuning on demonstrations needs no engine"
+            f"titan-rl: no, a run cannot sample {family}: {', '.join(differing.values())} wrong; fine-tuning on "
+            "demonstrations needs no engine"
         )
         print_next_command("sft", "CONFIG", "--model.path", str(model.folder))
+    else:  # the check may need more than this machine has, so that it says nothing about the machines of a run
+        part = wrong[0].part
+        verb = "train" if part == "trainer" else "sample"
+        print_stderr(
+            f"titan-rl: not known whether a run can {verb} {family}: the {part} could not be checked here, as the line "
+            "above says"
+        )
+        if part == "engine":
+            print_next_command("train", "CONFIG", "--model.path", str(model.folder), "--dry-run")
     return EXIT_FAILED if wrong else 0
-
-
-def _complaint(outcome: ModelOutcome) -> str:
-    if outcome.comparison is None:
-        return f"the {outcome.part} could not be checked"
-    return f"{outcome.comparison.name} wrong"
 
 
 def _outcome_as_json(outcome: ModelOutcome) -> str:
@@ -99,7 +102,8 @@ def _outcome_as_json(outcome: ModelOutcome) -> str:
 def _outcome_as_text(outcome: ModelOutcome) -> str:
     name = outcome.part if outcome.comparison is None else outcome.comparison.name
     found = outcome.problem if outcome.comparison is None else str(outcome.comparison)
-    return f"{'ok' if outcome.is_right else 'wrong':8} {name:18}{found}\n"
+    label = "ok" if outcome.is_right else "unknown" if outcome.comparison is None else "wrong"
+    return f"{label:8} {name:18}{found}\n"
 
 
 def _as_text(finding: Finding) -> str:

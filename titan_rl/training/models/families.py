@@ -184,6 +184,11 @@ def choose_implementation(
     Example: Qwen2.5, whose model_type is "qwen2", is trained with transformers, and Qwen3 with torchtitan.
     """
     check_numbers(hf)
+    if quantization := hf.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ModelError(
+            f"this model cannot be trained: its weights are quantized ({method}); save them in bfloat16 first"
+        )
     if expert_parallel > 1:
         _check_experts(hf, expert_parallel)
     lacks = torchtitan_lacks(hf)
@@ -322,9 +327,6 @@ def transformers_refuses(hf: Mapping[str, Any]) -> str | None:
         return f"model_type {name!r} reads more than text; only text models are trained"
     if hf.get("is_encoder_decoder"):
         return f"model_type {name!r} has an encoder; only decoders are trained"
-    if quantization := hf.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        return f"its weights are quantized ({method}); save them in bfloat16 first"
     kinds = {*(hf.get("layer_types") or ()), *(hf.get("layers_block_type") or ())}
     if name not in RECURRENT and (found := sorted(STATEFUL.intersection(kinds))):
         return (
