@@ -23,8 +23,8 @@ def set_up(parser: Parser) -> None:
         "The exit code is 1 if a run cannot start. With --model, check a family of models instead, with a tiny random "
         "model of the same structure: the trainer's logprobs against transformers' in float64, logprobs and gradients "
         "of packed sequences against those of each alone, and vLLM's logprobs against the trainer's, before and after "
-        "hot swaps of weights. The exit code is then 1 if one of them differs or cannot be checked here, or if the model "
-        "cannot be trained."
+        "hot swaps of weights. The exit code is then 1 if one of them differs or cannot be checked here, or if the "
+        "model cannot be trained."
     )
     parser.add_argument(
         "--model",
