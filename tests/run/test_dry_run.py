@@ -313,6 +313,25 @@ def test_adapter_weights_that_are_not_finite_are_reported(dry_run):
     assert f"adapter/adapter_model.safetensors has NaN or infinite values in '{name}'" in output
 
 
+@pytest.mark.parametrize(
+    ("options", "is_old"),
+    [
+        ((), False),
+        (("--sft.tiny_model.level", "word"), False),
+        (("--sft.tiny_model.level", "byte"), True),
+        (("--sft.tiny_model.parameters", "500000"), True),
+        (("--sft.tiny_model.level", "byte", "--sft.start", "policy"), False),
+    ],
+)
+def test_base_made_with_other_settings_of_the_tiny_model_is_reported(dry_run, options: tuple[str, ...], is_old: bool):
+    note = {"settings": {"tiny_model": {"level": "word", "parameters": 900000}}}
+    Path("policy", "sft.json").write_text(json.dumps(note))
+    code, output = dry_run("Say", *options)
+    assert code == 0
+    assert ("policy' was made with sft.tiny_model." in output) == is_old
+    assert ("run titan-rl sft again" in output) == is_old
+
+
 def test_adapter_of_another_base_model_is_reported(dry_run):
     shutil.copytree("policy", "other")
     spoil(Path("other"), 0.125)

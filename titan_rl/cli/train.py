@@ -80,10 +80,12 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     from titan_rl.cli.runs import load_run
     from titan_rl.config.concurrency import throttles
     from titan_rl.config.hosts import check_own_machine
+    from titan_rl.config.model_folder import tiny_model_note
     from titan_rl.run.checks.requirements import check_needs, warn_of_experimental
 
     config, resume = load_run(arguments)
-    for warning in throttles(config):
+    old_base = None if resume is not None else tiny_model_note(config)
+    for warning in (*throttles(config), *filter(None, [old_base])):
         print_stderr(f"titan-rl: warning: {warning}")
     check_own_machine(config.hosts)
     check_needs(config)

@@ -33,7 +33,7 @@ from titan_rl.training.models.families import (
     longest_context,
 )
 from titan_rl.training.models.peft_settings import WEIGHTS, check_same_settings, hf_name, read_adapter_config
-from titan_rl.training.settings import TARGETS, AdapterConfig, ModelConfig
+from titan_rl.training.settings import MADE_BY_SFT, TARGETS, AdapterConfig, ModelConfig
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files that contain a vocabulary; one of them is enough."""
@@ -221,6 +221,23 @@ def adapter_base_note(model: ModelConfig, adapter: AdapterConfig) -> str | None:
                 f"training.adapter.start = {adapter.start!r} was trained on {given}, whose weights are not those of "
                 f"model.path = {model.path!r}"
             )
+    return None
+
+
+def tiny_model_note(config: RunConfig) -> str | None:
+    """Return a note if `titan-rl sft` made the policy with another tiny model than the settings describe; None if it
+    did not, or if they describe none."""
+    folder = Path(config.model.path)
+    if config.sft.start or not (folder / MADE_BY_SFT).is_file():
+        return None
+    with contextlib.suppress(ModelError, KeyError, TypeError):
+        made = read_json(folder, MADE_BY_SFT)["settings"]["tiny_model"]
+        for name in config.sft.tiny_model.model_fields_set:
+            if made[name] != (given := getattr(config.sft.tiny_model, name)):
+                return (
+                    f"model.path = {config.model.path!r} was made with sft.tiny_model.{name} = {made[name]!r}, and it "
+                    f"is {given!r} now; run titan-rl sft again, or restore the setting"
+                )
     return None
 
 

@@ -352,6 +352,41 @@ def test_dry_run_reports_the_demonstrations_to_learn(toml: Path) -> None:
         check(load_sft_config(toml, [("sft.tiny_model.parameters", "1000")]), toml.parent / "scratch")
 
 
+WORDS_TASK = """
+import random
+from titan_rl import Demonstration
+from titan_rl.core.settings import Section
+
+
+class Words(Section):
+    answers: str = "reversed"
+
+    def train_sample(self, seed, index): ...
+    def validation_samples(self, count): ...
+    def make_env(self, sample, renderer): ...
+    def rubric(self): ...
+
+    def demonstrations(self, count):
+        for number in range(count):
+            word = "".join(random.Random(number).choices("abcdefgh", k=6))
+            answer = {"reversed": word[::-1], "sentence": f"It is {word[::-1]}.", "label": ("yes", "no")[number % 2]}
+            question = {"role": "user", "content": f"Spell {word} backwards."}
+            yield Demonstration([question, {"role": "assistant", "content": answer[self.answers]}])
+"""
+
+
+@pytest.mark.parametrize(
+    ("answers", "level", "is_noted"),
+    [("reversed", "word", True), ("reversed", "byte", False), ("sentence", "word", False), ("label", "word", False)],
+)
+def test_answers_of_one_word_token_are_reported(toml: Path, answers: str, level: str, is_noted: bool) -> None:
+    (toml.parent / "words_task.py").write_text(WORDS_TASK)
+    options = {"task.type": "words_task:Words", "task.answers": answers, "sft.tiny_model.level": level}
+    report = check(load_sft_config(toml, list(options.items())), toml.parent / "scratch")[1]
+    assert ("warning: 100 of 100 answers are a single token" in report) == is_noted
+    assert ('set sft.tiny_model.level = "byte"' in report) == is_noted
+
+
 def test_batch_tokens_limits_every_step(toml: Path) -> None:
     config = load_sft_config(toml, [("sft.batch_tokens", "100"), ("sft.batch_size", "32"), ("sft.shuffle", "false")])
     found = find_demonstrations(config)

@@ -187,12 +187,14 @@ class SupervisedPlan:
         tokens: Tokens of the demonstrations.
         steps: Indices of the demonstrations that each step learns.
         held_out: Indices of the demonstrations that no step learns.
+        warning: Reason why the demonstrations cannot be learned well, or None.
     """
 
     config: RunConfig
     tokens: TokenSource
     steps: list[list[int]]
     held_out: list[int]
+    warning: str | None = None
 
     def __str__(self) -> str:
         num_learned = self.tokens.num_demonstrations - len(self.held_out)
@@ -228,7 +230,29 @@ def plan_run(config: RunConfig, found: list[Found], folder: Path) -> SupervisedP
         lengths=None if sft.batch_tokens is None else [tokens.length(number) for number in range(len(found))],
         batch_tokens=sft.batch_tokens or 0,
     )
-    return SupervisedPlan(supervised(config, model, len(steps)), tokens, steps, held_out)
+    is_word = not sft.start and sft.tiny_model.level == "word"
+    warning = _unspelled(start, found) if is_word else None
+    return SupervisedPlan(supervised(config, model, len(steps)), tokens, steps, held_out, warning)
+
+
+MOST_LABELS = 64
+"""Number of different answers of one token up to which a task may be a classification, which can be learned."""
+
+
+def _unspelled(folder: Path, found: Sequence[Found]) -> str | None:
+    """Warning if the answers are single tokens of a word vocabulary, such as words spelled backwards: a model cannot
+    take a token apart, so it could only memorize them."""
+    tokenizer = load_tokenizer(folder)
+    messages = [message for _, one in found[:: -(-len(found) // TEXTS)] for message in one.messages]
+    answers = [str(message.get("content") or "") for message in messages if message.get("role") == "assistant"]
+    single = [answer for answer in answers if len(tokenizer.encode(answer, add_special_tokens=False)) == 1]
+    if 2 * len(single) < len(answers) or len(set(single)) <= MOST_LABELS:
+        return None
+    return (
+        f"{len(single)} of {len(answers)} answers are a single token of the tiny model, with {len(set(single))} "
+        'different ones: it can memorize such answers, but not compute new ones; set sft.tiny_model.level = "byte", '
+        "unless the answers are labels"
+    )
 
 
 def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
@@ -333,7 +357,8 @@ def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[
     samples = plan.tokens.samples(plan.steps[0])
     lengths = [len(sample.token_ids) for sample in samples]
     learned = sum(sample.num_trained_tokens for sample in samples)
-    summary = "".join(f"{loss}\ntitan-rl: " for loss in losses) + (
+    notes = [*losses, *([] if plan.warning is None else [f"warning: {plan.warning}"])]
+    summary = "".join(f"{note}\ntitan-rl: " for note in notes) + (
         f"{plan}; the first step learns {learned:,} of {sum(lengths):,} tokens, {max(lengths)} in the longest "
         "conversation"
     )
@@ -368,6 +393,8 @@ async def _teach(
         progress.message(note)
     for loss in session.start.losses:
         progress.warning(loss)
+    if plan.warning is not None:
+        progress.warning(plan.warning)
     progress.message(f"{plan}; starting a trainer")
     resources.enter_context(LoopWatchdog(progress))
     (files := HostFiles(run_dir.path)).begin()
