@@ -275,5 +275,6 @@ async def play_matches(
                 tasks.create_task(play(i, j, index))
     if lost := next((pair for pair, of_pair in results.items() if not of_pair), None):
         pair = f"{names[lost[0]]} against {names[lost[1]]}"
-        raise DataError(f"no game of {pair} had a result at task {suite.name}: {errors.describe()}")
+        why = errors.describe() or "no game gave rewards to both policies"
+        raise DataError(f"no game of {pair} had a result at task {suite.name}: {why}")
     return rate(suite.name, names, results, prompts)

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +24,7 @@ from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.watchdog import LoopWatchdog
-from titan_rl.core.errors import ConfigError
+from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.evaluation.elo import Ratings, play_matches
 from titan_rl.evaluation.policies.inference import OpenedPolicies, OpenedPolicy, is_url, require_engine
 from titan_rl.evaluation.policies.policy_source import find_policy
@@ -36,7 +37,6 @@ from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.process.environment import file_modes, logging_to
 from titan_rl.run.process.signals import StopSignals, first_cause, run_to_its_end
 from titan_rl.run.session import SessionFiles, process_session
-from titan_rl.types import GenerateFn
 
 
 def folder_name(policy: str, taken: set[str]) -> str:
@@ -122,6 +122,7 @@ class EvaluationRun:
     a stop.
 
     Args:
+        policy: Policy to evaluate.
         folder: Folder in which the evaluation is kept. Prompts that are already finished there are not played again.
             None keeps nothing.
         progress: Progress display.
@@ -137,7 +138,7 @@ class EvaluationRun:
     ) -> None:
         self._config = config
         self._settings = settings
-        self._policy = policy
+        self.policy = policy
         self._folder = None if folder is None else EvaluationFolder(folder)
         self._progress = progress
         self._lines: list[Mapping[str, Any]] = []
@@ -156,19 +157,19 @@ class EvaluationRun:
             ConfigError: The folder has an evaluation with other settings.
             TitanRLError: The error that ended the evaluation.
         """
-        opening = open_suites(self._config, self._settings, self._policy, self._path, self._progress)
+        opening = open_suites(self._config, self._settings, self.policy, self._path, self._progress)
         async with opening as self._suites:
             if self._folder is not None:
                 self._lines = self._folder.begin(self._made_with(), self._suites)
             if self._lines:
-                self._progress.message(f"{self._policy.name}: {len(self._lines)} samples are already in {self._path}")
+                self._progress.message(f"{self.policy.name}: {len(self._lines)} samples are already in {self._path}")
             self._progress.count(sum(len(suite.prompts) * suite.samples_per_prompt for suite in self._suites))
             try:
                 with LoopWatchdog(self._progress):
                     await play_suites(
                         self._suites,
-                        self._policy.generate,
-                        version=self._policy.version,
+                        self.policy.generate,
+                        version=self.policy.version,
                         in_flight=self._settings.in_flight,
                         max_lost=self._config.scheduling.max_failed_groups,
                         done=tuple(self._lines),
@@ -197,8 +198,14 @@ class EvaluationRun:
             )
             for suite in self._suites
         }
-        policy, folder = self._policy, None if self._folder is None else self._folder.path
+        policy, folder = self.policy, None if self._folder is None else self._folder.path
         return Evaluation(policy.name, policy.version, results, self._seconds, self._is_complete, folder)
+
+    @property
+    def tasks_with_shared_games(self) -> set[str]:
+        """Names of the tasks in which the policy has played several seats of one game."""
+        seats = Counter((line["task"], line["prompt"], line["sibling"]) for line in self._lines)
+        return {task for (task, _, _), count in seats.items() if count > 1}
 
     @property
     def _path(self) -> Path:
@@ -241,7 +248,7 @@ class EvaluationRun:
             for suite in self._suites
         ]
         settings = self._config.model_dump(mode="json", include={"seed", "tasks", "rollout"})
-        return {"policy": self._policy.name, "played": played, "settings": settings}
+        return {"policy": self.policy.name, "played": played, "settings": settings}
 
 
 STOPPING = "stopping: the results so far are shown; repeat the signal to end at once"
@@ -349,7 +356,7 @@ async def _evaluate_all(
     taken: set[str] = set()
     with signals.ending_in_order():
         async with OpenedPolicies(config, settings, files, progress) as opened:
-            policy: OpenedPolicy | None = None
+            run: EvaluationRun | None = None
             for given in policies:
                 with progress.working(f"loading {given}"):
                     policy = await opened.open(given)
@@ -360,32 +367,42 @@ async def _evaluate_all(
                 finally:
                     if (evaluation := run.evaluation()).tasks:  # otherwise no task could be opened
                         evaluations.append(evaluation)
-            seats = {name: seats for name, result in evaluations[0].tasks.items() if len(seats := result.seats) > 1}
-            if policy is not None and len(policies) > 1 and seats and not any(map(is_url, policies)):
-                with progress.working("playing the policies against each other"):
-                    ratings += await _matches(config, settings, policy, opened.together(), seats, out, progress)
+            if run is not None and len(policies) > 1 and not any(map(is_url, policies)):
+                ratings += await rate_policies(config, settings, run, opened, out, progress)
 
 
-async def _matches(
+async def rate_policies(
     config: RunConfig,
     settings: EvalConfig,
-    policy: OpenedPolicy,
-    policies: Mapping[str, GenerateFn],
-    seats: Mapping[str, Sequence[str]],
+    run: EvaluationRun,
+    opened: OpenedPolicies,
     out: Path,
     progress: Progress,
 ) -> list[Ratings]:
-    """Play the matches between policies at the tasks with several seats, and rate the policies.
+    """Have the opened policies play each other at the tasks with several seats, and rate them. If they cannot, show the
+    reason: the evaluations are complete without ratings.
 
     Args:
-        policy: One of the policies, for its renderer.
-        seats: Seats that a policy plays in the games of each task, by task.
+        run: Evaluation of the policy that was opened last.
     """
-    async with open_suites(config, settings, policy, out, progress) as suites:
-        ratings = [
-            await play_matches(suite, seats[suite.name], policies, in_flight=settings.in_flight)
-            for suite in suites
-            if suite.name in seats
-        ]
+    ratings: list[Ratings] = []
+    seats = {name: result.seats for name, result in run.evaluation().tasks.items() if len(result.seats) > 1}
+    for name in seats.keys() - run.tasks_with_shared_games:
+        del seats[name]
+        progress.message(
+            f"{name}: no Elo ratings, because the policy has one seat in each game, so that two policies never meet"
+        )
+    if not seats:
+        return ratings
+    try:
+        policies = opened.together()
+        with progress.working("playing the policies against each other"):
+            async with open_suites(config, settings, run.policy, out, progress) as suites:
+                for suite in suites:
+                    if suite.name in seats:
+                        in_flight = settings.in_flight
+                        ratings.append(await play_matches(suite, seats[suite.name], policies, in_flight=in_flight))
+    except (ConfigError, DataError) as error:
+        progress.warning(f"no Elo ratings: {error}")
     write_json(out / "elo.json", [each.to_json() for each in ratings])
     return ratings
