@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
             for one in runs.describe():
                 print_result(json.dumps(one) + "\n")
             return 0
-        folders = [*runs.folders().values()]
+        found = runs.folders()
+        folders = [found[one["id"]] for one in runs.describe() if one["parent"] is None]
         if arguments.report is not None:
             _write_report(arguments.runs or [USUAL], folders, Path(arguments.report))
             return 0

@@ -14,8 +14,7 @@ import msgspec
 from titan_rl.core.files import replace_file
 from titan_rl.viewer.html import report_page
 from titan_rl.viewer.metric_columns import described
-from titan_rl.viewer.runs import RunReader
-from titan_rl.viewer.summary import describe_run
+from titan_rl.viewer.runs import RunReader, describe_runs, with_adapters
 from titan_rl.viewer.timeline import small_timeline
 
 MAX_BYTES = 10_000_000
@@ -44,19 +43,20 @@ def write_report(
 
 
 def make_report(folders: Sequence[Path], *, most_bytes: int = MAX_BYTES, patience_s: float = math.inf) -> bytes:
-    """Make the page of some runs. Missing files of a run do not matter.
+    """Make the page of some runs and of their adapters. Missing files of a run do not matter.
 
     Args:
         most_bytes: Approximate limit of the data in bytes. The page says what is left out.
         patience_s: Longest time for which a run's rollouts are read, in seconds. The others are left out.
     """
-    data: dict[str, Any] = {"runs": [], "left_out": [], "of": {}}
+    all_runs: dict[str, Path] = {}
     for folder in folders:
-        run = folder.name if folder.name not in data["of"] else str(folder)
+        all_runs |= with_adapters(str(folder) if folder.name in all_runs else folder.name, folder)
+    data: dict[str, Any] = {"runs": describe_runs(all_runs, folders), "left_out": [], "of": {}}
+    for run, folder in all_runs.items():
         with contextlib.closing(RunReader(folder, searches=False)) as reader:
-            data["runs"].append({"id": run, **describe_run(folder), "named": True})
-            data["of"][run], left_out = _data_of(reader, most_bytes // len(folders), patience_s)
-        data["left_out"] += left_out if len(folders) == 1 else [f"{run}: {text}" for text in left_out]
+            data["of"][run], left_out = _data_of(reader, most_bytes // len(all_runs), patience_s)
+        data["left_out"] += left_out if len(all_runs) == 1 else [f"{run}: {text}" for text in left_out]
     return report_page(data, ", ".join(folder.name for folder in folders))
 
 

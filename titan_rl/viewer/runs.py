@@ -9,14 +9,14 @@ import threading
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.files import Tail, file_status, open_file, read_json, strict_json
-from titan_rl.core.run_files import HOSTS
+from titan_rl.core.run_files import ADAPTERS, HOSTS
 from titan_rl.metrics.bottleneck import bottleneck_of, parts_of
 from titan_rl.viewer.metric_columns import Curve, MetricColumns
 from titan_rl.viewer.rollout_index import RolloutIndex, RolloutQuery
@@ -247,17 +247,15 @@ class Runs:
         found = list(dict.fromkeys(folder for path in self._given for folder in find_runs(path)))
         found.sort(key=lambda folder: (folder.name, str(folder)), reverse=True)
         named = Counter(folder.name for folder in found)
-        return {
+        ids = {
             folder.name if named[folder.name] == 1 else str(folder).strip("/").replace("/", "~"): folder
             for folder in found
         }
+        return {each: path for run, folder in ids.items() for each, path in with_adapters(run, folder).items()}
 
     def describe(self) -> list[dict[str, Any]]:
         """Make the answer to /api/runs."""
-        return [
-            {"id": run, **describe_run(folder), "named": folder in self._given}
-            for run, folder in self.folders().items()
-        ]
+        return describe_runs(self.folders(), self._given)
 
     def reader(self, run: str) -> RunReader | None:
         """Return the reader of a run; None if there is no such run."""
@@ -274,6 +272,26 @@ class Runs:
         described = json.dumps([(one["id"], one["state"], one["steps"]) for one in self.describe()])
         found = {run: reader.look() for run, reader in list(self._readers.items())}
         return {"": {"runs": zlib.crc32(described.encode())}, **found}
+
+
+def with_adapters(run: str, folder: Path) -> dict[str, Path]:
+    """Return the folders of a run and of its adapters by id; an adapter's is "RUN~NAME"."""
+    adapters = sorted(path for path in folder.glob(f"{ADAPTERS}/*") if not path.is_symlink() and is_run(path))
+    return {run: folder} | {f"{run}~{path.name}": path for path in adapters}
+
+
+def describe_runs(folders: Mapping[str, Path], named: Collection[Path]) -> list[dict[str, Any]]:
+    """Make the entries of runs; see `describe_run`. Each also has "id", "named", whether the user has named it, and
+    "parent", the id of the run whose adapter it is, or None."""
+    ids = {folder: run for run, folder in folders.items()}
+    entries: list[dict[str, Any]] = []
+    for run, folder in folders.items():
+        entry = {"id": run, **describe_run(folder), "named": folder in named, "parent": None}
+        above = folder.parents[1]
+        if folder.parent.name == ADAPTERS and above in ids:
+            entry |= {"parent": ids[above], "name": f"{above.name}/{folder.name}"}
+        entries.append(entry)
+    return entries
 
 
 def is_run(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from titan_rl.core.calls.parsing import parse_toml
 from titan_rl.core.files import as_list, as_table, file_status, last_lines, read_file, read_json
 from titan_rl.core.plain_data import plain_json
 from titan_rl.core.run_files import read_hosts, read_results, read_status
+from titan_rl.metrics.table import find_metric
 from titan_rl.metrics.waterfall import AVAILABLE, STEPS, USED, waterfall
 from titan_rl.viewer.changes import HELD_OUT, RECENT, Change, held_out_change, least_change, step_noise
 from titan_rl.viewer.metric_columns import MetricColumns
@@ -28,6 +30,9 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
     """Make the answer to /api/runs/{id}/summary.
 
     Returns:
+        headline: Metrics that measure a run of games better than its mean reward: the win rate in a league, the task's
+            measures in self-play whose rewards add up to 0. {"title", "metrics": labels by name, "note"}; None for
+            other runs.
         tiles: List of {"label", "value", "note", "tone": "good", "bad" or ""}.
         verdicts: List of verdicts; see `verdicts`.
         tasks: List of tasks; see `task_lines`. Each also has "faults", the share of its latest rollouts that were lost
@@ -44,7 +49,7 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
         settings: Settings by dotted names; see `settings_of`.
     """
     status, config = read_status(folder), read_config(folder)
-    planned = steps_planned(folder, config)
+    planned = steps_planned(config)
     results = read_results(folder)
     tasks = task_lines(columns, tasks_of(config))
     for task in tasks:
@@ -52,6 +57,7 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
     found = (held_out_change(columns, name) for name in (HELD_OUT, LOSSES[0]))
     trend = next((change for change in found if change is not None), None)
     return {
+        "headline": _headline(columns),
         "tiles": [
             *_tiles(columns),
             *_tiles_of_cost(folder, config),
@@ -103,7 +109,39 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _flat(part, f"{name}.{key}" if name else str(key))
 
 
+LEAGUE = "league/win_rate"
+_ZERO_SUM = 0.1  # largest sum of the seats' rewards, as a share of their sizes, that counts as a game with sum zero
+
+
+def _headline(columns: MetricColumns) -> dict[str, Any] | None:
+    if columns.count(LEAGUE):
+        note = "The mean reward depends on the opponents that the league chooses."
+        return {"title": "Win rate against earlier versions", "metrics": {LEAGUE: "win rate"}, "note": note}
+    seats = {match[1]: name for name in columns if (match := _SEAT.fullmatch(name))}
+    rewards = [*zip(*map(columns.values, seats.values()), strict=False)]
+    size = sum(sum(map(abs, step)) for step in rewards)
+    if len(seats) < 2 or sum(abs(sum(step)) for step in rewards) > _ZERO_SUM * size:
+        return None
+    note = "The policy plays all seats, and their rewards add up to 0: the mean reward says nothing."
+    measures = {match[1]: name for name in columns if _is_measure(name) and (match := _HELD_OUT.fullmatch(name))}
+    title = "Measures of the task on held-out games" if measures else "Reward by seat"
+    return {"title": title, "metrics": {name: label for label, name in (measures or seats).items()}, "note": note}
+
+
+_SEAT = re.compile(r"rollout/seat/([^/]+)/reward_mean")
+_HELD_OUT = re.compile(r"validation/(.+)")
+
+
+def _is_measure(name: str) -> bool:
+    metric = find_metric(name)
+    return metric is not None and metric.name.endswith("<measure>")
+
+
 def _tiles(columns: MetricColumns) -> Iterator[Tile]:
+    if rates := columns.values(LEAGUE):
+        versions = columns.values("league/versions")
+        note = f"against {versions[-1]:.0f} earlier versions" if versions else "against earlier versions"
+        yield _tile("Win rate", f"{fmean(rates[-RECENT:]):.1%}", note, "good" if rates[-1] > 0.5 else "")
     for name in EARNED:
         if values := columns.values(name):
             recent, before = fmean(values[-RECENT:]), values[-2 * RECENT : -RECENT]
@@ -231,7 +269,7 @@ def describe_run(folder: Path) -> dict[str, Any]:
         "reason": status.reason,
         "waits_for": status.waits_for,
         "steps": int(_number(steps)),
-        "steps_planned": steps_planned(folder, config),
+        "steps_planned": steps_planned(config),
         "began": status.began,
         "resumed": status.resumed,
         "ended": status.ended,
@@ -263,10 +301,13 @@ def config_text(folder: Path) -> str:
         return ""
 
 
-def steps_planned(folder: Path, config: Mapping[str, Any]) -> int | None:
-    """Number of steps in the settings; None if there is none, as for an evaluation."""
-    steps = as_table(config.get("training")).get("steps")
-    return steps if isinstance(steps, int) else None
+def steps_planned(config: Mapping[str, Any]) -> int | None:
+    """Number of steps in the settings, of all adapters together; None if there is none, as for an evaluation."""
+    common = as_table(config.get("training")).get("steps")
+    adapters = [as_table(as_table(table).get("training")) for table in as_list(config.get("adapters"))]
+    given = [table.get("steps", common) for table in adapters] or [common]
+    steps = [each for each in given if isinstance(each, int)]
+    return sum(steps) if len(steps) == len(given) else None
 
 
 def tasks_of(config: Mapping[str, Any]) -> list[str]:

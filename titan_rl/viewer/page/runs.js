@@ -49,9 +49,9 @@ export class RunList {
     for (const run of this.runs) tell(this.items.get(run.id), run);
   }
 
-  /** The selected runs, in the order of the list. */
+  /** The selected runs, in the order of the list. Each has the runs of its `adapters`, which may be none. */
   selected() {
-    return this.#sorted().filter(run => this.chosen.has(run.id));
+    return this.#sorted().filter(run => this.chosen.has(run.id)).map(run => ({ ...run, adapters: this.runs.filter(one => one.parent === run.id) }));
   }
 
   /** Groups of selected runs whose curves are averaged, [{name, colour, ids}]; null if each run has its own curves. */
@@ -133,7 +133,7 @@ export class RunList {
     const about = h("span", { class: "about" });
     const rename = button("✎", () => this.#rename(run.id), { class: "quiet rename", title: "Rename", "aria-label": `Rename ${run.name}` });
     const only = button("only", () => this.#only(run.id), { class: "quiet rename", title: "Show this run alone", "aria-label": `Only ${run.name}` });
-    const element = h("li", {}, h("label", { style: { "--run": run.colour } }, box, name, about), h("span", { class: "run-acts" }, only, rename));
+    const element = h("li", { class: run.parent ? "of-run" : null }, h("label", { style: { "--run": run.colour } }, box, name, about), h("span", { class: "run-acts" }, only, rename));
     return { element, box, name, about };
   }
 

@@ -5,7 +5,7 @@ import { Cursor } from "viewer/cursor";
 import { KeyList } from "viewer/keys";
 import { RunList } from "viewer/runs";
 import { State } from "viewer/state";
-import { TABS } from "viewer/tabs";
+import { TABS, shownRuns } from "viewer/tabs";
 import { THEMES, chooseTheme, chosenTheme } from "viewer/theme";
 
 const LISTENING_MS = 2000; // longest wait for the first event; changes before it would be missed
@@ -156,7 +156,7 @@ export class Shell {
     if (this.isConnected !== undefined) this.#sayLive();
     this.opened = tab.id;
     const runs = this.list.selected();
-    if (runs.length) this.view = tab.open(this.panel, { source: this.source, runs, state: this.state, cursor: this.cursor, bundles: this.list.bundles() });
+    if (runs.length) this.view = tab.open(this.panel, { source: this.source, runs: shownRuns(tab, runs), whole: this.#whole(), state: this.state, cursor: this.cursor, bundles: this.list.bundles() });
     else this.panel.append(h("p", { class: "empty", role: "status" }, this.#whyEmpty()));
     if (!runs.length) this.view = null;
     document.title = runs.length === 1 ? `${runs[0].name} · titan_rl` : "titan_rl";
@@ -168,16 +168,27 @@ export class Shell {
   }
 
   async #onEvent(word) {
-    const before = this.list.selected();
+    const before = this.#watched();
     await this.refreshRuns().catch(() => {});
-    const runs = this.list.selected();
+    const runs = this.#watched();
     if (runs.map(run => run.id).join() !== before.map(run => run.id).join() || !this.view) {
       if (runs.length || this.view) this.#reopen();
       return;
     }
     if (!word.changed.length) runs.forEach(run => this.view.update({ run: run.id, changed: EVERYTHING, runs })); // the connection is back
-    else if (runs.some(run => run.id === word.run)) this.view.update({ ...word, runs });
+    else if (runs.some(run => run.id === word.run)) this.view.update({ ...word, runs, whole: this.#whole() });
     runs.filter((run, i) => run.state !== before[i].state).forEach(run => this.view.update({ run: run.id, changed: ["state"], runs }));
+  }
+
+  /** The runs that the open tab shows. */
+  #watched() {
+    return shownRuns(TABS.find(({ id }) => id === this.opened) ?? TABS[0], this.list.selected());
+  }
+
+  /** The run of several adapters, if it alone is selected. */
+  #whole() {
+    const [run, ...others] = this.list.selected();
+    return run?.adapters.length && !others.length ? run : null;
   }
 
   #connected(connected) {

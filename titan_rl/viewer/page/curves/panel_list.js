@@ -2,6 +2,7 @@
 
 const GROUPS = [
   ["Reward", [
+    ["Win rate", { "league/win_rate": "against earlier versions" }],
     ["Reward", { "rollout/finished_reward_mean": "all that finished", "rollout/reward_mean": "trained on" }],
     ["Held-out reward", { "validation/reward_mean": "held out" }],
     ["Reward by component", /^rollout\/reward\/(.+)$/],
@@ -13,6 +14,7 @@ const GROUPS = [
   ["Rollouts", [
     ["Completion length", { "rollout/completion_tokens_mean": "mean", "rollout/completion_tokens_max": "longest" }],
     ["Turns", { "rollout/turns_mean": "mean" }],
+    ["Lost to faults", { "rollout/finished_fault_fraction": "all that finished", "rollout/fault_fraction": "trained on", "validation/fault_fraction": "held out" }],
     ["How rollouts end", /^rollout\/status\/(.+)$/],
     ["Share of the groups by task", /^task\/([^/]+)\/share$/],
   ]],

@@ -1,5 +1,6 @@
 // Comparison of several runs, a line each: verdict, held-out figures against a baseline, tiles, and the settings that differ.
 import { h } from "viewer/dom";
+import { link } from "viewer/links";
 import { figure, lowerIsBetter } from "viewer/overview/parts";
 import { seconds as duration, whole } from "viewer/quantities";
 import { rowsOf } from "viewer/settings/tab";
@@ -50,6 +51,7 @@ export class Comparison {
     const verdict = i => summaries[i].verdicts?.[0];
     return [
       { label: "Run", of: i => runs[i].name, show: i => h("button", { type: "button", class: "quiet base", "aria-pressed": String(i === base), title: "Compare the others with this run", onclick: () => this.#rebase(runs[i].id) }, h("span", { class: "dotted", style: { "--run": runs[i].colour } }, runs[i].name)) },
+      ...(runs.some(run => run.parent) ? [{ label: "Show", of: i => runs[i].name, show: i => link("alone", this.state.get("tab", "overview"), { runs: runs[i].id }, { "aria-label": `Show ${runs[i].name} alone` }) }] : []),
       { label: "State", of: i => runs[i].state, show: i => h("span", { class: `pill ${runs[i].state}` }, runs[i].state) },
       { label: "Verdict", of: i => verdict(i)?.title, show: i => (verdict(i) ? h("span", { class: `tone ${verdict(i).tone}`, title: verdict(i).text }, verdict(i).title) : "–") },
       ...held("Held-out reward", false), ...held("Held-out loss", true),

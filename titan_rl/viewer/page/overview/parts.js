@@ -68,6 +68,15 @@ export function learned(summary, run, alone, quantity) {
     h("p", { class: better > 0 ? "good" : better < 0 ? "bad" : "soft" }, `${gain < 0 ? "−" : "+"}${figure(Math.abs(gain))}`, h("span", { class: "soft" }, `${error} ${steps}`)));
 }
 
+/** The first and the last value of the headline of a run of games, and why it is not the reward. */
+export function ofGames({ title, note }, lines, run, alone) {
+  const { name, y } = lines.find(line => line.run === run.id);
+  const known = y.filter(value => value !== null);
+  return h("div", { class: "gain" }, h("h2", {}, alone ? title : h("span", { style: { "--run": run.colour }, class: "dotted" }, run.name)),
+    h("p", { class: "figures" }, h("span", { class: "before" }, figure(known[0])), h("span", { class: "arrow", "aria-label": "to" }, "→"), h("span", { class: "after" }, figure(known.at(-1)))),
+    h("p", { class: "soft" }, `${name}. ${note}`));
+}
+
 export function lowerIsBetter(trend) {
   return trend?.metric === "validation/loss";
 }

@@ -4,7 +4,7 @@ import { link } from "viewer/links";
 import { isJudged, seconds, short, whole } from "viewer/quantities";
 import { oneLine } from "viewer/rollouts/visible_text";
 
-const FIGURES = [["rollout/finished_reward_mean", "reward"], ["rollout/finished_fault_fraction", "lost to faults"], ["validation/reward_mean", "held-out reward"], ["train/loss", "loss"], ["rollout/zero_variance_groups", "groups that teach nothing"], ["rollout/completion_tokens_mean", "tokens a rollout"], ["train/entropy", "entropy"], ["train/staleness_mean", "staleness"]];
+const FIGURES = [["league/win_rate", "win rate"], ["rollout/finished_reward_mean", "reward"], ["rollout/finished_fault_fraction", "lost to faults"], ["validation/reward_mean", "held-out reward"], ["train/loss", "loss"], ["rollout/zero_variance_groups", "groups that teach nothing"], ["rollout/completion_tokens_mean", "tokens a rollout"], ["train/entropy", "entropy"], ["train/staleness_mean", "staleness"]];
 const STAGES = [["time/wait_for_rollouts_s", "waiting for rollouts", "--plane-scheduler"], ["time/samples_s", "building samples", "--plane-environment"], ["time/train_s", "training", "--plane-trainer"], ["sync/wait_for_pull_s", "waiting for the pull", "--plane-sync"], ["sync/begin_publish_s", "publishing", "--plane-sync"], ["time/validation_s", "validation", "--plane-validation"], ["time/checkpoint_s", "checkpoint", "--plane-checkpoint"]];
 const ROLLOUTS = 200;
 

@@ -1,6 +1,7 @@
 // A run at a glance: whether it learns, and why not; the step at the cursor; answers to the same prompts; its cost.
 import { CurveStore } from "viewer/curves/store";
 import { h } from "viewer/dom";
+import { count } from "viewer/quantities";
 import { Comparison } from "viewer/overview/compare";
 import { Hero, QUANTITIES } from "viewer/overview/hero";
 import { cores, failure, headline, hosts, tiles, time, waiting, warnings } from "viewer/overview/parts";
@@ -8,15 +9,15 @@ import { Prompts } from "viewer/overview/prompts";
 import { StepCard } from "viewer/overview/step";
 import { taskTable, verdicts } from "viewer/overview/verdicts";
 
-export function open(container, { source, runs, state, cursor, bundles = null }) {
-  const overview = new Overview(container, { source, runs, state, cursor, bundles });
+export function open(container, { source, runs, whole, state, cursor, bundles = null }) {
+  const overview = new Overview(container, { source, runs, whole, state, cursor, bundles });
   overview.opened = overview.update({ changed: [] });
   return overview;
 }
 
 class Overview {
-  constructor(container, { source, runs, state, cursor, bundles }) {
-    Object.assign(this, { container, source, runs, state });
+  constructor(container, { source, runs, whole, state, cursor, bundles }) {
+    Object.assign(this, { container, source, runs, whole, state });
     this.store = new CurveStore(source);
     this.closed = false;
     this.top = h("div", { class: "overview-top" }, h("p", { class: "empty" }, "Reading the run …"));
@@ -38,9 +39,9 @@ class Overview {
 
   async refresh() {
     try {
-      const summaries = await Promise.all(this.runs.map(run => this.source.summary(run.id)));
+      const [ofWhole, ...summaries] = await Promise.all([this.whole, ...this.runs].map(run => run && this.source.summary(run.id)));
       if (this.closed) return;
-      this.summaries = summaries;
+      Object.assign(this, { summaries, ofWhole });
       this.#tell();
       const several = this.runs.length > 1;
       const run = this.#foremost();
@@ -51,9 +52,10 @@ class Overview {
     }
   }
 
-  async update({ theme, changed, runs }) {
+  async update({ theme, changed, runs, whole }) {
     if (theme) this.heroes.forEach(hero => hero.recolour());
     if (runs) this.runs = runs;
+    if (whole) this.whole = whole;
     if (!changed) return;
     this.outdated = true;
     this.refreshing ??= this.#catchUp().finally(() => (this.refreshing = null));
@@ -76,13 +78,15 @@ class Overview {
   }
 
   #tell() {
-    const { runs, summaries } = this;
-    const alone = runs.length === 1;
-    const each = make => runs.map((run, i) => make(summaries[i], run, alone)).filter(Boolean);
+    const { runs, summaries, whole, ofWhole } = this;
+    const alone = runs.length === 1 && !whole;
+    const each = make => [...(whole ? [make(ofWhole, whole, true)] : []), ...runs.map((run, i) => make(summaries[i], run, alone))].filter(Boolean);
     if (!alone) this.comparison.show(runs, summaries);
-    this.top.replaceChildren(...(alone ? [headline(runs[0], summaries[0])] : [h("h1", {}, `${runs.length} runs`)]), ...each(failure), ...each(waiting), ...each(warnings), ...(alone ? [] : [this.comparison.element]));
+    const title = alone ? headline(runs[0], summaries[0]) : whole ? headline(whole, ofWhole) : h("h1", {}, `${runs.length} runs`);
+    const adapters = whole ? [h("h2", {}, `Its ${count(runs.length, "adapter")}`)] : [];
+    this.top.replaceChildren(title, ...each(failure), ...each(waiting), ...each(warnings), ...adapters, ...(alone ? [] : [this.comparison.element]));
     this.verdicts.replaceChildren(verdicts(runs, summaries) ?? "");
-    this.tiles.replaceChildren(...(alone ? tiles(summaries[0]) : []));
+    this.tiles.replaceChildren(...(alone ? tiles(summaries[0]) : whole ? tiles(ofWhole) : []));
     this.tiles.hidden = !this.tiles.childElementCount;
     this.waits.replaceChildren(time(runs, summaries) ?? "", ...each(cores));
     this.hosts.replaceChildren(...each(hosts));
