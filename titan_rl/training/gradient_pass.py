@@ -229,7 +229,9 @@ def average_and_clip(parameters: Sequence[nn.Parameter], denominator: float, max
     for group in groups:
         gradients = [parameter.grad for parameter in group if parameter.grad is not None]
         torch._foreach_div_(gradients, denominator)
-        norms.append(full_tensor(torch.nn.utils.get_total_norm(gradients)))
+        # In float32: a sum of squares in bfloat16 is off by percents if there are many of them.
+        of_each = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norms.append(full_tensor(torch.nn.utils.get_total_norm(of_each)))
     norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
     for group in groups:
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
