@@ -7,12 +7,14 @@ while requests are running.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import vllm._custom_ops as ops
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe import layer as fused_moe_layer
@@ -108,7 +110,7 @@ def load_adapter(worker: Any, adapter_id: int, items: Iterable[tuple[str, Any]],
         raise StateDictError(f"the adapter has only one of the two matrices of {torn[0]} and {len(torn) - 1} more")
     for wrapper in manager.punica_wrapper_mapping.values():
         for layer in getattr(wrapper, "layers", ()):
-            layer.forget_joined()
+            layer.forget_changes()
 
 
 def held_adapter(worker: Any, adapter_id: int, spec: AdapterSpec) -> list[HeldTensor]:
@@ -228,7 +230,6 @@ def make_adapters(core: Any, requests: VLLMRequests, specs: Mapping[str, Adapter
 
 MOST_JOINED_RANK = 64
 """Largest rank for which the matrices of fused parts are joined. Most of the joined B is zeros."""
-MISSING: Any = object()
 
 
 class GroupedPunica(PunicaWrapperCPU):
@@ -254,6 +255,28 @@ class GroupedPunica(PunicaWrapperCPU):
             self.groups = [(slot, torch.nonzero(slots_T == slot)[:, 0]) for slot in found if slot >= 0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Change of some columns of a layer's output: x A^T B^T.
+
+    The products are those of vLLM's own linear layers on a CPU (oneDNN). Unlike torch's, they compute a row in the same
+    way whatever the number of rows, so that a token's logprob does not depend on the rest of its batch.
+    """
+
+    a: Any  # [in, rank], packed
+    b: Any  # [rank, width], packed
+    offset: int
+    width: int
+
+    @classmethod
+    def of(cls, a_RI: torch.Tensor, b_OR: torch.Tensor, offset: int) -> _Change:
+        a, b = (ops.create_onednn_mm(matrix.contiguous().t()) for matrix in (a_RI, b_OR))
+        return cls(a, b, offset, len(b_OR))
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:  # [num_tokens, in] -> [num_tokens, width]
+        return ops.onednn_mm(self.b, ops.onednn_mm(self.a, inputs, None), None)
+
+
 class GroupedLayer:
     """Computes one layer and its adapters on a CPU, with two matrix products for each adapter of a batch.
 
@@ -266,13 +289,12 @@ class GroupedLayer:
         self._base, self._batch = module.base_layer, batch
         self._apply = module.base_layer.quant_method.apply
         self._a_stacked, self._b_stacked = module.lora_a_stacked, module.lora_b_stacked
-        self._widths = module.output_slices
-        self._joined: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}  # joined matrices by slot
+        self._changes: dict[int, list[_Change]] = {}  # by slot
         module.apply = self
 
-    def forget_joined(self) -> None:
+    def forget_changes(self) -> None:
         """Note that the matrices of an adapter have changed."""
-        self._joined.clear()
+        self._changes.clear()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Output of the base layer plus the change by each token's adapter.
@@ -286,36 +308,24 @@ class GroupedLayer:
         """
         y = self._apply(self._base, x, bias)
         for slot, rows in self._batch.groups:
-            joined = self._joined.get(slot, MISSING)
-            if joined is MISSING:
-                joined = self._joined[slot] = self._join(slot)
+            if (changes := self._changes.get(slot)) is None:
+                changes = self._changes[slot] = self._changes_of(slot)
             inputs = x if rows is None else x.index_select(0, rows)
-            if joined is None:
-                self._add_parts(y, inputs, slot, rows)
-            elif rows is None:
-                y.addmm_(torch.mm(inputs, joined[0]), joined[1])
-            else:
-                y.index_add_(0, rows, torch.mm(torch.mm(inputs, joined[0]), joined[1]))
+            for change in changes:
+                part = y.narrow(1, change.offset, change.width)
+                if rows is None:
+                    part.add_(change(inputs))
+                else:
+                    part.index_add_(0, rows, change(inputs))
         return y
 
-    def _add_parts(self, y: torch.Tensor, inputs: torch.Tensor, slot: int, rows: torch.Tensor | None) -> None:
-        offset = 0
-        for a, b, width in zip(self._a_stacked, self._b_stacked, self._widths, strict=True):
-            part, change = y.narrow(1, offset, width), inputs @ a[slot, 0].t() @ b[slot, 0].t()
-            if rows is None:
-                part.add_(change)
-            else:
-                part.index_add_(0, rows, change)
-            offset += width
-
-    def _join(self, slot: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Matrices A and B of all fused parts, joined and transposed; None if their rank is too large for that.
-        # [in, R], [R, out]"""
-        if self._a_stacked[0].shape[2] > MOST_JOINED_RANK:
-            return None
-        a_RI = torch.cat([a[slot, 0] for a in self._a_stacked])
-        b_OR = torch.block_diag(*(b[slot, 0] for b in self._b_stacked))
-        return a_RI.t().contiguous(), b_OR.t().contiguous()
+    def _changes_of(self, slot: int) -> list[_Change]:
+        """The change of all fused parts at once or, if their rank is too large for that, of each."""
+        pairs = [(a[slot, 0], b[slot, 0]) for a, b in zip(self._a_stacked, self._b_stacked, strict=True)]
+        if len(pairs[0][0]) <= MOST_JOINED_RANK:
+            return [_Change.of(torch.cat([a for a, _ in pairs]), torch.block_diag(*(b for _, b in pairs)), 0)]
+        starts = itertools.accumulate((len(b) for _, b in pairs), initial=0)
+        return [_Change.of(a, b, start) for (a, b), start in zip(pairs, starts, strict=False)]
 
 
 _FusedMoEConfig: Any = fused_moe_layer.FusedMoEConfig
