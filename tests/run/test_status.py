@@ -15,7 +15,7 @@ import pytest
 from background import HANG_S
 
 from titan_rl.core.errors import TrainingError
-from titan_rl.core.run_files import ENDED_AT_ONCE, LOST, SILENT_S, read_status, record_immediate_stop
+from titan_rl.core.run_files import ENDED_AT_ONCE, LOST, SILENT_S, read_status, record_immediate_end
 from titan_rl.run.status import report_written, status_kept
 from titan_rl.viewer.runs import is_run
 
@@ -59,7 +59,7 @@ def test_immediate_stop_is_recorded_in_the_folders_of_running_adapters(tmp_path:
     with (running / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with status_kept(tmp_path, begins=True), status_kept(running, begins=True):
-            record_immediate_stop(tmp_path)
+            record_immediate_end(tmp_path)
             for folder in (tmp_path, running):
                 assert (read_status(folder).state, read_status(folder).reason) == ("stopped", ENDED_AT_ONCE)
     assert read_status(finished).state == "finished"

@@ -61,11 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _sigterm_unwinds():
         try:
             return _run_command(sys.argv[1:] if argv is None else argv, stopped)
-        except (KeyboardInterrupt, _Terminated) as stop:
+        except KeyboardInterrupt as stop:
             from titan_rl.run.terminal.standard_streams import print_stderr
 
             print_stderr(f"titan-rl: {stopped[-1]}")
-            return EXIT_INTERRUPTED if isinstance(stop, KeyboardInterrupt) else EXIT_TERMINATED
+            return EXIT_TERMINATED if isinstance(stop, _Terminated) else EXIT_INTERRUPTED
 
 
 def _run_command(words: Sequence[str], stopped: list[str]) -> int:
@@ -151,8 +151,8 @@ def _print_error(error: BaseException) -> None:
         print_stderr(f"  {note}")
 
 
-class _Terminated(BaseException):
-    """Exception raised when SIGTERM arrives."""
+class _Terminated(KeyboardInterrupt):
+    """Exception raised when SIGTERM arrives. asyncio passes on no other exceptions of signal handlers."""
 
 
 @contextmanager

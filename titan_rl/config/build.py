@@ -12,6 +12,7 @@ from typing_extensions import get_protocol_members
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
+from titan_rl.core.calls.pulse import PULSE
 from titan_rl.core.calls.user_code import describe
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, MissingExtraError, ModelError
@@ -100,12 +101,13 @@ def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer) ->
     Raises:
         DataError: The task's `rubric` does not return a rubric.
     """
-    task = source.task
+    task, limits = source.task, config.limits_of(source)
+    PULSE.limit_environments(limits.env_timeout_s)
     return Rollouter(
         lambda sample: task.make_env(sample, renderer),
         find_rubric(source),
         advantage=find_advantage(config.advantage_of(source)),
-        limits=config.limits_of(source),
+        limits=limits,
         max_context=config.model.max_context,
         seed=config.seed if config.seeds_requests else None,
     )

@@ -96,9 +96,12 @@ def read_status(folder: Path) -> RunStatus:
     return status
 
 
-def record_immediate_stop(folder: Path) -> None:
-    """Record in the `status.json` of a run that a second signal ends at once, and of each of its adapters, that it was
-    stopped. An end that was recorded before stays.
+def record_immediate_end(folder: Path, failure: str = "") -> None:
+    """Record in the `status.json` of a run, and of each of its adapters, that it ended at once. An end that was
+    recorded before stays.
+
+    Args:
+        failure: Reason of a failure; "" if a second signal stopped the run.
 
     Raises:
         OSError: A file could not be written.
@@ -107,7 +110,8 @@ def record_immediate_stop(folder: Path) -> None:
     for each in (folder, *adapters):
         status = read_status(each)
         if status.state == "running" or status.reason == LOST:
-            status.state, status.reason, status.ended, status.waits_for = "stopped", ENDED_AT_ONCE, time.time(), ""
+            status.state, status.reason = ("failed", failure) if failure else ("stopped", ENDED_AT_ONCE)
+            status.ended, status.waits_for = time.time(), ""
             status.write(each)
 
 

@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import re
 import tempfile
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +17,15 @@ from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.config.build import is_single_turn, make_filters, make_renderer, open_rollouters
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.bounded import OutOfTimeError
-from titan_rl.core.calls.threads import UsersThreads, call_within, in_thread
+from titan_rl.core.calls.pulse import BLOCKED_AFTER_S, PULSE
+from titan_rl.core.calls.threads import call_within, in_thread
 from titan_rl.core.calls.user_code import where
-from titan_rl.core.calls.watchdog import BLOCKED_AFTER_S, LoopWatchdog
+from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.core.plain_data import safe_repr
@@ -34,6 +38,8 @@ from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, calling
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
 from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.process.guard import guarded
+from titan_rl.run.process.signals import run_to_its_end
 from titan_rl.scheduling.filters import first_reason
 from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.training.data.sft_tokens import encode
@@ -88,6 +94,7 @@ LIMIT_S = 60.0
 GRACE_S = 15.0
 """Extra time for closing an environment that hangs, in seconds."""
 ROLLOUT_LIMIT_S = 20.0
+ADVICE = "nothing has been trained"
 REPEATED = 4
 """Samples that are drawn twice."""
 
@@ -121,24 +128,28 @@ def play_dry_run(config: RunConfig, console: Console) -> list[DryRunResult]:
         RewardError: The advantage function failed, or a reward failed whose failure policy ends the run.
         MissingExtraError: The package that reads tokenizers is not installed.
     """
-
-    def play() -> list[DryRunResult]:
-        DEMONSTRATED_CALL_S.set(min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S))
-        with asyncio.Runner() as runner:
-            runner.get_loop().set_default_executor(UsersThreads())  # threads that hang do not delay the end
-            return runner.run(_play_parts(parts, console))
-
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    DEMONSTRATED_CALL_S.set(min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S))
+    limit_s, began = LIMIT_S + GRACE_S, time.monotonic()
+    timer = threading.Timer(limit_s, lambda: PULSE.interrupt_if_late(time.monotonic() - began))
+    timer.daemon = True
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, guarded(scratch_root(), "", ADVICE):
         parts = {Path(folder, str(number)): part for number, part in enumerate(_parts_of(config))}
         for run_folder in parts:
             run_folder.mkdir()
+        timer.start()
         try:
-            return call_within(play, LIMIT_S + GRACE_S, "a group of each task")
-        except OutOfTimeError as error:  # code that blocks the event loop also blocks its time limits
+            with PULSE.limited(
+                limit_s
+            ):  # also for code of tasks that blocks the event loop, and with it all time limits
+                return run_to_its_end(_play_parts(parts, console))
+        except OutOfTimeError as error:
             location = where(error)
             raise DataError(
-                f"{error} without a model" + ("" if location is None else f": {location} blocks, and does not return")
+                f"a group of each task took longer than {limit_s:g} s without a model"
+                + ("" if location is None else f": {location} blocks, and does not return")
             ) from None
+        finally:
+            timer.cancel()
 
 
 def problems_of_losses(config: RunConfig) -> list[str]:

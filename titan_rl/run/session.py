@@ -88,7 +88,7 @@ def process_session(
         run_id: Part of the names of shared memory, which the guard frees.
         stopping: Message after the first signal.
         ended: Message after the second signal, which ends the process at once.
-        starts_processes: Whether the process is guarded and gets environment variables for other processes.
+        starts_processes: Whether the process gets environment variables for other processes.
         forks: Kinds of processes that are forked from servers, see `forked_kinds`.
         run: Folder of a run whose status says that it was stopped if the second signal ends it.
     """
@@ -97,7 +97,6 @@ def process_session(
     with contextlib.ExitStack() as resources:
         if is_main:
             resources.enter_context(signals)
-        if is_main and starts_processes:
             resources.enter_context(guarded(scratch_root(), run_id, ended, run))
         if starts_processes:
             resources.enter_context(run_environment(pythonpath))

@@ -61,20 +61,25 @@ def stray_cancellation_fails(what: str) -> Generator[None]:
 
 
 def is_ctrl_c(error: BaseException) -> bool:
-    """Whether an error is Ctrl-C, and not a `KeyboardInterrupt` that some code raised.
+    """Whether an error is Ctrl-C or SIGTERM, and not a `KeyboardInterrupt` that some code raised.
 
     The exception of asyncio's handler, or of one written in Python, comes from the handler's frame. Python's default
     handler leaves no frame: if it is installed, as outside an event loop, every interrupt of the main thread counts as
     Ctrl-C. A run's own handlers raise nothing.
     """
-    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+    if isinstance(error, Exception) or threading.current_thread() is not threading.main_thread():
         return False
-    handler = signal.getsignal(signal.SIGINT)
-    if handler in (None, signal.default_int_handler):
+    if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) in (None, signal.default_int_handler):
         return True
+    code = _raised_by(error.__traceback__)
+    return any(code is _code_of(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM))
+
+
+def _code_of(handler: Any) -> object:
+    """Code of a signal handler; an unequal object for one that is not written in Python."""
     while isinstance(handler, functools.partial):
         handler = handler.func
-    return _raised_by(error.__traceback__) is getattr(handler, "__code__", object())
+    return getattr(handler, "__code__", object())
 
 
 def must_propagate(error: BaseException, task: asyncio.Task[Any] | None) -> bool:

@@ -10,14 +10,14 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import TracebackType
 
-from titan_rl.core.calls.user_code import callers, innermost
+from titan_rl.core.calls.pulse import BLOCKED_AFTER_S, PULSE, kind_of, of_callback
+from titan_rl.core.calls.user_code import innermost
 from titan_rl.core.console import Console
 
 logger = logging.getLogger(__name__)
 
-BLOCKED_AFTER_S = 5.0
 _TICKS = 10  # checks during `blocked_after_s`
 
 _ADVICE = {
@@ -28,17 +28,6 @@ _ADVICE = {
     "advantage": "An advantage function is called on the event loop, and must only compute: wait in a reward",
     "filter": "A filter is called on the event loop, and must only inspect its group: wait in a reward",
     "other": "Await instead, or let it run in a thread, for example with asyncio.to_thread",
-}
-_CALLERS = {  # module and function of titan_rl that call code of each kind
-    ("rollout/group/user_code_boundary.py", "make"): "environment",
-    ("rollout/group/rollout.py", "_checked_env"): "environment",
-    ("rollout/rewards/reward.py", "call"): "reward",
-    ("rollout/rewards/reward.py", "_awaited"): "reward",
-    ("run/stages/rollout_stage.py", "train_sample"): "task",
-    ("run/stages/rollout_stage.py", "validation_samples"): "task",
-    ("rollout/task.py", "drop_reason"): "task",
-    ("rollout/rewards/advantages.py", "compare"): "advantage",
-    ("scheduling/filters.py", "_reason"): "filter",
 }
 
 
@@ -67,6 +56,8 @@ class LoopWatchdog:
         self._ended = threading.Event()
 
     def __enter__(self) -> LoopWatchdog:
+        PULSE.open()
+        PULSE.beat()  # the thread may not run before a call holds the GIL
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="loop-watchdog", daemon=True)
@@ -79,10 +70,12 @@ class LoopWatchdog:
         self._ended.set()
         self._turned.set()
         self._thread.join()
+        PULSE.rest()
 
     def _watch(self) -> None:
         tick = self._blocked_after_s / _TICKS
         while not self._ended.wait(tick):
+            PULSE.beat()
             self._turned.clear()
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._turned.set)
@@ -93,6 +86,9 @@ class LoopWatchdog:
         while not self._turned.wait(tick):
             if self._ended.is_set():  # the loop's thread is in `__exit__`, and waits for this thread
                 return
+            PULSE.beat()
+            if self._thread_id == threading.main_thread().ident:
+                PULSE.interrupt_if_late(ticks * tick)
             ticks += 1  # not seconds: a process that was stopped has not been blocked
             if ticks >= max(_TICKS, 2 * reported_at):
                 reported_at = ticks
@@ -111,12 +107,12 @@ class LoopWatchdog:
         if frame is None:
             return
         stack = traceback.extract_stack(frame)
-        callback = _callback(frame)
+        callback = of_callback(stack)
         blocker = innermost(callback) or f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
         logger.warning("the event loop is blocked at:\n%s", "".join(traceback.format_list(stack)))
         self._report(
             f"the event loop has been blocked for {seconds:.0f} s: {blocker} blocks it, and nothing else runs. "
-            f"{_advice(callback)}"
+            f"{_ADVICE[kind_of(callback)]}"
         )
 
     def _report(self, text: str) -> None:
@@ -126,15 +122,3 @@ class LoopWatchdog:
                 self._console.warning(text)
             except BaseException as error:  # the watchdog continues if the console fails
                 logger.warning("the message was not shown: %r", error)
-
-
-def _advice(callback: list[traceback.FrameSummary]) -> str:
-    kinds = (_CALLERS[caller] for caller in callers(callback) if caller in _CALLERS)
-    return _ADVICE[next(kinds, "other")]
-
-
-def _callback(frame: FrameType) -> list[traceback.FrameSummary]:
-    """The frames of the callback that the event loop is running, outermost first."""
-    frames = traceback.extract_stack(frame)
-    starts = [i for i, one in enumerate(frames) if one.name == "_run" and one.filename == asyncio.events.__file__]
-    return frames[starts[-1] + 1 :] if starts else frames

@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.calls.cancellation import gather_or_cancel, is_ctrl_c
+from titan_rl.core.calls.pulse import PULSE
 from titan_rl.core.calls.threads import DaemonThreads
 from titan_rl.core.calls.user_code import is_async, source_location, summary, where
 from titan_rl.core.errors import RewardError
@@ -106,8 +107,15 @@ class UserFunction:
                     raise
                 raise reward_error(self._name, about, error) from error
 
+        def limited() -> Any:
+            with PULSE.limited(timeout_s):
+                return call()
+
         try:
-            result = call() if self._threads is None else await self._threads.run(call, timeout_s)
+            if self._threads is not None:
+                result = await self._threads.run(limited, timeout_s)
+            else:
+                result = limited()
             if inspect.isawaitable(result):
                 result = await bounded(_awaited(result), timeout_s, f"reward {self._name!r} on {about}")
         except RewardError:

@@ -2,8 +2,9 @@
 
 The guard is notified of every signal that the run's process receives, and of the end of that process. If the process
 does not react to a second SIGINT or SIGTERM, because native code holds the GIL, the guard kills it, and records in the
-run's `status.json` that the run was stopped. If the process has ended without cleaning up, for this reason or because
-of a SIGKILL, the guard cleans up instead.
+run's `status.json` that the run was stopped. It also reads the pulse of the process: it names a call that holds the
+GIL, and if the call cannot be interrupted when its time is up, kills the process. If the process has ended without
+cleaning up, for one of these reasons or because of a SIGKILL, the guard cleans up instead.
 
 This file runs as a separate program, and imports the rest of titan_rl only when it needs it.
 """
@@ -16,8 +17,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 SECOND_STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -28,6 +30,7 @@ ONE_STOP_S = 0.3
 process group."""
 GRACE_S = 1.5  # time for a process to react
 CLEANING_S = 20.0
+LOOK_S = 1.0
 HAS_DESCRIPTORS = hasattr(os, "pidfd_open")
 
 echoes: list[int] = []
@@ -35,7 +38,9 @@ echoes: list[int] = []
 
 
 @contextlib.contextmanager
-def guarded(root: Path, run_id: str, advice: str, run: Path | None = None) -> Generator[None]:
+def guarded(
+    root: Path, run_id: str, advice: str, run: Path | None = None, *, ends_at_second: bool = True
+) -> Generator[None]:
     """Guard this process during the block. Call this in the main thread only. It does nothing if the system lacks
     process descriptors.
 
@@ -44,7 +49,9 @@ def guarded(root: Path, run_id: str, advice: str, run: Path | None = None) -> Ge
         run_id: Id in the names of the run's weights in shared memory.
         advice: Advice for the user if the process has to be killed.
         run: Folder of the run whose status then says that it was stopped.
+        ends_at_second: Whether the second signal ends the process. Otherwise it does so only if Python code cannot run.
     """
+    from titan_rl.core.calls.pulse import PULSE
     from titan_rl.core.plain_data import terminal_text
 
     if not HAS_DESCRIPTORS:
@@ -53,7 +60,10 @@ def guarded(root: Path, run_id: str, advice: str, run: Path | None = None) -> Ge
     (read, write), (echo, back) = os.pipe(), os.pipe()
     for descriptor in (write, echo, back):
         os.set_blocking(descriptor, False)
-    guard = _start(read, root, run_id, terminal_text(advice), run, echo=back)
+    pulse = PULSE.open()
+    folder = [] if run is None else [str(run)]
+    watches = ["" if pulse is None else str(pulse), "ends" if ends_at_second else "", *folder]
+    guard = _start(read, root, run_id, terminal_text(advice), watches, echo=back)
     os.close(read)
     os.close(back)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -80,15 +90,19 @@ def keep_clean(root: Path, name: str) -> subprocess.Popen[bytes] | None:
 
 
 def _start(
-    signals: int, root: Path, run_id: str, advice: str, run: Path | None = None, echo: int = subprocess.DEVNULL
+    signals: int,
+    root: Path,
+    run_id: str,
+    advice: str,
+    watches: Sequence[str] = ("", ""),
+    echo: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
     process = os.pidfd_open(os.getpid())
-    folder = [] if run is None else [str(run)]
     try:
         # A separate session keeps Ctrl-C in the terminal from reaching the guard. -P keeps Python from searching for
         # modules in this file's folder.
         return subprocess.Popen(
-            [sys.executable, "-P", __file__, str(process), str(root), run_id, advice, *folder],
+            [sys.executable, "-P", __file__, str(process), str(os.getpid()), str(root), run_id, advice, *watches],
             stdin=signals,
             stdout=echo,
             pass_fds=[process],
@@ -98,57 +112,103 @@ def _start(
         os.close(process)
 
 
-def watch(process: int, root: Path, run_id: str, advice: str, run: Path | None = None) -> None:
+def watch(
+    process: int, pid: int, root: Path, run_id: str, advice: str, pulse: str, ends: str, run: Path | None = None
+) -> None:
     """Watch a process until it has ended, and clean up after it. Signal numbers arrive on standard input, and are
     written to standard output, which wakes the event loop of the process.
 
     Args:
         process: Descriptor of the process.
-        run: Folder of the run whose status says that it was stopped if the process has to be killed.
+        pulse: `Pulse.descriptor` of the process; "" if it has none.
+        ends: Whether the second signal ends the process; "" if only one does that cannot run Python code.
+        run: Folder of the run whose status says how it ended if the process has to be killed.
     """
     sys.path.append(str(Path(__file__).parents[3]))
     poll = select.poll()
     poll.register(process, select.POLLIN)
     poll.register(0, select.POLLIN)
-    num_stops, last, is_killed = 0, 0.0, False
+    opened: list[_Pulse] = []
+    if pulse:  # in a thread, because its imports would make several signals one
+        threading.Thread(target=_open_pulse, args=(pid, int(pulse), opened), daemon=True).start()
+    num_stops, last, killed = 0, 0.0, ""
     while True:
-        ready = dict(poll.poll())
+        ready = dict(poll.poll(LOOK_S * 1000 if pulse else None))
+        watched = opened[0] if opened else None
         if process in ready:
             break
-        numbers = os.read(0, 4096)
-        if not numbers:  # the run is over, and cleans up by itself
-            poll.unregister(0)
-        with contextlib.suppress(OSError):  # the pipe is full while no event loop runs
-            os.write(1, numbers)
         now = time.monotonic()
-        stops = STOPS if num_stops == 0 else SECOND_STOPS
-        if any(number in stops for number in numbers) and now - last > ONE_STOP_S:
-            num_stops, last = num_stops + 1, now
-        if num_stops >= 2 and not is_killed:
-            is_killed = _end(process, advice)
-    if is_killed and run is not None:
-        _record_stop(run)
+        if 0 in ready:
+            numbers = os.read(0, 4096)
+            if not numbers:  # the run is over, and cleans up by itself
+                poll.unregister(0)
+            with contextlib.suppress(OSError):  # the pipe is full while no event loop runs
+                os.write(1, numbers)
+            stops = STOPS if num_stops == 0 else SECOND_STOPS
+            if any(number in stops for number in numbers) and now - last > ONE_STOP_S:
+                num_stops, last = num_stops + 1, now
+        elif watched is not None:
+            killed = killed or watched.look(now, process, advice)
+        if num_stops >= 2 and not killed and (ends or (watched and watched.is_held)):
+            killed = _end(process, f"the run does not react, and is killed; {advice}")
+    if killed and run is not None:
+        _record_end(run, "" if num_stops >= 2 else killed)
     _clean_up(root, run_id)
 
 
-def _end(process: int, advice: str) -> bool:
-    """Kill a process that does not end by itself within `GRACE_S`. Return whether it was killed."""
+def _open_pulse(pid: int, descriptor: int, opened: list[_Pulse]) -> None:
+    with contextlib.suppress(OSError):  # the process has ended
+        opened.append(_Pulse(pid, descriptor))
+
+
+class _Pulse:
+    """Pulse of the process, and what is done about a call that holds the GIL."""
+
+    def __init__(self, pid: int, descriptor: int) -> None:
+        from titan_rl.core.calls.pulse import PulseReader
+
+        self._reader = PulseReader(pid, descriptor, 2 * LOOK_S)
+        self.is_held = False
+
+    def look(self, now: float, process: int, advice: str) -> str:
+        """Name a call that holds the GIL, and end it when its time is up. Return the reason for which the process was
+        killed, or ""."""
+        held = self._reader.look(now)
+        if held is not None and not self.is_held:
+            _show(
+                f"{held}; with rollout.num_workers, environments and rewards have processes of their own, which are "
+                "replaced if this happens"
+            )
+        self.is_held = held is not None
+        if held is None or not held.is_late:
+            return ""
+        if not held.is_lost:
+            self._reader.interrupt()
+            return ""
+        return _end(process, f"{held}, longer than its limit of {held.limit_s:g} s; the run is killed; {advice}", 0.0)
+
+
+def _end(process: int, reason: str, grace_s: float = GRACE_S) -> str:
+    """Kill a process that does not end by itself within `grace_s`. Return the reason; "" if it was not killed."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
-    if poll.poll(GRACE_S * 1000):
-        return False
-    text = f"\ntitan-rl: the run does not react, and is killed; {advice}\n"
-    with contextlib.suppress(OSError):  # standard error may be closed
-        os.write(2, text.encode())
+    if poll.poll(grace_s * 1000):
+        return ""
+    _show(reason)
     signal.pidfd_send_signal(process, signal.SIGKILL)
-    return True
+    return reason
 
 
-def _record_stop(run: Path) -> None:
-    from titan_rl.core.run_files import record_immediate_stop
+def _show(text: str) -> None:
+    with contextlib.suppress(OSError):  # standard error may be closed
+        os.write(2, f"\ntitan-rl: {text}\n".encode())
+
+
+def _record_end(run: Path, failure: str) -> None:
+    from titan_rl.core.run_files import record_immediate_end
 
     with contextlib.suppress(OSError):
-        record_immediate_stop(run)
+        record_immediate_end(run, failure)
 
 
 def _clean_up(root: Path, run_id: str) -> None:
@@ -166,6 +226,7 @@ def _clean_up(root: Path, run_id: str) -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):  # schedulers and shells send them to all processes of a job
-        signal.signal(number, signal.SIG_IGN)
-    watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4], *map(Path, sys.argv[5:]))
+    for each in (signal.SIGTERM, signal.SIGHUP):  # schedulers and shells send them to all processes of a job
+        signal.signal(each, signal.SIG_IGN)
+    process, pid, root, run_id, advice, pulse, ends, *run = sys.argv[1:]
+    watch(int(process), int(pid), Path(root), run_id, advice, pulse, ends, *map(Path, run))

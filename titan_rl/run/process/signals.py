@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.errors import TitanRLError
-from titan_rl.core.run_files import record_immediate_stop
+from titan_rl.core.run_files import record_immediate_end
 from titan_rl.run.process.guard import ONE_STOP_S, SECOND_STOPS, STOPS, echoes
 from titan_rl.run.terminal.standard_streams import StderrConsole
 
@@ -139,7 +139,7 @@ class StopSignals:
             try:
                 self.console.end_with(f"{name}: {self._ending}")
                 if self._run is not None:
-                    record_immediate_stop(self._run)
+                    record_immediate_end(self._run)
             finally:
                 os._exit(128 + number)
 
