@@ -84,9 +84,10 @@ if TYPE_CHECKING:
         TokenStep,
     )
     from titan_rl.rollout.group.rollouter import Rollouter
+    from titan_rl.rollout.policy_text import PolicyText, answer_of, text_of, thought_of
     from titan_rl.rollout.renderer import ChatTemplateRenderer, Renderer
     from titan_rl.rollout.rewards.reward import FailurePolicy, GroupReward, Reward, WeightedReward, env_reward
-    from titan_rl.rollout.rewards.rubric import Rubric
+    from titan_rl.rollout.rewards.rubric import Rubric, TextRubric
     from titan_rl.rollout.settings import RolloutConfig
     from titan_rl.rollout.task import DemonstratingTask, Demonstration, Task
     from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
@@ -103,7 +104,6 @@ if TYPE_CHECKING:
         Rows,
         Tool,
         ToolEnv,
-        answer_of,
         answer_rubric,
         call_of,
         read_rows,
@@ -133,9 +133,10 @@ _NAMES = {
     "rollout.environment.types": "MessageEnv MessageObservation MessagePlayer MessageSeat MessageStep Player "
     "SeatOutError SeatedEnv SeatedMessageEnv TokenEnv TokenObservation TokenPlayer TokenSeat TokenStep",
     "rollout.group.rollouter": "Rollouter",
+    "rollout.policy_text": "PolicyText answer_of text_of thought_of",
     "rollout.renderer": "ChatTemplateRenderer Renderer",
     "rollout.rewards.reward": "FailurePolicy GroupReward Reward WeightedReward env_reward",
-    "rollout.rewards.rubric": "Rubric",
+    "rollout.rewards.rubric": "Rubric TextRubric",
     "rollout.settings": "RolloutConfig",
     "rollout.task": "DemonstratingTask Demonstration Task",
     "rollout.types": "Message Rollout RolloutGroup RolloutStatus Turn",
@@ -146,8 +147,7 @@ _NAMES = {
     "scheduling.lease": "Lease RunGroup",
     "scheduling.scheduler": "GroupScheduler",
     "scheduling.settings": "SchedulingConfig",
-    "tasks": "ArgumentsError MessageTask PromptTask Rows Tool "
-    "ToolEnv answer_of answer_rubric call_of read_rows tools_of",
+    "tasks": "ArgumentsError MessageTask PromptTask Rows Tool ToolEnv answer_rubric call_of read_rows tools_of",
     "training.data.sample": "TrainingSample",
     "training.data.sample_builder": "build_samples",
     "types": "Completion FinishReason GenerateFn SamplingParams VersionSpan",
@@ -217,6 +217,7 @@ __all__ = [
     "NoSpaceError",
     "PauseMode",
     "Player",
+    "PolicyText",
     "PromptTask",
     "PromptTooLongError",
     "ProviderError",
@@ -247,6 +248,7 @@ __all__ = [
     "StickySession",
     "StrayCancellationError",
     "Task",
+    "TextRubric",
     "ThreadedEnv",
     "TitanRLError",
     "TokenDelta",
@@ -278,6 +280,8 @@ __all__ = [
     "read_rows",
     "resume_on_abort",
     "table",
+    "text_of",
+    "thought_of",
     "tools_of",
     "train",
 ]

@@ -33,9 +33,10 @@ from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.threaded import expected
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
 from titan_rl.rollout.group.user_code_boundary import EnvCalls, RolloutEnded, UserCodeBoundary
+from titan_rl.rollout.policy_text import PolicyText, text_of
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import Reward
-from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.rewards.rubric import Rubric, TextRubric
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, Demonstration
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus
 from titan_rl.tasks.tools import ToolEnv, messages_of
@@ -171,8 +172,9 @@ class MessageTask(Section):
         )
 
 
-AnswerReward = Callable[[Any, str], float | Awaitable[float]]
-"""Function `reward(sample, answer)`: reward of an answer to the prompt of a sample."""
+AnswerReward = Callable[[Any, PolicyText], float | Awaitable[float]]
+"""Function `reward(sample, text)`: reward of an answer to the prompt of a sample. The text is the whole answer as the
+policy wrote it, with its thought; `answer_of(text)` and `thought_of(text)` are its parts."""
 
 
 class PromptTask(MessageTask):
@@ -185,8 +187,8 @@ class PromptTask(MessageTask):
             def prompt(self, sample):
                 return f"What is {sample[0]} + {sample[1]}?"
 
-            def reward(self, sample, answer):
-                return answer.strip() == str(sum(sample))
+            def reward(self, sample, text):
+                return answer_of(text).strip() == str(sum(sample))
 
     If there are `tools`, the policy may call them before it answers, as in a `ToolEnv`; override `env` for other
     limits. Samples with equal prompts are held out together.
@@ -201,9 +203,15 @@ class PromptTask(MessageTask):
         """The user's message, or all opening messages."""
 
     @abstractmethod
-    def reward(self, sample: Any, answer: str) -> float | Awaitable[float]:
-        """Reward of an answer. The method may be async. It is not called for an answer that is cut off, cannot be
-        parsed, or is missing after tool calls: such an answer has reward 0. Override `rubric` to change that."""
+    def reward(self, sample: Any, text: PolicyText) -> float | Awaitable[float]:
+        """Reward of an answer. The method may be async. It is not called for an answer that is cut off, has a malformed
+        tool call, or is missing after tool calls: such an answer has reward 0. Override `rubric` to change that.
+
+        Args:
+            sample: Sample of the rollout.
+            text: The whole answer as the policy wrote it, with its thought, even if that does not end.
+                `answer_of(text)` and `thought_of(text)` are its parts.
+        """
 
     def tools(self, sample: Any) -> object:
         """Tools of one rollout: functions, or a fresh object whose public methods are the tools."""
@@ -226,28 +234,22 @@ class PromptTask(MessageTask):
 
 
 def answer_rubric(reward: AnswerReward, *, in_thread: bool = False) -> Rubric:
-    """Make a rubric of one reward. A rollout whose answer is cut off or cannot be parsed has reward 0.
+    """Make a rubric of one reward. A rollout whose answer is cut off or has a malformed tool call has reward 0.
 
     Args:
-        reward: Function of the sample and the answer.
+        reward: Function of the sample and the text of the answer.
         in_thread: Whether a sync function runs in a worker thread; see `Reward`.
     """
 
     def value(rollout: Rollout) -> float:
-        return cast("float", reward(rollout.sample, answer_of(rollout)))
+        return cast("float", reward(rollout.sample, text_of(rollout)))
 
     async def awaited(rollout: Rollout) -> float:
-        return await cast("Awaitable[float]", reward(rollout.sample, answer_of(rollout)))
+        return await cast("Awaitable[float]", reward(rollout.sample, text_of(rollout)))
 
     name = getattr(reward, "__name__", type(reward).__name__)
     judge = awaited if is_async(reward) else value
-    return Rubric([Reward(judge, name=name, in_thread=in_thread)], truncated_reward=0.0, error_reward=0.0)
-
-
-def answer_of(rollout: Rollout) -> str:
-    """Text of the last message that the policy wrote; empty if there is none."""
-    answers = [message for message in rollout.messages if message.get("role") == "assistant"]
-    return str(answers[-1].get("content") or "") if answers else ""
+    return TextRubric([Reward(judge, name=name, in_thread=in_thread)], truncated_reward=0.0, error_reward=0.0)
 
 
 MOST_TURNS = 64

@@ -398,11 +398,6 @@ def tool_message(call: Mapping[str, Any], text: str) -> Message:
     return answer if call.get("id") is None else {**answer, "tool_call_id": call["id"]}
 
 
-def text_of(message: Message) -> str:
-    """Text of a message, without surrounding white space."""
-    return str(message.get("content") or "").strip()
-
-
 def messages_of(prompt: str | Sequence[Message], system: str = "") -> list[Message]:
     """Opening messages of a conversation.
 

@@ -23,6 +23,8 @@ from titan_rl.rollout.environment.types import (
     TokenSeat,
     TokenStep,
 )
+from titan_rl.rollout.policy_text import with_written
+from titan_rl.rollout.renderer.text import written_text
 from titan_rl.rollout.renderer.types import Renderer, message_of, renderable, require_tool_support
 from titan_rl.rollout.types import Message, RolloutStatus
 from titan_rl.types import Completion, FinishReason
@@ -109,7 +111,7 @@ class GrowingPrompt:
         return list(self._prompt)
 
     def read(self, completion: Completion) -> ParsedAnswer | None:
-        """Message in a completion of the last prompt; None if the completion cannot be parsed.
+        """Message in a completion of the last prompt; None if the completion cannot be parsed, and its text is unknown.
 
         Raises:
             TypeError: the result of the renderer's parser breaks the renderer protocol.
@@ -120,7 +122,8 @@ class GrowingPrompt:
                 list(completion.token_ids), tools=self._tools, prompt_ids=list(self._prompt)
             )
         except Exception:  # a parser may raise any error on malformed output of the model
-            return None
+            text = written_text(self._renderer, completion.token_ids)
+            return None if text is None else ParsedAnswer({"role": "assistant", "content": text}, is_complete=False)
         if wrong := [call for call in parsed.tool_calls if not hasattr(call, "status")]:
             raise TypeError(
                 f"parse_response of the renderer returned {safe_repr(wrong[0])} among its tool_calls; each must be "
@@ -129,7 +132,8 @@ class GrowingPrompt:
         is_complete = parsed.reasoning_complete is not False and all(
             call.status in _WELL_FORMED for call in parsed.tool_calls
         )
-        return ParsedAnswer(message_of(parsed), is_complete)
+        message, text = message_of(parsed), written_text(self._renderer, completion.token_ids, parsed)
+        return ParsedAnswer(message if text is None else with_written(message, text), is_complete)
 
     def _bridge(self, completion: list[int], messages: Sequence[Message]) -> list[int]:
         so_far = [*self._prompt, *completion]

@@ -9,11 +9,13 @@ import string
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, cast
 
 from titan_rl.core.errors import ModelError, RequestError
+from titan_rl.rollout.renderer.thoughts import THINK, THINK_END, split_thought
 from titan_rl.rollout.renderer.tokenizer import folder_stop_token_ids, load_tokenizer
 from titan_rl.rollout.renderer.tool_calls import (
     MALFORMED,
@@ -172,6 +174,10 @@ class ChatTemplateRenderer:
         except ModelError as error:
             raise RequestError(f"chat_template_kwargs = {dict(kwargs)!r}: {error}") from error
 
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
     def render_ids(
         self, messages: Sequence[Message], *, tools: Tools | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
@@ -218,22 +224,30 @@ class ChatTemplateRenderer:
     def parse_response(
         self, token_ids: Sequence[int], *, tools: Tools | None = None, prompt_ids: Sequence[int] | None = None
     ) -> ParsedText:
-        """Parse a completion. Special tokens are removed from the text; the part before `</think>` is the reasoning.
-        Calls are parsed only if there are tools."""
+        """Parse a completion. Special tokens are removed from the text; the part before `</think>` is the reasoning,
+        also if the prompt has begun it. Calls are parsed only if there are tools."""
         ids = list(token_ids)
         while ids and ids[-1] in self._stop_token_ids:
             ids.pop()
         # Special tokens are dropped: in an environment's reply they would become control tokens again.
         # Decoding does not change the tokenizer, so it need not wait until another thread has rendered.
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        reasoning, closed, content = text.rpartition("</think>")
-        thought = reasoning.strip().removeprefix("<think>").strip() if closed else None
-        if not closed and text.lstrip().startswith("<think>"):
-            return ParsedText("", text.strip().removeprefix("<think>").strip(), reasoning_complete=False)
+        thought, content = split_thought(text, is_begun=self._begins_thought(prompt_ids or ()))
+        if content is None:
+            return ParsedText("", thought, reasoning_complete=False)
         found = self._read_calls(ids, tools) if tools else None
         if found is not None:
             return ParsedText(found.content, thought, found.calls)
-        return ParsedText(content.lstrip("\n") if closed else text, thought)
+        return ParsedText(content, thought)
+
+    def _begins_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt has begun the thought of the answer, after its last special token."""
+        texts = self._special_tokens
+        marks = (THINK, THINK_END)  # special tokens of some tokenizers
+        ends = (at for at in range(len(prompt_ids), 0, -1) if texts.get(prompt_ids[at - 1], THINK) not in marks)
+        start = next(ends, 0)
+        end: str = self._tokenizer.decode(list(prompt_ids[start:]), skip_special_tokens=False)
+        return end.rfind(THINK) > end.rfind(THINK_END)
 
     def _read_calls(self, ids: Sequence[int], tools: Tools) -> ReadCalls | None:
         """Calls after the reasoning of an answer; None if there are none."""
@@ -252,9 +266,14 @@ class ChatTemplateRenderer:
     @property
     def _special(self) -> re.Pattern[str]:
         """Pattern of the tokenizer's special tokens."""
-        added: Mapping[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
-        contents = sorted((str(each) for each in added.values() if each.special), key=len, reverse=True)
+        contents = sorted(self._special_tokens.values(), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, contents)) or r"(?!)")
+
+    @cached_property
+    def _special_tokens(self) -> Mapping[int, str]:
+        """Texts of the tokenizer's special tokens."""
+        added: Mapping[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {token_id: str(token) for token_id, token in added.items() if token.special}
 
     def get_stop_token_ids(self) -> list[int]:
         return list(self._stop_token_ids)

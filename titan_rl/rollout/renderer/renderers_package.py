@@ -109,6 +109,13 @@ def template_keywords(renderer: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def package_tokenizer(renderer: Any) -> Any | None:
+    """Tokenizer of a renderer of the package, or of a subclass of one; None for any other renderer."""
+    inner = getattr(renderer, "renderer", renderer)
+    is_of_package = any(base.__module__.partition(".")[0] == PACKAGE for base in type(inner).__mro__)
+    return getattr(inner, "_tokenizer", None) if is_of_package else None
+
+
 def with_folder_stops(renderer: Renderer, tokenizer: Any) -> Renderer:
     """Add the stop tokens of the tokenizer's folder to a renderer, if it lacks any.
 

@@ -58,7 +58,8 @@ class ParsedResponse(Protocol):
 class Renderer(Protocol):
     """Converts between chat messages and tokens, and extends conversations without tokenizing again.
 
-    With an attribute `reads_tool_calls = False`, parsed responses never have `tool_calls`.
+    With an attribute `reads_tool_calls = False`, parsed responses never have `tool_calls`. With an attribute
+    `tokenizer`, a Hugging Face tokenizer, rewards get the text exactly as the policy wrote it.
     """
 
     def render_ids(

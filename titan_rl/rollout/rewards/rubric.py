@@ -31,6 +31,7 @@ from titan_rl.core.calls.user_code import describe
 from titan_rl.core.console import Console
 from titan_rl.core.errors import RewardError
 from titan_rl.core.tracing.spans import span
+from titan_rl.rollout.policy_text import last_answer
 from titan_rl.rollout.rewards.reward import (
     EnvReward,
     FailurePolicy,
@@ -154,7 +155,7 @@ class Rubric:
         Raises:
             RewardError: see `score`.
         """
-        if not self._judges(rollout):
+        if not self.judges(rollout):
             return {}
         early = [reward for reward in self.rewards if _per_rollout(reward)]
         (values,) = await self._judge([rollout], early)
@@ -178,7 +179,7 @@ class Rubric:
                 the cause. `ends_run` follows the reward's `FailurePolicy`.
         """
         rollouts = group.rollouts if isinstance(group, RolloutGroup) else group
-        judged = [rollout for rollout in rollouts if self._judges(rollout)]
+        judged = [rollout for rollout in rollouts if self.judges(rollout)]
         known = [(begun or {}).get(rollout.rollout_id, {}) for rollout in judged]
         missing = [reward for reward in self.rewards if not all(reward.name in values for values in known)]
         late = await self._judge(judged, missing) if judged else []
@@ -188,7 +189,7 @@ class Rubric:
         ]
 
         for rollout in rollouts:
-            if not self._judges(rollout):
+            if not self.judges(rollout):
                 rollout.reward, rollout.reward_breakdown = self._fixed_reward(rollout.status), {}
         for rollout, (reward, breakdown) in zip(judged, scored, strict=True):
             rollout.reward, rollout.reward_breakdown = reward, breakdown
@@ -217,7 +218,8 @@ class Rubric:
             raise error
         return combined, breakdown
 
-    def _judges(self, rollout: Rollout) -> bool:
+    def judges(self, rollout: Rollout) -> bool:
+        """Whether functions are called for a rollout; otherwise it has a fixed reward or none."""
         if rollout.status is RolloutStatus.TRUNCATED_PROMPT and not rollout.turns:
             return False  # the very first prompt was too long: there is no answer to judge
         if rollout.status.is_truncated:
@@ -260,6 +262,17 @@ class Rubric:
         else:
             values = await UserFunction(reward.values, reward.name)(copies, where, self.timeout_s)
         return finite_numbers(values, len(rollouts), reward.name, where)
+
+
+class TextRubric(Rubric):
+    """Rubric of rewards that read the text of an answer. They also judge an answer that ends inside its thought, and
+    one that cannot be parsed but has no tool call: its text is known."""
+
+    def judges(self, rollout: Rollout) -> bool:
+        if rollout.status is not RolloutStatus.ERROR_PARSE or not rollout.messages:
+            return super().judges(rollout)
+        last = rollout.messages[-1]
+        return last is last_answer(rollout) and not last.get("tool_calls")
 
 
 async def _close(reward: Any) -> None:

@@ -18,12 +18,13 @@ from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.settings import FunctionName, Section
 from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
+from titan_rl.rollout.policy_text import answer_of
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message, RolloutStatus
 from titan_rl.tasks.adapters.shared import train_seed, validation_seed
-from titan_rl.tasks.tools import messages_of, text_of, tool_message
+from titan_rl.tasks.tools import messages_of, tool_message
 
 MAX_MESSAGE_BYTES = 100 << 20
 LONGEST_PAUSE_S = 2.0  # longest pause between two attempts to get a session of a full server
@@ -293,7 +294,7 @@ class _ActionEnv(_SessionEnv):
         )
 
     def _text_action(self, message: Message) -> Mapping[str, Any]:
-        return {self._task.action_field: text_of(message)}
+        return {self._task.action_field: answer_of(message).strip()}
 
     def _refused(self, error: Exception) -> MessageStep:
         self._invalid_left -= 1
@@ -342,7 +343,7 @@ def object_of(message: Message) -> Mapping[str, Any]:
     Raises:
         ValueError: the text is not a JSON object.
     """
-    action: Any = json.loads(text_of(message))
+    action: Any = json.loads(answer_of(message))
     if not isinstance(action, dict):
         raise ValueError("it is not a JSON object")
     return cast("dict[str, Any]", action)

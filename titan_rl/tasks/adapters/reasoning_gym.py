@@ -16,10 +16,11 @@ from titan_rl.core.calls.imports import require
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.threads import DaemonThreads
 from titan_rl.core.errors import ConfigError, DataError
+from titan_rl.rollout.policy_text import text_of
 from titan_rl.rollout.rewards.reward import Reward
-from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.rewards.rubric import Rubric, TextRubric
 from titan_rl.rollout.types import Message, Rollout
-from titan_rl.tasks import PromptTask, answer_of
+from titan_rl.tasks import PromptTask
 from titan_rl.tasks.adapters.shared import check_name
 from titan_rl.tasks.tools import messages_of
 
@@ -117,9 +118,9 @@ class ReasoningGym(PromptTask):
         text = self.prompt_template.replace("{tag}", self.tag).replace("{question}", sample["question"])
         return messages_of(text, self.system)
 
-    async def reward(self, sample: Item, answer: str) -> float:
+    async def reward(self, sample: Item, text: str) -> float:
         """Score of a reply by the data set's scorer: 1 if it is right, less if it is partly right, else about 0."""
-        found = self.answer_in(answer)
+        found = self.answer_in(text)
         if found is None:
             return 0.0
         dataset = self._dataset("scoring")
@@ -134,13 +135,13 @@ class ReasoningGym(PromptTask):
 
     def rubric(self) -> Rubric:
         async def score(rollout: Rollout) -> float:
-            return await self.reward(rollout.sample, answer_of(rollout))
+            return await self.reward(rollout.sample, text_of(rollout))
 
         def answered(rollout: Rollout) -> bool:
-            return self.answer_in(answer_of(rollout)) is not None
+            return self.answer_in(text_of(rollout)) is not None
 
         rewards = [Reward(score), Reward(answered, weight=self.format_weight)]
-        return Rubric(rewards, truncated_reward=0.0, error_reward=0.0)
+        return TextRubric(rewards, truncated_reward=0.0, error_reward=0.0)
 
     def _nth(self, key: str, index: int, *, held_out: bool) -> Item:
         """Item number `index` among the held-out items, or among the training items.

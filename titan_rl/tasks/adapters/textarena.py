@@ -27,13 +27,14 @@ from titan_rl.rollout.environment.types import (
     SeatedMessageEnv,
     TokenEnv,
 )
+from titan_rl.rollout.policy_text import answer_of
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.tasks.adapters.shared import check_name, train_seed, validation_seed
 from titan_rl.tasks.players import SeatedTask
-from titan_rl.tasks.tools import messages_of, text_of
+from titan_rl.tasks.tools import messages_of
 
 MOST_PLAYERS = 16
 WRONG_NUMBER = (AssertionError, ValueError, LookupError, TypeError)  # raised by games for a wrong number of players
@@ -257,7 +258,7 @@ class _Alone:
         return MessageObservation(messages_of(self._game.observe()[1]))
 
     def step(self, message: Mapping[str, Any]) -> MessageStep:
-        self._game.move(0, text_of(message))
+        self._game.move(0, answer_of(message).strip())
         if self._game.done:
             last_words = self._game.last_words(0)
             messages = messages_of(last_words) if last_words else []
@@ -279,7 +280,7 @@ class _Together:
         while not game.done:
             player, seen = await in_thread(game.observe)
             answer = await seats[_seat(player)].ask(messages_of(seen))
-            await in_thread(game.move, player, text_of(answer))
+            await in_thread(game.move, player, answer_of(answer).strip())
         for player, rewards in (await in_thread(game.end)).items():
             if last_words := game.last_words(player):
                 seats[_seat(player)].tell(messages_of(last_words))

@@ -16,8 +16,9 @@ from titan_rl.core.errors import ConfigError, RewardError
 from titan_rl.core.settings import FilePath, FunctionName
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import MessageEnv
+from titan_rl.rollout.policy_text import WRITTEN, content_of, text_of
 from titan_rl.rollout.rewards.reward import GroupReward
-from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.rewards.rubric import Rubric, TextRubric
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup
 from titan_rl.tasks import Row, ToolEnv
 from titan_rl.tasks.adapters.shared import check_name
@@ -110,7 +111,7 @@ class TRLTask(RowTask):
     A reward function is called once for all siblings of a group that are judged, with TRL's keyword arguments:
     `prompts`, `completions`, `completion_ids`, each column as a list, `trainer_state`, `log_extra`, `log_metric`, and
     `environments` if there are any. Prompts and completions are texts if the prompt's column has text, otherwise lists
-    of messages.
+    of messages. A completion is the whole text that the policy wrote, with its thought, as in TRL.
     """
 
     dataset: FilePath | None = None
@@ -231,8 +232,8 @@ class TRLTask(RowTask):
             environments = {"environments": [each.instance for each in played]}
         return {
             **{name: [row[name] for row in rows] for name in rows[0] if name not in NOT_COLUMNS},
-            "prompts": [_in_trl_form(rollout.messages[:opening], in_text) for rollout in rollouts],
-            "completions": [_in_trl_form(rollout.messages[opening:], in_text) for rollout in rollouts],
+            "prompts": [_prompt(rollout.messages[:opening], in_text) for rollout in rollouts],
+            "completions": [self._completion(rollout.messages[opening:], in_text) for rollout in rollouts],
             "completion_ids": [completion_ids_of(rollout) for rollout in rollouts],
             **environments,
         }
@@ -241,6 +242,18 @@ class TRLTask(RowTask):
         if self.environment_factory is not None and self.prompt == "prompt" and "prompt" not in row:
             return [{"role": "user", "content": ""}]  # `reset` gives the text
         return super().prompt_of(row)
+
+    def _completion(self, messages: Sequence[Message], in_text: bool) -> str | list[dict[str, Any]]:
+        """Completion in TRL's form: the text of the last answer, or all messages.
+
+        As in TRL, `content` is the whole text of an answer, with its thought. If the policy has tools, messages are
+        parsed, and the thought of an answer is its `reasoning_content`.
+        """
+        if in_text:
+            answers = [message for message in messages if message.get("role") == "assistant"]
+            return text_of(answers[-1]) if answers else ""
+        is_parsed = bool(self.tools) or self.environment_factory is not None
+        return [_in_trl_form(message, is_parsed) for message in messages]
 
     def _factories(self) -> dict[str, Callable[[], Any]]:
         named = self.environment_factory or {}
@@ -281,7 +294,7 @@ class _Notes:
     logged: dict[str, float] = field(default_factory=dict[str, float])
 
 
-class RewardFuncsRubric(Rubric):
+class RewardFuncsRubric(TextRubric):
     """Rubric that judges siblings as TRL judges a batch:
 
         reward = sum_i weight_i * value_i
@@ -400,11 +413,16 @@ def _different(names: Sequence[str]) -> list[str]:
     return [name if count == 1 else f"{name}_{count}" for name, count in zip(names, counts, strict=True)]
 
 
-def _in_trl_form(messages: Sequence[Message], in_text: bool) -> str | list[dict[str, Any]]:
-    """Completion in TRL's form: the text of the last message, or all messages."""
-    if not in_text:
-        return [dict(message) for message in messages]
-    return str(messages[-1].get("content") or "") if messages else ""
+def _prompt(messages: Sequence[Message], in_text: bool) -> str | list[dict[str, Any]]:
+    return content_of(messages[-1]) if in_text else [dict(message) for message in messages]
+
+
+def _in_trl_form(message: Message, is_parsed: bool) -> dict[str, Any]:
+    """Message of a completion; with `is_parsed`, its thought is separate if it ends."""
+    text, has_calls = text_of(message), bool(message.get("tool_calls"))
+    if message.get("role") != "assistant" or (is_parsed and (has_calls or text.answer)):
+        return {name: value for name, value in message.items() if name != WRITTEN}
+    return {"role": "assistant", "content": text}
 
 
 def _own_reward(kind: Any, instances: Instances) -> RewardFunc:
