@@ -15,6 +15,7 @@ from titan_rl.rollout.environment.threaded import EnvMethods
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, RolloutPolicy
 from titan_rl.rollout.group.turns import turn_seed
 from titan_rl.rollout.group.user_code_boundary import RolloutEnded, UserCodeBoundary
+from titan_rl.rollout.policy_text import with_prefix_marked
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
 from titan_rl.types import Completion, FinishReason, SamplingParams
@@ -109,7 +110,7 @@ class ChatEnv:
     async def _take_turns(self, policy: RolloutPolicy, rollout: Rollout) -> RolloutStatus:
         async with self._env_call():
             observation = await self._env.call("reset", MessageObservation)
-            rollout.messages.extend(messages_of(observation.messages))
+            rollout.messages.extend(messages_of(with_prefix_marked(observation.messages)))
             tools = None if observation.tools is None else list(observation.tools)
         for turn in range(policy.max_turns):
             reply = await self._ask(policy, rollout, tools, turn)
@@ -126,7 +127,8 @@ class ChatEnv:
                 step = await self._env.call("step", MessageStep, snapshot(answer))
                 rewards = {name: float(reward) for name, reward in step.rewards.items()}
                 rollout.turns[-1] = replace(rollout.turns[-1], rewards=rewards)
-                rollout.messages.extend(messages_of(step.messages))
+                marked = with_prefix_marked(step.messages) if step.status is None else step.messages
+                rollout.messages.extend(messages_of(marked))
             if step.status is not None:
                 return step.status
         return RolloutStatus.TRUNCATED_TURNS

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Sequence
 
+from titan_rl.rollout.renderer.text import split_prefix
 from titan_rl.rollout.renderer.thoughts import join_thought, split_thought, without_empty_thought
+from titan_rl.rollout.renderer.types import content_of
 from titan_rl.rollout.types import Message, Rollout
 
 WRITTEN = "written"
@@ -81,10 +82,19 @@ def with_written(message: Message, text: str) -> Message:
     return message if message.get("tool_calls") or text_of(message) == text else {**message, WRITTEN: text}
 
 
-def content_of(message: Message) -> str:
-    """Text of a message's content, which may have several parts."""
-    content: Any = message.get("content") or ""
-    if not isinstance(content, list | tuple):
-        return str(content)
-    parts = (cast("Mapping[str, Any]", part).get("text") for part in cast("list[Any]", content))
-    return "".join(part for part in parts if isinstance(part, str))
+def with_prefix_marked(messages: Sequence[Message]) -> Sequence[Message]:
+    """Messages of an environment, of which the last is marked if it is the beginning of the policy's answer."""
+    complete, prefix = split_prefix(messages)
+    return messages if prefix is None else [*complete, {**prefix, PREFIX: True}]
+
+
+def joined(messages: Sequence[Message]) -> list[Message]:
+    """Messages in which the beginning of an answer and its continuation are one message."""
+    found: list[Message] = []
+    for message in messages:
+        if found and found[-1].get(PREFIX) and message.get("role") == "assistant":
+            before = found.pop()
+            parts = {name: message[name] for name in message if name != WRITTEN}
+            message = {**parts, "content": content_of(before) + content_of(message)}
+        found.append(message)
+    return found

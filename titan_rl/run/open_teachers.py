@@ -19,8 +19,8 @@ from titan_rl.core.errors import ConfigError, GenerationError
 from titan_rl.generation.continuation import Generation, Resume
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.renderer import Renderer
+from titan_rl.rollout.renderer.text import prompt_ids
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.rollout.renderer.types import renderable
 from titan_rl.rollout.task import calling, wrong_result
 from titan_rl.rollout.types import Rollout
 from titan_rl.serving.client import HttpGenerateFn
@@ -114,7 +114,7 @@ class PrivilegedPrompt:
             if not is_messages(messages):
                 text = f"it returned {messages!r}; it must return a list of at least one message with a role"
                 raise wrong_result(self._task, "teacher_messages", text)
-            return self._renderer.render_ids(renderable(messages), add_generation_prompt=True)
+            return prompt_ids(self._renderer, messages)
 
 
 def is_messages(given: Any) -> bool:

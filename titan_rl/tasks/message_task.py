@@ -33,7 +33,7 @@ from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.threaded import expected
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
 from titan_rl.rollout.group.user_code_boundary import EnvCalls, RolloutEnded, UserCodeBoundary
-from titan_rl.rollout.policy_text import PolicyText, text_of
+from titan_rl.rollout.policy_text import PolicyText, text_of, with_prefix_marked
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric, TextRubric
@@ -332,14 +332,14 @@ class _Game:
     async def _play(self) -> Demonstration:
         async with self._within():
             observation = expected(await self._calls.reset(), MessageObservation, self._calls.env, "reset")
-        messages: list[Message] = snapshot(list(observation.messages))
+        messages: list[Message] = list(map(snapshot, with_prefix_marked(observation.messages)))
         for _ in range(MOST_TURNS):
             answer = await self._answer(messages)
             async with self._within():
                 step = expected(await self._calls.step(snapshot(answer)), MessageStep, self._calls.env, "step")
-            messages += [answer, *map(snapshot, step.messages)]
             if step.status is not None:
-                return Demonstration(messages, observation.tools)
+                return Demonstration([*messages, answer, *map(snapshot, step.messages)], observation.tools)
+            messages += [answer, *map(snapshot, with_prefix_marked(step.messages))]
         raise DataError(f"a demonstration has not ended after {MOST_TURNS} turns: {messages[-4:]}")
 
     async def _answer(self, messages: Sequence[Message]) -> Message:

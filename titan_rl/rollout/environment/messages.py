@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast
 
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import DataError, PromptTooLongError
@@ -23,9 +22,9 @@ from titan_rl.rollout.environment.types import (
     TokenSeat,
     TokenStep,
 )
-from titan_rl.rollout.policy_text import with_written
-from titan_rl.rollout.renderer.text import written_text
-from titan_rl.rollout.renderer.types import Renderer, message_of, renderable, require_tool_support
+from titan_rl.rollout.policy_text import with_prefix_marked, with_written
+from titan_rl.rollout.renderer.text import prefix_ids, prompt_ids, split_prefix, written_text
+from titan_rl.rollout.renderer.types import Renderer, content_of, message_of, renderable, require_tool_support
 from titan_rl.rollout.types import Message, RolloutStatus
 from titan_rl.types import Completion, FinishReason
 
@@ -84,7 +83,7 @@ class GrowingPrompt:
         Raises:
             PromptTooLongError: the messages have more characters than `MAX_CONTEXT` tokens can represent.
         """
-        size = sum(map(len, _texts(messages)))
+        size = sum(len(content_of(message)) for message in messages)
         most = MAX_CONTEXT.get()
         if most is not None and size > most * LONGEST_TOKEN:
             raise PromptTooLongError(
@@ -93,18 +92,17 @@ class GrowingPrompt:
         return self.after(messages) if size < LONG_TEXT else await in_thread(self.after, messages)
 
     def after(self, messages: Sequence[Message]) -> list[int]:
-        """The next prompt.  # [num_prompt_tokens]
+        """The next prompt. If the messages end with the beginning of the answer, so does the prompt.
+        # [num_prompt_tokens]
 
         Raises:
-            DataError: the renderer cannot extend the tokens so far.
+            DataError: the renderer cannot extend the tokens so far, or not continue the beginning of an answer.
             ModelError: the renderer does not show the tools, or does not parse their calls.
         """
         if self._completion is None:
             if self._tools:
-                require_tool_support(self._renderer, messages, self._tools)
-            self._prompt = list(
-                self._renderer.render_ids(renderable(messages), tools=self._tools, add_generation_prompt=True)
-            )
+                require_tool_support(self._renderer, split_prefix(messages)[0], self._tools)
+            self._prompt = prompt_ids(self._renderer, messages, self._tools)
         else:
             self._prompt = self._bridge(self._completion, messages)
             self._completion = None
@@ -137,26 +135,16 @@ class GrowingPrompt:
 
     def _bridge(self, completion: list[int], messages: Sequence[Message]) -> list[int]:
         so_far = [*self._prompt, *completion]
+        complete, prefix = split_prefix(messages)
         bridged = self._renderer.bridge_to_next_turn(
-            list(self._prompt), list(completion), renderable(messages), tools=self._tools
+            list(self._prompt), list(completion), renderable(complete), tools=self._tools
         )
         if bridged is None or list(bridged.token_ids[: len(so_far)]) != so_far:
             raise DataError(
                 f"{type(self._renderer).__name__} cannot extend this conversation without rendering it again; "
                 "set the renderer to keep earlier reasoning (thinking_retention='all') or to leave it out"
             )
-        return list(bridged.token_ids)
-
-
-def _texts(messages: Sequence[Message]) -> Iterator[str]:
-    """The text of each message, or of each part of a message."""
-    for message in messages:
-        content: Any = message.get("content")
-        parts: list[Any] = cast("list[Any]", content) if isinstance(content, list) else [content]
-        for part in parts:
-            text: Any = cast("Mapping[str, Any]", part).get("text") if isinstance(part, Mapping) else part
-            if isinstance(text, str):
-                yield text
+        return [*bridged.token_ids, *(() if prefix is None else prefix_ids(self._renderer, prefix))]
 
 
 class MessageTokenEnv:
@@ -195,7 +183,8 @@ class MessageTokenEnv:
     async def reset(self) -> TokenObservation:
         observation = await self._methods.call("reset", MessageObservation)
         self._prompt = GrowingPrompt(self._renderer, observation.tools)
-        return TokenObservation(await self._prompt.next(observation.messages, self._name), observation.messages)
+        prompt = await self._prompt.next(observation.messages, self._name)
+        return TokenObservation(prompt, with_prefix_marked(observation.messages))
 
     async def step(self, completion: Completion) -> TokenStep:
         cut_off = completion.finish_reason is FinishReason.LENGTH
@@ -207,9 +196,9 @@ class MessageTokenEnv:
             return TokenStep(status=RolloutStatus.ERROR_PARSE, messages=answers)
 
         step = await self._methods.call("step", MessageStep, snapshot(answer.message))
-        messages = [answer.message, *step.messages]
         if step.status is not None:
-            return TokenStep(status=step.status, rewards=step.rewards, messages=messages)
+            return TokenStep(status=step.status, rewards=step.rewards, messages=[answer.message, *step.messages])
+        messages = [answer.message, *with_prefix_marked(step.messages)]
         try:
             prompt = await self._prompt.next(step.messages, self._name)
         except PromptTooLongError as error:
@@ -279,7 +268,7 @@ class _Chat:
         return self._seat.player
 
     async def ask(self, messages: Sequence[Message]) -> Message:
-        new_messages = [*self._unseen, *map(snapshot, messages)]
+        new_messages = [*self._unseen, *map(snapshot, with_prefix_marked(messages))]
         self._unseen = []
         self._seat.record(new_messages)
         self._messages.extend(new_messages)

@@ -111,6 +111,16 @@ def message_of(parsed: ParsedResponse) -> Message:
     return message
 
 
+def content_of(message: Message) -> str:
+    """Text of a message's content, which may have several parts."""
+    content: Any = message.get("content") or ""
+    if not isinstance(content, list | tuple):
+        return str(content)
+    given: list[Any] = list(cast("Sequence[Any]", content))
+    parts = (cast("Any", part).get("text") if isinstance(part, Mapping) else part for part in given)
+    return "".join(part for part in parts if isinstance(part, str))
+
+
 def _without_surrogates(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() else _SURROGATE.sub("\ufffd", value)

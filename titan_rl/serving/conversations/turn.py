@@ -10,8 +10,9 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from titan_rl.core.errors import UnsupportedSamplingError
+from titan_rl.core.errors import DataError, RequestError, UnsupportedSamplingError
 from titan_rl.rollout.renderer.registry import with_template_kwargs
+from titan_rl.rollout.renderer.text import prefix_ids
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.caller import Caller, CallerPrompt
@@ -92,10 +93,14 @@ class Turns:
         )
 
     def _style(self, request: TurnRequest) -> Style:
-        prefill = () if request.prefill is None else self.text.encode(request.prefill, add_special_tokens=False)
+        renderer = self._renderer_of(request)
+        try:
+            prefill = () if request.prefill is None else prefix_ids(renderer, {"content": request.prefill})
+        except DataError as error:
+            raise RequestError(str(error)) from None
         if not request.template_kwargs:
             return Style(prefill=prefill)
-        return Style(self._renderer_of(request), identity_of_kwargs(request.template_kwargs), prefill)
+        return Style(renderer, identity_of_kwargs(request.template_kwargs), prefill)
 
     def _renderer_of(self, request: TurnRequest) -> Renderer:
         if not request.template_kwargs:

@@ -16,7 +16,8 @@ from titan_rl.core.errors import ConfigError, RewardError
 from titan_rl.core.settings import FilePath, FunctionName
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import MessageEnv
-from titan_rl.rollout.policy_text import WRITTEN, content_of, text_of
+from titan_rl.rollout.policy_text import WRITTEN, text_of
+from titan_rl.rollout.renderer.types import content_of
 from titan_rl.rollout.rewards.reward import GroupReward
 from titan_rl.rollout.rewards.rubric import Rubric, TextRubric
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup
