@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import Field, PositiveInt
 
-from titan_rl import Message, PromptTask
+from titan_rl import Message, PromptTask, answer_of
 
 
 class Arithmetic(PromptTask):
@@ -26,8 +26,8 @@ class Arithmetic(PromptTask):
     def prompt(self, sample: list[int]) -> str:
         return f"What is {' + '.join(map(str, sample))}?"
 
-    def reward(self, sample: list[int], answer: str) -> float:
-        return float(answer.strip() == str(sum(sample)))
+    def reward(self, sample: list[int], text: str) -> float:
+        return float(answer_of(text).strip() == str(sum(sample)))
 
     def demonstrate(self, sample: list[int], messages: Sequence[Message], rng: random.Random) -> str:
         return str(sum(sample))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import Field, PositiveInt
 
-from titan_rl import Message, PromptTask, call_of
+from titan_rl import Message, PromptTask, answer_of, call_of
 
 
 def add(a: int, b: int) -> int:
@@ -66,8 +66,8 @@ class Calculator(PromptTask):
     def tools(self, sample: Question) -> object:
         return list(TOOLS.values())
 
-    def reward(self, sample: Question, answer: str) -> float:
-        return float(answer.strip() == str(sample.answer))
+    def reward(self, sample: Question, text: str) -> float:
+        return float(answer_of(text).strip() == str(sample.answer))
 
     def demonstrate(self, sample: Question, messages: Sequence[Message], rng: random.Random) -> str | Message:
         results = [str(message["content"]) for message in messages if message["role"] == "tool"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import Field, PositiveInt
 
-from titan_rl import Message, PromptTask
+from titan_rl import Message, PromptTask, answer_of
 
 LARGEST = 7
 GIVES_UP = "I do not know."
@@ -31,8 +31,8 @@ class Sums(PromptTask):
     def prompt(self, sample: list[list[int]]) -> str:
         return " ".join(f"What is {' + '.join(map(str, numbers))}?" for numbers in sample)
 
-    def reward(self, sample: list[list[int]], answer: str) -> float:
-        expected = [str(sum(numbers)) for numbers in sample]
+    def reward(self, sample: list[list[int]], text: str) -> float:
+        answer, expected = answer_of(text), [str(sum(numbers)) for numbers in sample]
         if self.partial:
             given = answer.replace(GIVES_UP, "?").split()
             return sum(map(str.__eq__, given, expected)) / len(sample) if len(given) == len(sample) else 0.0

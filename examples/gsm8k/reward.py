@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from titan_rl import answer_of
+
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-def is_right(row: Mapping[str, Any], answer: str) -> float:
+def is_right(row: Mapping[str, Any], text: str) -> float:
     """Compare the final numbers of the row and the answer. With math-verify (`pip install 'titan-rl[math]'`), LaTeX
     such as "\\boxed{\\frac{1}{2}}" is evaluated, too. That may take long, so call this in a thread."""
     right = final_number(row["answer"])
     if right is None:
         raise ValueError(f"the row's answer {row['answer']!r} has no number")
+    answer = answer_of(text)  # a number in the thought is not an answer
     said = final_number(answer)
     return float(said == right or _is_equal(right, answer))
 

@@ -89,12 +89,21 @@ def with_prefix_marked(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def joined(messages: Sequence[Message]) -> list[Message]:
-    """Messages in which the beginning of an answer and its continuation are one message."""
+    """Messages without the keys of this module, in which the beginning of an answer and its continuation are one
+    message."""
     found: list[Message] = []
+    is_begun = False
     for message in messages:
-        if found and found[-1].get(PREFIX) and message.get("role") == "assistant":
-            before = found.pop()
-            parts = {name: message[name] for name in message if name != WRITTEN}
-            message = {**parts, "content": content_of(before) + content_of(message)}
-        found.append(message)
+        plain = {name: value for name, value in message.items() if name not in (WRITTEN, PREFIX)}
+        if is_begun and message.get("role") == "assistant":
+            plain["content"] = content_of(found.pop()) + text_of(message)
+            plain.pop("reasoning_content", None)
+        found.append(plain)
+        is_begun = bool(message.get(PREFIX))
     return found
+
+
+def continuing(messages: Sequence[Message]) -> dict[str, bool]:
+    """Fields of a request to a chat endpoint of vLLM, if its last message is the beginning of the reply."""
+    is_begun = split_prefix(messages)[1] is not None
+    return {"continue_final_message": True, "add_generation_prompt": False} if is_begun else {}

@@ -10,6 +10,7 @@ from typing import Any, cast
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import DataError
 from titan_rl.core.plain_data import safe_repr
+from titan_rl.rollout.policy_text import PREFIX, WRITTEN
 from titan_rl.rollout.task import Demonstration
 from titan_rl.rollout.types import Message
 
@@ -35,7 +36,7 @@ LABELS = (
 
 MESSAGE_KEYS = (
     *("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "reasoning_content", "thinking"),
-    *("weight", "train"),
+    *("weight", "train", PREFIX, WRITTEN),
 )
 
 

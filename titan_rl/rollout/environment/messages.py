@@ -23,8 +23,8 @@ from titan_rl.rollout.environment.types import (
     TokenStep,
 )
 from titan_rl.rollout.policy_text import with_prefix_marked, with_written
-from titan_rl.rollout.renderer.text import prefix_ids, prompt_ids, split_prefix, written_text
-from titan_rl.rollout.renderer.types import Renderer, content_of, message_of, renderable, require_tool_support
+from titan_rl.rollout.renderer.text import extended_ids, prompt_ids, split_prefix, written_text
+from titan_rl.rollout.renderer.types import Renderer, content_of, message_of, require_tool_support
 from titan_rl.rollout.types import Message, RolloutStatus
 from titan_rl.types import Completion, FinishReason
 
@@ -134,17 +134,13 @@ class GrowingPrompt:
         return ParsedAnswer(message if text is None else with_written(message, text), is_complete)
 
     def _bridge(self, completion: list[int], messages: Sequence[Message]) -> list[int]:
-        so_far = [*self._prompt, *completion]
-        complete, prefix = split_prefix(messages)
-        bridged = self._renderer.bridge_to_next_turn(
-            list(self._prompt), list(completion), renderable(complete), tools=self._tools
-        )
-        if bridged is None or list(bridged.token_ids[: len(so_far)]) != so_far:
+        extended = extended_ids(self._renderer, self._prompt, completion, messages, self._tools)
+        if extended is None:
             raise DataError(
                 f"{type(self._renderer).__name__} cannot extend this conversation without rendering it again; "
                 "set the renderer to keep earlier reasoning (thinking_retention='all') or to leave it out"
             )
-        return [*bridged.token_ids, *(() if prefix is None else prefix_ids(self._renderer, prefix))]
+        return extended
 
 
 class MessageTokenEnv:

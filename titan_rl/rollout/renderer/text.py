@@ -61,6 +61,37 @@ def prompt_ids(renderer: Renderer, messages: Sequence[Message], tools: list[Any]
     return ids if prefix is None else [*ids, *prefix_ids(renderer, prefix)]
 
 
+def extended_ids(
+    renderer: Renderer,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    messages: Sequence[Message],
+    tools: list[Any] | None = None,
+) -> list[int] | None:
+    """Tokens of the next prompt, which begins with a prompt and its completion; see `prompt_ids` for its end.
+
+    Returns:
+        The tokens; None if the renderer cannot extend these.
+    """
+    complete, prefix = split_prefix(messages)
+    so_far = [*prompt, *completion]
+    extended = renderer.bridge_to_next_turn(list(prompt), list(completion), renderable(complete), tools=tools)
+    if extended is None or list(extended.token_ids[: len(so_far)]) != so_far:
+        return None
+    return [*extended.token_ids, *(() if prefix is None else prefix_ids(renderer, prefix))]
+
+
+def text_ids(renderer: Renderer, prompt: Sequence[int], text: str) -> list[int] | None:
+    """Tokens of the text of an answer after its prompt, without the mark of a thought that the prompt has begun
+    already; None if the renderer has no tokenizer."""
+    if (tokenizer := tokenizer_of(renderer)) is None:
+        return None
+    end: str = tokenizer.decode(list(prompt[-16:]))
+    if end.rstrip().endswith(THINK) and text.lstrip().startswith(THINK):
+        text = text.lstrip().removeprefix(THINK).removeprefix(end[len(end.rstrip()) :])
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
 def prefix_ids(renderer: Renderer, prefix: Message) -> list[int]:
     """Tokens of the beginning of an answer, after a generation prompt.
 
@@ -82,21 +113,18 @@ def prefix_ids(renderer: Renderer, prefix: Message) -> list[int]:
     if not text:
         return []
     prompt = list(renderer.render_ids([_QUESTION], add_generation_prompt=True))
-    if (tokenizer := tokenizer_of(renderer)) is None:
+    tokenizer, ids = tokenizer_of(renderer), text_ids(renderer, prompt, text)
+    if tokenizer is None or ids is None:
         return _rendered_prefix(renderer, prompt, text)
-    shown: str = tokenizer.decode(prompt)
-    if not shown.rstrip().endswith(THINK):
-        is_thought = text.lstrip().startswith(THINK)
-        between = next(_ways_to_begin(renderer, tokenizer, prompt, is_thought), None)
-        if between is None:
-            raise DataError(
-                f"the prompt ends with the assistant's {text[:80]!r}, but {type(renderer).__name__} would read what "
-                'follows as a thought; set model.renderer = "chat_template", or end the prompt with "<think>"'
-            )
-        return [*between, *tokenizer.encode(text, add_special_tokens=False)]
-    if text.lstrip().startswith(THINK):  # the prompt has begun it already
-        text = text.lstrip().removeprefix(THINK).removeprefix(shown[len(shown.rstrip()) :])
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    if tokenizer.decode(prompt).rstrip().endswith(THINK):
+        return ids
+    between = next(_ways_to_begin(renderer, tokenizer, prompt, text.lstrip().startswith(THINK)), None)
+    if between is None:
+        raise DataError(
+            f"the prompt ends with the assistant's {text[:80]!r}, but {type(renderer).__name__} would read the rest as "
+            'a thought; set model.renderer = "chat_template", or end the prompt with "<think>"'
+        )
+    return [*between, *ids]
 
 
 _QUESTION: Message = {"role": "user", "content": "1"}

@@ -7,7 +7,7 @@ import re
 THINK, THINK_END = "<think>", "</think>"
 """Marks of the thought at the beginning of an answer."""
 
-_EMPTY = re.compile(rf"\s*(?:{THINK})?\s*{THINK_END}\s*")
+_EMPTY = re.compile(rf"\s*{THINK}\s*{THINK_END}\s*")
 
 
 def split_thought(text: str, *, is_begun: bool = False) -> tuple[str | None, str | None]:

@@ -93,14 +93,14 @@ class Turns:
         )
 
     def _style(self, request: TurnRequest) -> Style:
-        renderer = self._renderer_of(request)
+        renderer, prefill = self._renderer_of(request), request.prefill
         try:
-            prefill = () if request.prefill is None else prefix_ids(renderer, {"content": request.prefill})
+            tokens = () if prefill is None else prefix_ids(self._tokenizing.held(renderer), {"content": prefill})
         except DataError as error:
             raise RequestError(str(error)) from None
         if not request.template_kwargs:
-            return Style(prefill=prefill)
-        return Style(renderer, identity_of_kwargs(request.template_kwargs), prefill)
+            return Style(prefill=tokens)
+        return Style(renderer, identity_of_kwargs(request.template_kwargs), tokens)
 
     def _renderer_of(self, request: TurnRequest) -> Renderer:
         if not request.template_kwargs:
