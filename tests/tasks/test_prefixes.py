@@ -219,7 +219,7 @@ async def test_demonstration_of_a_rollout_has_the_text_that_was_written(renderer
 
 def test_renderer_that_cannot_continue_an_answer_is_named() -> None:
     with pytest.raises(DataError, match=r"'So', which LetterRenderer cannot continue.*no attribute tokenizer"):
-        prompt_ids(LetterRenderer(), SO)
+        prompt_ids(LetterRenderer(), SO)  # pyright: ignore[reportArgumentType]
     with pytest.raises(DataError, match="ends with a tool call"):
         prompt_ids(plain(), [SO[0], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}])
     with pytest.raises(DataError, match="no message before the beginning of the answer, 'So'"):
