@@ -33,6 +33,11 @@ def config(project: Path) -> RunConfig:
         (["cpu.toml", "recipes/long.toml"], [("training.lr", "1e-3")], "echo-long-lr=1e-3"),
         ([], [("training.betas", "[0.8, 0.9]"), ("task.style", "loud")], "echo-betas=0.8_0.9-style=loud"),
         ([], [("model.path", "/models/Qwen3-0.6B/"), ("run_dir", "b")], "echo-path=Qwen3-0.6B"),
+        (
+            [],
+            [("training.lr", "1"), ("seed", "2"), ("task.style", "a"), ("rollout.group_size", "4"), ("name", "")],
+            "echo-lr=1-seed=2-style=a-+1",
+        ),
         ([], [("seed", "1"), ("logging.sinks", '["wandb"]'), ("seed", "2")], "echo-seed=2"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from background import HANG_S
 
 from titan_rl.core.errors import TrainingError
-from titan_rl.core.run_files import ENDED_AT_ONCE, LOST, SILENT_S, read_status, record_immediate_end
+from titan_rl.core.run_files import DAMAGED, ENDED_AT_ONCE, LOST, SILENT_S, read_status, record_immediate_end
 from titan_rl.run.status import report_written, status_kept
 from titan_rl.viewer.runs import is_run
 
@@ -74,7 +74,7 @@ def test_run_without_a_readable_status_is_failed_unless_it_is_running(tmp_path: 
     if text is not None:
         (tmp_path / "status.json").write_text(text)
     lost = read_status(tmp_path)
-    assert (lost.state, lost.reason) == ("failed", LOST)
+    assert (lost.state, lost.reason) == ("failed", LOST if text is None else DAMAGED)
     assert lost.ended is not None
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

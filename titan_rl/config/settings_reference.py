@@ -133,7 +133,7 @@ def setting_entry(key: str, field: FieldInfo, about: str, function: FunctionName
     elif field.default_factory is not None or field.default is None:
         default = ""
     else:
-        default = _toml(field.default)
+        default = as_toml(field.default)
     if function:
         choices = ", ".join(f"`{one}`" for one in function.names)
         about = f"{about} One of {choices}, or your own as `module:function`.".strip()
@@ -146,7 +146,7 @@ def _kind(kind: Any) -> str:
     """Name of a type: `_kind(int | Literal["auto"])` is 'integer or "auto"'."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return ", ".join(map(_toml, arguments))
+        return ", ".join(map(as_toml, arguments))
     if origin is Annotated:
         return _kind(arguments[0])
     if origin in (Union, UnionType):
@@ -159,16 +159,25 @@ def _kind(kind: Any) -> str:
     return names.get(kind, str(kind.__name__))
 
 
-def _toml(value: Any) -> str:
+@cache
+def defaults() -> Mapping[str, str]:
+    """Defaults of the settings of a run as TOML, by dotted names, such as "tasks.NAME.weight". Settings that are
+    required, or whose default depends on others, are left out."""
+    entries = (entry for table in tables_of(RunConfig) for entry in table.settings)
+    return {entry.key: entry.default for entry in entries if entry.default not in ("", "required")}
+
+
+def as_toml(value: Any) -> str:
+    """Format a value in one line of TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, Mapping):
         entries = cast("Mapping[str, Any]", value).items()
-        return f"{{{', '.join(f'{name} = {_toml(each)}' for name, each in entries)}}}"
+        return f"{{{', '.join(f'{name} = {as_toml(each)}' for name, each in entries)}}}"
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_toml, cast('Sequence[Any]', value)))}]"
+        return f"[{', '.join(map(as_toml, cast('Sequence[Any]', value)))}]"
     return str(value)
 
 

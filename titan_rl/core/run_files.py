@@ -28,6 +28,7 @@ SILENT_S = 120.0
 may be a minute late."""
 ENDED_AT_ONCE = "a second signal ended it at once"
 LOST = "it ended without a message: it was killed, or its machine went down"
+DAMAGED = f"its {STATUS} is damaged, so that how it ended is unknown"
 
 State = Literal["running", "finished", "stopped", "failed"]
 
@@ -84,15 +85,17 @@ def read_status(folder: Path) -> RunStatus:
     """Read the status of a run's folder. A run whose status file is missing or damaged counts as failed unless it is
     running. An evaluation has no `config.toml` and no status: its results tell whether it is finished."""
     is_held = is_locked(folder / LOCK)
+    reason = LOST
     try:
         status = parse_json_as(read_file(folder / STATUS), RunStatus)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError) as error:
+        reason = LOST if isinstance(error, OSError) else DAMAGED
         status = RunStatus("running", _began(folder))
         if not is_held and not (folder / "config.toml").exists():
             is_complete = read_results(folder).get("is_complete")
             status.state, status.ended = "finished" if is_complete else "stopped", _last_change(folder)
     if status.state == "running" and not is_held and not _is_alive_elsewhere(folder, status):
-        status.state, status.reason, status.ended = "failed", LOST, _last_change(folder)
+        status.state, status.reason, status.ended = "failed", reason, _last_change(folder)
     return status
 
 
@@ -109,7 +112,7 @@ def record_immediate_end(folder: Path, failure: str = "") -> None:
     adapters = (path.parent for path in folder.glob(f"{ADAPTERS}/*/{STATUS}"))
     for each in (folder, *adapters):
         status = read_status(each)
-        if status.state == "running" or status.reason == LOST:
+        if status.state == "running" or status.reason in (LOST, DAMAGED):
             status.state, status.reason = ("failed", failure) if failure else ("stopped", ENDED_AT_ONCE)
             status.ended, status.waits_for = time.time(), ""
             status.write(each)

@@ -27,13 +27,15 @@ from titan_rl.run.journal.state import JournalState, RunState, ranges, train_ind
 from titan_rl.run.json_lines import JsonLines, cut_records, cut_traces, records
 
 LONGEST = 80
+MOST_IN_NAMES = 3
+"""Largest number of overrides in a name; the page shows all settings in which runs differ."""
 NOT_IN_NAMES = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath", "hosts.")
 """Names of settings, or prefixes of names, that do not distinguish two runs."""
 
 
 def run_name(config: RunConfig, tomls: Sequence[Path] = (), overrides: Sequence[tuple[str, str]] = ()) -> str:
     """Name a run: by `config.name`, or otherwise by the task or the file of chats, the names of further files, and the
-    settings of the command line.
+    settings of the command line: the first `MOST_IN_NAMES`, and the number of others.
 
     Example: `AlphabetSort` from `cpu.toml` and `long.toml` with `--training.lr 1e-3` is "alphabet-sort-long-lr=1e-3".
 
@@ -43,10 +45,12 @@ def run_name(config: RunConfig, tomls: Sequence[Path] = (), overrides: Sequence[
     if config.name:
         return config.name
     settings = {key: value for key, value in overrides if not key.startswith(NOT_IN_NAMES)}
+    named, others = [*settings.items()][:MOST_IN_NAMES], len(settings) - MOST_IN_NAMES
     parts = [
         "-".join(source.name.replace("_", "-") for source in config.tasks) or Path(config.sft.data).stem,
         *(toml.stem for toml in tomls[1:]),
-        *(f"{_plain(key.rpartition('.')[2])}={_plain(Path(value).name)}" for key, value in settings.items()),
+        *(f"{_plain(key.rpartition('.')[2])}={_plain(Path(value).name)}" for key, value in named),
+        *([f"+{others}"] if others > 0 else []),
     ]
     plain = map(_plain, parts)
     name = next(plain)[:LONGEST]

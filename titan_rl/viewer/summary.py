@@ -12,11 +12,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from titan_rl.config.settings_reference import as_toml, defaults
 from titan_rl.config.tasks import name_of
 from titan_rl.core.calls.parsing import parse_toml
 from titan_rl.core.files import as_list, as_table, file_status, last_lines, read_file, read_json
 from titan_rl.core.plain_data import plain_json
-from titan_rl.core.run_files import read_hosts, read_results, read_status
+from titan_rl.core.run_files import STATUS, read_hosts, read_results, read_status
 from titan_rl.metrics.table import find_metric
 from titan_rl.metrics.waterfall import AVAILABLE, STEPS, USED, waterfall
 from titan_rl.viewer.changes import HELD_OUT, RECENT, Change, held_out_change, least_change, step_noise
@@ -47,6 +48,7 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
         warnings: List of texts.
         config: Content of the settings file, as TOML.
         settings: Settings by dotted names; see `settings_of`.
+        defaults: Defaults, as TOML, of the settings that differ from them.
     """
     status, config = read_status(folder), read_config(folder)
     planned = steps_planned(config)
@@ -64,7 +66,7 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
             *_tiles_of_settings(config),
             *_tiles_of_evaluation(results),
         ],
-        "warnings": [*warnings, *_warnings_of_evaluation(results)],
+        "warnings": [*warnings, *_missing_parts(folder, columns, config), *_warnings_of_evaluation(results)],
         "verdicts": judge(columns, config),
         "tasks": tasks,
         "trend": trend and {**asdict(trend), "direction": trend.direction, "count": columns.count(trend.metric)},
@@ -74,6 +76,7 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
         "seconds_left": _seconds_left(columns, planned) if status.state == "running" else None,
         "config": config_text(folder),
         "settings": settings_of(folder),
+        "defaults": _other_defaults(settings_of(folder)),
     }
 
 
@@ -90,6 +93,31 @@ def judge(columns: MetricColumns, config: Mapping[str, Any]) -> list[Verdict]:
 def settings_of(folder: Path) -> dict[str, Any]:
     """Return a run's settings by dotted names: {"training.lr": 0.0003, "tasks.0.name": "sums"}."""
     return dict(_flat(read_config(folder), ""))
+
+
+def _other_defaults(settings: Mapping[str, Any]) -> dict[str, str]:
+    known = defaults()
+    keys = {name: re.sub(r"^(tasks|adapters|validation\.suites)\.\d+\.", r"\1.NAME.", name) for name in settings}
+    found = {name: known[key] for name, key in keys.items() if key in known}
+    return {name: default for name, default in found.items() if as_toml(settings[name]) != default}
+
+
+def _missing_parts(folder: Path, columns: MetricColumns, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield warnings about files of a run that are missing, or end early."""
+    run = describe_run(folder)
+    if run["kind"] == "evaluation" or not (folder / STATUS).exists():
+        return
+    settings = folder / "config.toml"
+    if not config and not settings.is_symlink():
+        problem = "cannot be read" if settings.exists() else "is missing"
+        yield f"config.toml {problem}: settings, tasks and the number of planned steps are unknown"
+    ends_early = any(as_table(as_table(config.get("training")).get("stop_at")).values())
+    is_whole = run["state"] == "finished" and run["kind"] == "train" and not ends_early
+    saved = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
+    trained = max([*saved, (run["steps_planned"] or 0) if is_whole else 0])
+    last = int(max((columns.points(name)[-1][0] for name in columns), default=0))
+    if last < trained:
+        yield f"the metrics end at step {last} of {trained}: the rest of metrics.jsonl is missing"
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -52,12 +52,12 @@ export class Comparison {
     return [
       { label: "Run", of: i => runs[i].name, show: i => h("button", { type: "button", class: "quiet base", "aria-pressed": String(i === base), title: "Compare the others with this run", onclick: () => this.#rebase(runs[i].id) }, h("span", { class: "dotted", style: { "--run": runs[i].colour } }, runs[i].name)) },
       ...(runs.some(run => run.parent) ? [{ label: "Show", of: i => runs[i].name, show: i => link("alone", this.state.get("tab", "overview"), { runs: runs[i].id }, { "aria-label": `Show ${runs[i].name} alone` }) }] : []),
-      { label: "State", of: i => runs[i].state, show: i => h("span", { class: `pill ${runs[i].state}` }, runs[i].state) },
       { label: "Verdict", of: i => verdict(i)?.title, show: i => (verdict(i) ? h("span", { class: `tone ${verdict(i).tone}`, title: verdict(i).text }, verdict(i).title) : "–") },
       ...held("Held-out reward", false), ...held("Held-out loss", true),
+      ...settings.map(({ name, values }) => ({ label: name, title: `Setting ${name}: sort by it`, of: i => numberOf(values[i]), show: i => values[i] })),
+      { label: "State", of: i => runs[i].state, show: i => h("span", { class: `pill ${runs[i].state}` }, runs[i].state) },
       { label: "Steps", of: i => runs[i].steps, show: i => whole(runs[i].steps) }, { label: "Time", of: i => runs[i].seconds, show: i => duration(runs[i].seconds) },
       ...labels.map(label => ({ label, of: i => numberOf(tile(i, label)), show: i => tile(i, label) ?? "–" })),
-      ...settings.map(({ name, values }) => ({ label: name, title: `Setting ${name}: sort by it`, of: i => numberOf(values[i]), show: i => values[i] })),
     ];
   }
 

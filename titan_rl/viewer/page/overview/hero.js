@@ -9,9 +9,9 @@ const VIEW = { smoothing: 0.6, log: false, x: "step", from: null, to: null };
 const DASH = [4, 4];
 
 export const QUANTITIES = [
-  { name: "Games" }, // what `headline` of the summary names, in place of the reward
   { name: "Reward", trained: ["rollout/finished_reward_mean", "rollout/reward_mean"], heldOut: "validation/reward_mean", ofTask: task => [`task/${task}/finished_reward_mean`, `validation/${task}/reward_mean`] },
   { name: "Loss", trained: ["train/loss"], heldOut: "validation/loss", ofTask: () => [] },
+  { name: "Games" }, // what `headline` of the summary names, in place of the reward
 ];
 
 const EARNED = ["rollout/finished_reward_mean", "rollout/reward_mean", "validation/reward_mean"];

@@ -159,28 +159,28 @@ function shade(one, name, depth) {
 
 function steps(pen, view, { bands }) {
   const { colours, gutter, width, height, window } = view;
+  const place = time => Math.min(width, Math.max(gutter, gutter + window.x(time, width - gutter)));
+  const seen = view.steps.map(([step, start, end], i) => ({ step, i, start, end, left: place(start), right: place(end) })).filter(({ start, end }) => end >= window.from && start <= window.to);
+  for (const { i, left, right } of seen.filter(({ left, right }) => right - left > 1.5)) {
+    pen.fillStyle = bands ? colours.sunken : i % 2 ? colours.card : colours.grid;
+    if (!bands) pen.fillRect(left, 24, right - left, TOP - 26);
+    else if (i % 2 === 0) pen.fillRect(left, TOP, right - left, height - TOP);
+  }
+  if (!bands) stepLabels(pen, view, seen);
+}
+
+/** The numbers of the steps, as many as there is room for. They are drawn last, since one may be wider than its step. */
+function stepLabels(pen, { colours, width }, seen) {
   let lastLabel = -Infinity;
   pen.font = SMALL;
-  view.steps.forEach(([step, start, end], i) => {
-    if (end < window.from || start > window.to) return;
-    const left = Math.max(gutter, gutter + window.x(start, width - gutter));
-    const right = Math.min(width, gutter + window.x(end, width - gutter));
-    if (bands) {
-      if (i % 2 === 0 && right - left > 1.5) {
-        pen.fillStyle = colours.sunken;
-        pen.fillRect(left, TOP, right - left, height - TOP);
-      }
-      return;
-    }
-    pen.fillStyle = i % 2 ? colours.card : colours.grid;
-    if (right - left > 1.5) pen.fillRect(left, 24, right - left, TOP - 26);
+  pen.fillStyle = colours.ink;
+  for (const { step, left, right } of seen) {
     const label = right - left > 60 ? `step ${step}` : String(step);
     const room = pen.measureText(label).width;
-    if (left < lastLabel + 12 || left + room > width) return;
-    pen.fillStyle = colours.ink;
+    if (left < lastLabel + 12 || left + 3 + room > width) continue;
     pen.fillText(label, left + 3, 35);
-    lastLabel = left + room;
-  });
+    lastLabel = left + 3 + room;
+  }
 }
 
 function ruler(pen, view) {
