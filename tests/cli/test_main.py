@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -536,15 +537,69 @@ def test_settings_that_determine_the_weights_cannot_change_on_resume(stopped: Ru
     resume = ["train", "--resume", str(stopped.path), "--training.steps=9"]
     assert main([*resume, "--sampling.temperature=0.5"]) == 2
     expected_one = (
-        "--sampling.temperature is 0.5, and the run has 1.0: these cannot change when a run is resumed; leave it out, "
+        "--sampling.temperature is 0.5, and the run has 1.0: these cannot change when a run is resumed (steps, hosts, "
+        "generation, weight sync, checkpoints, logging, time limits and teachers can); leave it out, or begin a new "
+        f"run from its weights: titan-rl train --from {stopped.path} --sampling.temperature=0.5\n"
     )
-    assert f"titan-rl: {expected_one}or begin a new run; training.steps, " in capsys.readouterr().err
+    assert f"titan-rl: {expected_one}" in capsys.readouterr().err
     assert main([*resume, "--seed=9", "--scheduling.max_token_age=3"]) == 2
     expected_two = '--scheduling.max_token_age is 3, and the run has "none": these cannot'
     err = capsys.readouterr().err
     assert "--seed is 9, and the run has 7; " in err
     assert expected_two in err
     assert "; leave them out" in err
+
+
+@pytest.mark.parametrize("option", ["--training.algorithm=gspo", "--scheduling.mode=sync"])
+def test_preset_of_other_settings_cannot_change_on_resume(stopped: RunDirectory, launch, capsys, option: str):
+    launch(lambda config: pytest.fail("started"))
+    assert main(["train", "--resume", str(stopped.path), option]) == 2
+    err = capsys.readouterr().err
+    assert f"titan-rl: {option.replace('=', ' ')}: these cannot change when a run is resumed (" in err
+    assert f"begin a new run from its weights: titan-rl train --from {stopped.path} {option}\n" in err
+    assert main(["train", "--resume", str(stopped.path), "--training.algorithm=grpo", "--dry-run"]) == 0
+
+
+def test_moved_model_may_be_named_on_resume_even_if_its_first_folder_is_gone(stopped: RunDirectory, launch):
+    seen: list[RunConfig] = []
+    launch(lambda config: seen.append(config) or 0)
+    Path("policy").rename("copy")
+    assert main(["train", "--resume", str(stopped.path), "--model.path", "copy"]) == 0
+    assert seen[0].model.path == str(Path("copy").resolve())
+
+
+@pytest.fixture
+def finished(stopped: RunDirectory) -> RunDirectory:
+    """A run with an exported policy."""
+    shutil.copytree("policy", stopped.export)
+    return stopped
+
+
+def test_new_run_from_the_weights_of_another_may_change_all_settings(finished: RunDirectory, launch):
+    seen: list[tuple[RunConfig, Path | None]] = []
+    launch(lambda config: seen.append(config) or 0)
+    new = ["train", "--from", str(finished.path), "--training.lr=1e-5", "--task.words", '["ham"]', "--seed=9"]
+    assert main(new) == 0
+    (config,) = seen
+    assert (config.training.lr, config.seed, config.model.path) == (1e-5, 9, str(finished.export))
+    assert config.training.steps == 5
+    assert main([*new, "--model.path", "policy"]) == 2
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "gspo", "cispo", "rloo", "reinforce", "rae", "ppo"])
+def test_new_run_from_the_weights_of_another_may_have_another_algorithm(finished: RunDirectory, launch, name: str):
+    seen: list[RunConfig] = []
+    launch(lambda config: seen.append(config) or 0)
+    new = ["train", "--from", str(finished.path), f"--training.algorithm={name}", "--scheduling.mode=sync"]
+    assert main(new) == 0
+    from_files = load_config("config.toml", [("training.algorithm", name), ("scheduling.mode", "sync")])
+    assert seen[0].training == from_files.training
+    assert seen[0].scheduling == from_files.scheduling
+
+
+def test_new_run_from_a_run_without_weights_is_refused(stopped: RunDirectory, capsys):
+    assert main(["train", "--from", str(stopped.path)]) == 2
+    assert f"that run has no saved step yet; begin with its settings: {stopped.config}" in capsys.readouterr().err
 
 
 def test_options_that_change_nothing_are_accepted_on_resume(stopped: RunDirectory, launch):

@@ -23,7 +23,7 @@ from titan_rl.cluster.trainer_actor import ModelCheck, TrainerSettings
 from titan_rl.cluster.trainer_processes import TrainerProcesses
 from titan_rl.core.errors import ModelError, NoHostError
 from titan_rl.core.model_identity import model_identity
-from titan_rl.training.settings import CorrectionConfig, ModelConfig, PolicySettings, TrainingConfig
+from titan_rl.training.settings import AdapterConfig, CorrectionConfig, ModelConfig, PolicySettings, TrainingConfig
 
 TRAINING = TrainingConfig(data_parallel=2)
 POLICIES = {"": PolicySettings(TRAINING, CorrectionConfig())}
@@ -69,7 +69,7 @@ def settings_of_model(folder: Path, **training: float) -> TrainerSettings:
     (folder / "tokenizer.json").write_text("{}")
     model = ModelConfig(path=str(folder), max_context=16)
     policies = {"": PolicySettings(TrainingConfig(**training), CorrectionConfig())}  # pyright: ignore
-    return replace(SETTINGS, model=model, policies=policies, began_with=model_identity(folder))
+    return replace(SETTINGS, model=model, policies=policies, began_with={"model.path": model_identity(folder)})
 
 
 def test_restarted_trainer_rejects_replaced_initial_weights(tmp_path: Path) -> None:
@@ -92,6 +92,46 @@ def test_trainer_rejects_a_changed_reference_model_or_tokenizer(tmp_path: Path) 
     settings = settings_of_model(tmp_path)
     (tmp_path / "tokenizer.json").write_text("[]")
     with pytest.raises(ModelError, match="tokenizer changed"):
+        ModelCheck(settings, "a")
+
+
+def settings_of_adapters(folder: Path, **training: float) -> TrainerSettings:
+    """Settings of a run of two adapters, each of which starts from a folder of its own."""
+    settings = settings_of_model(folder)
+    policies: dict[str, PolicySettings] = {}
+    began_with = dict(settings.began_with)
+    for name in ("a", "b"):
+        (start := folder / name).mkdir(exist_ok=True)
+        save_file({"lora_A": torch.zeros(8)}, start / "adapter_model.safetensors")
+        (start / "adapter_config.json").write_text("{}")
+        adapter = AdapterConfig(rank=4, start=str(start))
+        policies[name] = PolicySettings(TrainingConfig(adapter=adapter, **training), CorrectionConfig())  # pyright: ignore
+        began_with[f"adapters.{name}.training.adapter.start"] = model_identity(start)
+    return replace(settings, policies=policies, began_with=began_with)
+
+
+def test_restarted_trainer_rejects_a_replaced_initial_adapter(tmp_path: Path) -> None:
+    settings = settings_of_adapters(tmp_path)
+    save_file({"lora_A": torch.ones(8)}, tmp_path / "b" / "adapter_model.safetensors")
+    check = ModelCheck(settings, "a")
+    check.check_weights("a")
+    with pytest.raises(ModelError, match=r"adapters.b.training.adapter.start = '.*' on host a is not the initial adap"):
+        check.check_weights("b")
+    check.checkpoint_loaded("a")
+    with pytest.raises(ModelError, match="weights changed; put that adapter back"):
+        check.check_weights("b")
+    check.checkpoint_loaded("b")
+    check.check_weights("b")
+
+
+def test_trainer_rejects_a_replaced_adapter_that_is_the_reference_or_has_other_settings(tmp_path: Path) -> None:
+    settings = settings_of_adapters(tmp_path, kl_coef=0.1)
+    save_file({"lora_A": torch.ones(8)}, tmp_path / "a" / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="weights changed"):
+        ModelCheck(settings, "a")
+    settings = settings_of_adapters(tmp_path)
+    (tmp_path / "a" / "adapter_config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"adapters.a.training.adapter.start = .*config changed"):
         ModelCheck(settings, "a")
 
 

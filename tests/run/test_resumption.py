@@ -73,9 +73,10 @@ def test_resume_uses_the_newest_checkpoint_and_its_data_position(run_dir):
 def known_model_run(run_dir: RunDirectory) -> RunDirectory:
     """`run_dir` whose states all have the identity of its model."""
     identity = model_identity(Path("policy"))
-    replace(RunState.read(run_dir.path), model=identity).write(run_dir.path)
+    inputs = {"models": {"model.path": identity}}
+    replace(RunState.read(run_dir.path), inputs=inputs).write(run_dir.path)
     for folder in list_checkpoints(run_dir.checkpoints):
-        save(folder, json.dumps(asdict(replace(RunState.read(folder), model=identity))))
+        save(folder, json.dumps(asdict(replace(RunState.read(folder), inputs=inputs))))
     return run_dir
 
 
@@ -88,7 +89,7 @@ def test_unchanged_model_may_be_moved(known_model_run: RunDirectory):
     other_weights()
     start = resume(known_model_run, ("model.path", "elsewhere"))
     assert not start.losses
-    assert start.state.model == model_identity(Path("elsewhere"))
+    assert start.state.inputs["models"]["model.path"] == model_identity(Path("elsewhere"))
 
 
 def test_changed_initial_weights_are_reported_when_a_checkpoint_exists(known_model_run):
@@ -325,7 +326,9 @@ def test_edited_config_is_compared_with_the_checkpoint_settings(run_dir):
         resume(run_dir)
     message = str(refused.value)
     changes = ["seed is 8, {} 7", "scheduling.groups_per_step is 12, {} 16"]
-    for line, change in zip(message.splitlines(), changes, strict=True):
+    *lines, fix = message.splitlines()
+    assert fix == f"titan-rl train --from {run_dir.path} begins a new run from the weights of this one"
+    for line, change in zip(lines, changes, strict=True):
         difference = change.format("and this run was made with")
         assert line == f"{run_dir.config}: {difference}; restore that value, or begin a new run with the current one"
 

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from titan_rl.config.function_names import recorded_modules
 from titan_rl.config.load import load_config, load_sft_config
-from titan_rl.config.resume_changes import check_options, is_resumable
+from titan_rl.config.resume_changes import check_options, may_be_given, unchangeable
 from titan_rl.config.run import RunConfig
+from titan_rl.config.run_inputs import settings_of_inputs
+from titan_rl.config.unchecked_tables import UNSET, read_tables
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.run_files import ADAPTERS
-from titan_rl.run.directory import adapters_of_run, check_files
-from titan_rl.run.terminal.standard_streams import print_stderr
+from titan_rl.core.settings import dotted
+from titan_rl.run.directory import RunDirectory, adapters_of_run, check_files
+from titan_rl.run.observability.progress import status
+from titan_rl.run.resumption import new_run_command
+from titan_rl.run.terminal.standard_streams import StderrConsole, print_stderr
+from titan_rl.scheduling.settings import MODES
+from titan_rl.training.algorithms import find_algorithm
+from titan_rl.training.settings import TrainingConfig
 
 CONFIG = "config.toml"
+PRESETS = ("training.algorithm", "scheduling.mode")
+"""Settings that set others, whose values a run's file has, too."""
 USUAL = Path("runs/latest")
 
 
@@ -56,21 +68,88 @@ def load_run(arguments: argparse.Namespace, *, is_sft: bool = False) -> tuple[Ru
         ConfigError: A setting is wrong, there is no such run, an option changes a setting that must not change, or the
             folder of the run contains links.
     """
-    if (arguments.resume is None) == (not arguments.config):
-        command = "sft" if is_sft else "train"
-        raise ConfigError(f"{command} needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
+    command = "sft" if is_sft else "train"
+    start = None if is_sft else arguments.start_from
+    if [bool(arguments.config), arguments.resume is not None, start is not None].count(True) != 1:
+        from_run = "" if is_sft else ", or --from RUN to begin a new run from its weights"
+        raise ConfigError(
+            f"{command} needs either CONFIG.toml, or --resume RUN with the folder of an earlier run{from_run}"
+        )
     load = load_sft_config if is_sft else load_config
     overrides: Sequence[tuple[str, str]] = arguments.overrides
+    if start is not None:
+        return _load_from(find_run(start, "--from"), overrides), None
     if arguments.resume is None:
         return load(arguments.config, overrides), None
     run = find_run(arguments.resume)
     check_files(run)
     print_imports(run / CONFIG)
+    inputs = settings_of_inputs(RunDirectory(run).inputs)
+    allowed, others = list[tuple[str, str]](), list[tuple[str, str]]()
+    for key, value in overrides:
+        (allowed if may_be_given(key, inputs) else others).append((key, value))
+    fix = "begin a new run" if is_sft else f"begin a new run from its weights: {new_run_command(run, others)}"
+    if presets := [f"--{key} {value}" for key, value in others if key.endswith(PRESETS) and not _has(run, key, value)]:
+        raise ConfigError(unchangeable(presets, fix))
     config = load(run / CONFIG, overrides)
-    allowed = [(key, value) for key, value in overrides if is_resumable(key)]
-    if len(allowed) < len(overrides):
-        check_options(config, load(run / CONFIG, allowed))
+    if others:
+        check_options(config, load(run / CONFIG, allowed), fix)
     return config, run
+
+
+def _load_from(run: Path, overrides: Sequence[tuple[str, str]]) -> RunConfig:
+    """Load the settings of a new run that begins from the weights of another one, which are exported if they have not
+    been."""
+    from titan_rl.evaluation.policies.policy_export import export_policy
+    from titan_rl.evaluation.policies.policy_source import find_policy, single_policy
+
+    run = single_policy(run)
+    print_imports(run / CONFIG)
+    if any(key == "model.path" for key, _ in overrides):
+        raise ConfigError(f"--from {run} determines the initial model; leave --model.path out")
+    policy = find_policy(str(run))
+    if policy.folder is None and policy.checkpoint is None:
+        raise ConfigError(f"--from {run}: that run has no saved step yet; begin with its settings: {run / CONFIG}")
+    folder = policy.folder or run / f"policy-{policy.version:06d}"
+    if not folder.is_dir():
+        with status(f"exporting {policy.name}"):
+            asyncio.run(export_policy(str(policy.checkpoint), folder, None, StderrConsole()))
+    tables, _ = read_tables([run / CONFIG], ())
+    options = dict(overrides)
+    given = {**_new_presets(tables, options), "model.path": str(folder)}
+    if "start" in tables["training"].get("adapter", {}):  # that adapter is a part of the exported weights
+        given["training.adapter.start"] = "none"
+    return load_config(
+        run / CONFIG, overrides, given={key: value for key, value in given.items() if key not in options}
+    )
+
+
+def _new_presets(tables: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, object]:
+    """Settings of an algorithm and of a scheduling mode that options choose in place of a run's. Its file has the
+    settings of the earlier ones, which would contradict them."""
+    given: dict[str, object] = {}
+    if (mode := options.get("scheduling.mode", "")) in MODES:
+        given |= {f"scheduling.{key}": UNSET if value is None else value for key, value in MODES[mode].items()}
+    if (name := options.get("training.algorithm")) is not None:
+        training: Mapping[str, Any] = tables["training"]
+        preset, before = find_algorithm(name).settings(), find_algorithm(training["algorithm"]).settings()
+        for key in {**before, **preset}:
+            default = TrainingConfig.model_fields[key].default
+            if training.get(key) == _as_toml(before.get(key, default)):  # the run does not give another value
+                given[f"training.{key}"] = preset.get(key, default)
+    return given
+
+
+def _as_toml(value: object) -> object:
+    return [*value] if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownVariableType]
+
+
+def _has(run: Path, option: str, value: str) -> bool:
+    """Whether a run has a preset with this value."""
+    tables, _ = read_tables([run / CONFIG], ())
+    settings = dict(dotted(tables))
+    own = option if option in settings else option[option.index(PRESETS[option.endswith(PRESETS[1])]) :]
+    return str(settings.get(own, UNSET)) == value
 
 
 def print_imports(config: Path) -> None:

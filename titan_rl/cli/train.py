@@ -1,4 +1,4 @@
-"""`titan-rl train (CONFIG.toml ... | --resume RUN) [--table.setting value ...] [--dry-run]`."""
+"""`titan-rl train (CONFIG.toml ... | --resume RUN | --from RUN) [--table.setting value ...] [--dry-run]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def set_up(parser: Parser) -> None:
-    parser.usage = "titan-rl train (CONFIG.toml ... | --resume RUN) [--table.setting value ...] [--dry-run]"
+    parser.usage = (
+        "titan-rl train (CONFIG.toml ... | --resume RUN | --from RUN) [--table.setting value ...] [--dry-run]"
+    )
     parser.description = (
         "Train the policy that CONFIG.toml describes. Later files override earlier ones, and an option --table.setting "
         "value, or --table.setting=value, overrides all files. The value none unsets an optional setting."
@@ -32,6 +34,14 @@ def set_up(parser: Parser) -> None:
         type=file_path,
         metavar="RUN",
         help="continue the run in this folder from its newest checkpoint and its journal",
+    )
+    parser.add_argument(
+        "--from",
+        dest="start_from",
+        type=file_path,
+        metavar="RUN",
+        help="begin a new run with the settings of the run in this folder, from its newest weights; all settings may "
+        "change",
     )
     parser.add_argument(
         "--dry-run",
@@ -145,6 +155,8 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
         else "titan-rl: ready: the settings are valid, and the run can start"
     )
     begins = arguments.config if resume is None else ["--resume", str(resume)]
+    if arguments.start_from is not None:
+        begins = ["--from", arguments.start_from]
     print_next_command("train", *begins, *(f"--{name}={value}" for name, value in arguments.overrides))
     return code
 

@@ -36,6 +36,7 @@ from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessFi
 from titan_rl.cluster.processes.remote_process import NoAnswerError, RemoteProcess, call, last_line
 from titan_rl.cluster.processes.roles import ProcessId, Role
 from titan_rl.config.hosts import HostsConfig
+from titan_rl.core.calls.recorded_code import loaded_code
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ActorDiedError, TitanRLError
@@ -181,6 +182,7 @@ class SupervisedProcesses(HostListener):
 
     def __init__(self, files: ProcessFiles, hosts: Hosts, start_timeout_s: float) -> None:
         self._files = files
+        self._code = loaded_code()  # of the user, for processes that start later
         self.hosts = hosts
         self._supervisor = hosts.supervisor
         self._start_timeout_s = start_timeout_s
@@ -258,7 +260,14 @@ class SupervisedProcesses(HostListener):
             if host.clocks is not None:
                 tracing = tracing.on_host(host.clocks.steady_ns)
         spec = ProcessSpec(
-            remote.name, host.name, host.address, host.path(self._files.logs), rank, tracing, host.ping_socket
+            remote.name,
+            host.name,
+            host.address,
+            host.path(self._files.logs),
+            rank,
+            tracing,
+            host.ping_socket,
+            self._code,
         )
         environment = {**host.environment, **group, **_variables_of(place)}
         if group:

@@ -49,43 +49,60 @@ class TrainerSettings:
     run_id: str
     seed: int
     lends_memory: bool = False  # between two steps engines on its GPUs use the memory that it does not hold
-    began_with: Mapping[str, str] = field(default_factory=dict[str, str])  # `model_identity` of the run's initial model
+    began_with: Mapping[str, Mapping[str, str]] = field(
+        default_factory=dict[str, Mapping[str, str]]
+    )  # identity of each model that the run reads, by setting
 
 
 class ModelCheck:
-    """Compares a model folder, as seen by a trainer's host, with the initial model of the run.
+    """Compares the folders of the initial model and of the adapters to start from, as seen by a trainer's host, with
+    those of the beginning of the run.
 
     Changed weights are refused only when they are used. A checkpoint that is loaded replaces them, except in the
     reference model of `kl_coef` and in the base model of an adapter, so there they are refused at once.
 
     Raises:
-        ModelError: Other parts of the model have changed, or the changed weights serve as a reference or base model.
+        ModelError: Other parts of a model have changed, or the changed weights serve as a reference or base model.
     """
 
     def __init__(self, settings: TrainerSettings, host: str) -> None:
-        path = settings.model.path
-        self._complaint: str | None = None
-        if changed := changed_parts(Path(path), settings.began_with):
-            self._complaint = (
-                f"model.path = {path!r} on host {host} is not the initial model of the run: {', '.join(changed)} "
-                "changed; put that model back, and continue with --resume"
-            )
-            of_base = [each.training.kl_coef or each.training.adapter.is_on for each in settings.policies.values()]
-            if changed != ["weights"] or any(of_base):
-                raise ModelError(self._complaint)
+        self._complaints: dict[str, str] = {}  # by policy
+        for policy, each in settings.policies.items():
+            adapter, kl_coef = each.training.adapter, each.training.kl_coef
+            self._compare(settings, policy, "model.path", settings.model.path, host, bool(kl_coef or adapter.is_on))
+            if adapter.start is not None:
+                key = f"adapters.{policy}.training.adapter.start" if policy else "training.adapter.start"
+                self._compare(settings, policy, key, adapter.start, host, bool(kl_coef))
 
-    def checkpoint_loaded(self) -> None:
-        """Note that a checkpoint has replaced the weights of the folder."""
-        self._complaint = None
+    def _compare(self, settings: TrainerSettings, policy: str, key: str, path: str, host: str, is_kept: bool) -> None:
+        """Compare one folder.
 
-    def check_weights(self) -> None:
-        """Check that the weights may be used.
+        Args:
+            is_kept: Whether its weights are used even after a checkpoint is loaded.
+        """
+        if not (changed := changed_parts(Path(path), settings.began_with.get(key, {}))):
+            return
+        initial = "model" if key == "model.path" else "adapter"
+        complaint = (
+            f"{key} = {path!r} on host {host} is not the initial {initial} of the run: {', '.join(changed)} "
+            f"changed; put that {initial} back, and continue with --resume"
+        )
+        if changed != ["weights"] or is_kept:
+            raise ModelError(complaint)
+        self._complaints[policy] = complaint
+
+    def checkpoint_loaded(self, policy: str = "") -> None:
+        """Note that a checkpoint has replaced the weights of a policy."""
+        self._complaints.pop(policy, None)
+
+    def check_weights(self, policy: str = "") -> None:
+        """Check that the weights of a policy may be used.
 
         Raises:
-            ModelError: The weights are neither from a checkpoint nor those of the initial model.
+            ModelError: The weights are neither from a checkpoint nor those of the beginning.
         """
-        if self._complaint is not None:
-            raise ModelError(self._complaint)
+        if policy in self._complaints:
+            raise ModelError(self._complaints[policy])
 
 
 class TrainerActor(ProcessActor):
@@ -165,7 +182,7 @@ class TrainerActor(ProcessActor):
         if not self._has_stepped:
             self._track.take()
             self._has_stepped = True
-        self._model.check_weights()
+        self._model.check_weights(policy)
         with self._trainers.turn(policy) as trainer:
             result = trainer.train(plan, skip=True)
         return replace(result, metrics={**result.metrics, "idle_s": self._track.take().get("idle", 0.0)})
@@ -179,7 +196,7 @@ class TrainerActor(ProcessActor):
         await self._run("publish", self._begin_publish, policy)
 
     def _begin_publish(self, policy: str) -> None:
-        self._model.check_weights()
+        self._model.check_weights(policy)
         self._publishers[policy].begin()
         if self._settings.lends_memory:
             import torch
@@ -224,7 +241,7 @@ class TrainerActor(ProcessActor):
     def _load_checkpoint(self, checkpoint: Path, policy: str) -> int:
         with self._trainers.turn(policy) as trainer:
             trainer.load(checkpoint)
-            self._model.checkpoint_loaded()
+            self._model.checkpoint_loaded(policy)
             return trainer.version
 
     @concurrent_endpoint

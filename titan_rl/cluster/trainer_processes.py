@@ -217,7 +217,7 @@ def trainer_settings(
         name: PolicySettings(experiment.training, experiment.correction)
         for name, experiment in (config.experiments or {"": config}).items()
     }
-    return TrainerSettings(config.model, policies, statedict, files.run_id, config.seed, lends_memory, files.model)
+    return TrainerSettings(config.model, policies, statedict, files.run_id, config.seed, lends_memory, files.models)
 
 
 def gpus_for_training(hosts: Hosts, files: RunFiles) -> dict[str, tuple[str, ...]]:

@@ -4,7 +4,8 @@ them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from titan_rl.core.settings import dotted
 
 RESUMABLE = (
     "training.steps",
+    "training.decay_steps",
     "training.data_parallel",
     "training.context_parallel",
     "training.tensor_parallel",
@@ -77,7 +79,9 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     return {**settings, "tasks": list(tasks)}
 
 
-def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: Path) -> None:
+def check_unchanged(
+    config: RunConfig, made_with: Mapping[str, Any], *, source: Path, inputs: Collection[str] = (), fix: str = ""
+) -> None:
     """Check that a run is resumed with its original settings, except for those of `RESUMABLE`.
 
     Settings that only one side has, because of another version of titan_rl, are not compared.
@@ -85,48 +89,69 @@ def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: 
     Args:
         made_with: Result of `settings_of` when the run was saved.
         source: File of the settings, for the message.
+        inputs: Settings whose files and folders are compared instead of their names.
+        fix: Way to begin a new run with the changed settings, for the message.
 
     Raises:
         ConfigError: A setting differs. The message names each such setting, both values and the fix.
     """
     now = settings_of(config)
     changed = [
-        f"{source}: {_shown(config, name)} is {_as_json(now[name])}, and this run was made with {_as_json(before)}; "
-        "restore that value, or begin a new run with the current one"
+        f"{source}: {shown_name(config, name)} is {_as_json(now[name])}, and this run was made with "
+        f"{_as_json(before)}; restore that value, or begin a new run with the current one"
         for name, before in made_with.items()
         if name in now
-        and not (is_resumable(name) or name.startswith(LOCATIONS))
+        and not (is_resumable(name) or name.startswith(LOCATIONS) or name in inputs)
         and _as_json(now[name]) != _as_json(before)
     ]
     if changed:
-        raise ConfigError("\n".join(changed))
+        raise ConfigError("\n".join([*changed, *filter(None, [fix])]))
 
 
-def check_options(config: RunConfig, earlier: RunConfig) -> None:
-    """Check that options of the command line change only settings of `RESUMABLE`.
+MAY_CHANGE = "steps, hosts, generation, weight sync, checkpoints, logging, time limits and teachers"
+"""Summary of `RESUMABLE` for messages."""
+
+
+def check_options(config: RunConfig, earlier: RunConfig, fix: str) -> None:
+    """Check that options of the command line change only settings that may change when a run is resumed.
 
     Args:
         config: Settings with all options of the command line.
-        earlier: Settings with only the options that `RESUMABLE` allows.
+        earlier: Settings with only the options that may change.
+        fix: Way to begin a new run with the changed settings, for the message.
 
     Raises:
         ConfigError: An option changes another setting. The message names each such setting, both values and the fix.
     """
     now, before = settings_of(config), settings_of(earlier)
     changed = [
-        f"--{_shown(config, name)} is {_as_json(_value(now, name))}, and the run has {_as_json(_value(before, name))}"
+        f"--{shown_name(config, name)} is {_as_json(_value(now, name))}, and the run has "
+        f"{_as_json(_value(before, name))}"
         for name in {**before, **now}
         if _as_json(_value(now, name)) != _as_json(_value(before, name))
     ]
     if changed:
-        allowed = ", ".join(
-            name + "*" if name.endswith(".") else name
-            for name in (*RESUMABLE, "tasks.NAME.weight", "tasks.NAME.teacher")
-        )
-        raise ConfigError(
-            f"{'; '.join(changed)}: these cannot change when a run is resumed; leave "
-            f"{'it' if len(changed) == 1 else 'them'} out, or begin a new run; {allowed} can"
-        )
+        raise ConfigError(unchangeable(changed, fix))
+
+
+def unchangeable(changed: Sequence[str], fix: str) -> str:
+    """Message about settings that may not change when a run is resumed."""
+    left_out = "it" if len(changed) == 1 else "them"
+    return (
+        f"{'; '.join(changed)}: these cannot change when a run is resumed ({MAY_CHANGE} can); leave {left_out} out, "
+        f"or {fix}"
+    )
+
+
+def may_be_given(key: str, inputs: Collection[str]) -> bool:
+    """Whether an option may be given when a run is resumed: it may change, or names a file or folder that may have been
+    moved.
+
+    Args:
+        inputs: Settings whose files and folders are compared instead of their names.
+    """
+    moved = {name for each in inputs for name in (each, re.sub(r"^tasks\.[^.]+\.", "task.", each))}
+    return is_resumable(key) or key in LOCATIONS or key in moved
 
 
 def _value(settings: Mapping[str, Any], key: str) -> Any:
@@ -141,6 +166,28 @@ def _own_key(key: str) -> str:
     return ".".join(key.split(".")[2:])
 
 
+def check_schedule(config: RunConfig, made_with: Mapping[str, Any], option: str = "training") -> None:
+    """Check that a resumed run continues the schedule of its learning rate, which depends on its number of steps.
+
+    Args:
+        made_with: Result of `settings_of` when the run was saved.
+        option: Table of the run's training on the command line.
+
+    Raises:
+        ConfigError: The learning rate would jump, because the run has another number of steps.
+    """
+    training, steps = config.training, made_with.get("training.steps")
+    decayed = made_with.get("training.decay_steps") or steps
+    if training.lr_decay == "constant" or training.decay_steps is not None or decayed in (None, training.steps):
+        return
+    raise ConfigError(
+        f"{option}.steps = {training.steps}, and the learning rate decays over {decayed} steps "
+        f"({option}.lr_decay = {training.lr_decay!r}), so it would jump; add --{option}.decay_steps={decayed} to "
+        f"continue the schedule and keep its last rate after it, or --{option}.decay_steps={training.steps} to let the "
+        "rate jump"
+    )
+
+
 def is_resumable(key: str) -> bool:
     """Whether a setting may change when a run is resumed."""
     if key.startswith("adapters."):
@@ -152,7 +199,7 @@ def _as_json(value: Any) -> str:
     return json.dumps(UNSET if value is None else value)
 
 
-def _shown(config: RunConfig, key: str) -> str:
+def shown_name(config: RunConfig, key: str) -> str:
     """Name of a setting as the user writes it: `task.KEY` if the run has a single table [task]."""
     prefix = f"tasks.{config.tasks[0].name}."
     return f"task.{key.removeprefix(prefix)}" if is_alone(config.tasks) and key.startswith(prefix) else key

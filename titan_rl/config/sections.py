@@ -263,6 +263,8 @@ class CheckpointConfig(Section):
     """Seconds between checkpoints, at least 9 times the duration of the last one; 0 saves by steps only."""
     keep: PositiveInt = 2
     """Number of checkpoints to keep; the oldest is deleted first."""
+    allow_changed_data: bool = False
+    """Let a run be resumed although a task's data changed since its checkpoint. By default that is an error."""
 
 
 class TinyModelConfig(Section):

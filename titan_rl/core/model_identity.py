@@ -11,7 +11,7 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import ModelError
 from titan_rl.core.files import lfs_problem
 
-CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json", "adapter_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -36,6 +36,8 @@ def model_identity(folder: Path) -> dict[str, str]:
     the division into files. Training changes numbers everywhere, so this detects it without reading all bytes. Small
     tensors are read completely. If only a few numbers in a large tensor were edited, that may go unnoticed.
 
+    The weights of a run are its newest checkpoint and its exported policy; a checkpoint's have checksums already.
+
     Returns:
         Digests in hexadecimal, by part; empty if the folder does not exist.
 
@@ -55,7 +57,7 @@ def model_identity(folder: Path) -> dict[str, str]:
         except (ValueError, AttributeError):  # loading the tokenizer reports what is wrong
             tokenizer[name] = data
     return {
-        "weights": _digest(_weights(folder)),
+        "weights": _digest(_weights(folder) | _checkpoints(folder)),
         "config": _digest(dict(_contents(folder, CONFIG_FILES))),
         "tokenizer": _digest(tokenizer),
         "chat_template": _digest(template),
@@ -96,6 +98,16 @@ def _weights(folder: Path) -> dict[str, bytes]:
                 sampled[name] = b"".join(blocks)
                 start = end
     return sampled
+
+
+def _checkpoints(folder: Path) -> dict[str, bytes]:
+    """Checksums of a checkpoint, or of the newest checkpoint and the exported policy of a run, by path."""
+    newest = max(folder.glob("checkpoints/step-*/checksums.json"), default=None)
+    found = [path for path in (folder / "checksums.json", newest) if path is not None and path.is_file()]
+    exported = _weights(folder / "export").items() if newest is not None else ()
+    return {f"export/{name}": data for name, data in exported} | {
+        str(path.relative_to(folder)): path.read_bytes() for path in found
+    }
 
 
 def _starts(size: int, most: int) -> list[int]:

@@ -45,6 +45,7 @@ class RunStatus(msgspec.Struct, forbid_unknown_fields=False, omit_defaults=True)
         reason: Reason of the end, for a person.
         waits_for: What a running run waits for, such as "generators: ...".
         seen_from: Result of `seen_from` in the run.
+        changes: Inputs that had changed when the run was resumed, such as the code of a task, for a person.
     """
 
     state: State
@@ -54,6 +55,7 @@ class RunStatus(msgspec.Struct, forbid_unknown_fields=False, omit_defaults=True)
     reason: str = ""
     waits_for: str = ""
     seen_from: str = ""
+    changes: list[str] = msgspec.field(default_factory=list[str])
 
     def write(self, folder: Path) -> None:
         """Replace the file atomically. On a full disk overwrite the existing file, which needs no space.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,7 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
@@ -209,6 +210,18 @@ def _found(path: str, info: ValidationInfo) -> str:
 FilePath = Annotated[PathText, AfterValidator(_found)]
 """File or folder, searched in the current directory, then in the folder of the TOML file. The setting holds the path
 that was found, or the given one if nothing was found: opening it then fails."""
+
+
+def names_file(info: FieldInfo) -> bool:
+    """Return whether a field, or each of its items, has the type `FilePath`."""
+
+    def parts(annotation: Any) -> Iterator[object]:
+        for argument in get_args(annotation):
+            yield from getattr(argument, "__metadata__", ())
+            yield from parts(argument)
+
+    metadata = (*info.metadata, *parts(info.annotation))
+    return any(isinstance(part, AfterValidator) and part.func is _found for part in metadata)
 
 
 def dotted(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

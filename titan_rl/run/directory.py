@@ -253,11 +253,16 @@ class RunDirectory:
         return self.path.name
 
     @property
-    def model(self) -> Mapping[str, str]:
-        """Result of `model_identity` at the start of the run; empty if unknown."""
+    def inputs(self) -> Mapping[str, Any]:
+        """Identity of everything that the run reads, see `inputs_of`; empty if unknown."""
         with contextlib.suppress(CheckpointError):
-            return RunState.read(self.path).model
+            return RunState.read(self.path).inputs
         return {}
+
+    @property
+    def models(self) -> Mapping[str, Mapping[str, str]]:
+        """Identity of each model that the run reads, by setting; empty if unknown."""
+        return self.inputs.get("models", {})
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one record of metrics, with `elapsed_s` as `time_s`. NaN and infinities become null.
@@ -286,6 +291,11 @@ class RunDirectory:
                         return float(value)
         return None
 
+    def last_metric(self, name: str) -> float | None:
+        """Read the newest value of a metric; None if there is none."""
+        values = ((read_json(line) or {}).get(name) for line in last_lines(self.metrics))
+        return next((float(value) for value in values if isinstance(value, int | float)), None)
+
     @property
     def elapsed_s(self) -> float:
         """Duration of the run in seconds. For earlier processes of the run, the time up to their last record counts."""
@@ -307,7 +317,7 @@ _FILES = {
     *("config.toml", "metrics.jsonl", "rollouts.jsonl", "status.json", "hosts.json", "hosts.jsonl", "run_state.json"),
     *("supervised.json", "report.html", "lock"),
 }
-_FOLDERS = {"logs", "trace", "checkpoints", "journal", "export", "start"}
+_FOLDERS = {"logs", "trace", "checkpoints", "journal", "export", "start", "league", ADAPTERS}
 
 
 def check_files(folder: Path | os.DirEntry[str], *, below: bool = False) -> None:

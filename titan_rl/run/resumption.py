@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
-from titan_rl.config.resume_changes import check_unchanged, settings_of
+from titan_rl.config.resume_changes import check_schedule, check_unchanged, is_resumable, settings_of, shown_name
 from titan_rl.config.run import RunConfig
+from titan_rl.config.run_inputs import (
+    DRAFTER,
+    Inputs,
+    changed_code,
+    changed_data,
+    changed_models,
+    inputs_of,
+    model_folders,
+    settings_of_inputs,
+)
 from titan_rl.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from titan_rl.core.model_identity import changed_parts, model_identity
 from titan_rl.core.run_files import ADAPTERS
 from titan_rl.run.checks.requirements import check_room, size_of
 from titan_rl.run.directory import RunDirectory, check_files
@@ -58,6 +68,7 @@ class Resumption:
     losses: tuple[str, ...] = ()  # messages for the user
     journal: JournalContents | None = None  # None for a new run
     damaged: Mapping[Path, str] = field(default_factory=dict[Path, str])  # newer checkpoints, with their damage
+    changes: tuple[str, ...] = ()  # inputs of the run that have changed since the checkpoint, for the run's page
 
     @property
     def all_losses(self) -> list[str]:
@@ -87,8 +98,7 @@ class Resumption:
 
 def begin_run(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     """Write the initial state of a new run, and return it."""
-    model = model_identity(Path(config.model.path))
-    start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex, model=model))
+    start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex, inputs=inputs_of(config)))
     start.state.write(run_dir.path)
     return start
 
@@ -99,23 +109,31 @@ def find_resumption(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     Raises:
         ConfigError: A setting that determines weights or rollouts has changed since the run began.
         CheckpointError: The run is finished, its state cannot be read or is of other tasks, all its checkpoints are
-            damaged, its journal is of another run, or `model.path` holds another model than the run began with.
+            damaged, its journal is of another run, or the run would read other models or data than before.
     """
     checkpoint, damaged = newest_complete(run_dir.checkpoints)
     state = RunState.read(checkpoint or run_dir.path)
-    check_unchanged(config, state.settings, source=run_dir.config)
-    notes = _check_model(config, state, checkpoint)
+    is_sft = run_dir.supervised.is_file()
+    fix = "" if is_sft else f"{new_run_command(run_dir.path)} begins a new run from the weights of this one"
+    check_unchanged(config, state.settings, source=run_dir.config, inputs=settings_of_inputs(state.inputs), fix=fix)
+    now = inputs_of(config)
+    notes = _check_models(config, state, checkpoint)
+    changes = (*_check_data(config, state, now), *changed_code(now, state.inputs))
     if state.tasks:
         _check_mix(config, state, checkpoint or run_dir.path)
+    is_adapter = run_dir.path.parent.name == ADAPTERS
+    check_schedule(config, state.settings, f"adapters.{run_dir.path.name}.training" if is_adapter else "training")
     if is_finished(config, run_dir, checkpoint):
         raise CheckpointError(
             f"{run_dir.path} has trained all its {state.step} steps; give it more with "
-            f"--training.steps {2 * state.step}"
+            f"{_more_steps(config, 'training')}"
         )
     journal = read_segments(list_segments(run_dir.journal), state.position)
-    transcripts = config.logging.transcripts_per_step > 0 and not run_dir.supervised.is_file()
+    transcripts = config.logging.transcripts_per_step > 0 and not is_sft
     lost = run_dir.lost_records(state.step, transcripts=transcripts)
-    return Resumption(checkpoint, state, (*notes, *lost), journal, damaged)
+    models = {**now["models"], **state.inputs.get("models", {})}  # of an earlier moment, if they may differ
+    state = replace(state, inputs={**now, "models": models})
+    return Resumption(checkpoint, state, (*notes, *changes, *lost), journal, damaged, changes)
 
 
 def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
@@ -137,34 +155,78 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     return replace(start, losses=tuple(losses))
 
 
-def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) -> tuple[str, ...]:
-    """Check that the model's folder has not changed since the run began.
+def new_run_command(run: Path, options: Sequence[tuple[str, str]] = ()) -> str:
+    """Command that begins a new run from the weights of another one."""
+    return shlex.join(["titan-rl", "train", "--from", str(run), *(f"--{key}={value}" for key, value in options)])
+
+
+def _more_steps(config: RunConfig, table: str) -> str:
+    """Options that give a finished run more steps, without a jump of its learning rate."""
+    training = config.training
+    schedule = training.lr_decay != "constant" and training.decay_steps is None
+    more = f"--{table}.steps {2 * training.steps}"
+    return f"{more} --{table}.decay_steps {training.steps} (at the last learning rate)" if schedule else more
+
+
+def _check_models(config: RunConfig, state: RunState, checkpoint: Path | None) -> list[str]:
+    """Check that the models that a run reads have not changed since it began.
 
     Returns:
         Messages for the user. Changed weights are not an error if the weights of the checkpoint are sufficient.
 
     Raises:
-        CheckpointError: A part of the model that the run needs has changed.
+        CheckpointError: A part of a model that the run needs has changed.
     """
-    path = config.model.path
-    if not (changed := changed_parts(Path(path), state.model)):
-        return ()
-    needs_base = config.training.kl_coef or config.training.adapter.is_on
-    if changed == ["weights"] and checkpoint is not None and not needs_base:
-        return (f"model.path = {path!r} has other weights than the run began with; those of {checkpoint} are used",)
-    needed_for = ""
-    if "weights" in changed:
-        needed_for = (
-            ", and the run has no checkpoint to continue from"
-            if checkpoint is None
-            else ", and training.adapter changes those weights"
-            if config.training.adapter.is_on
-            else f", and training.kl_coef = {config.training.kl_coef:g} holds the policy to them"
+    folders, notes = model_folders(config), list[str]()
+    for key, changed in changed_models(config, state.inputs).items():
+        shown, what = shown_name(config, key), ", ".join(changed)
+        where = f"{shown} = {folders[key]!r}"
+        is_initial = key == "model.path" or key.endswith("training.adapter.start")
+        needed_for = ""
+        if is_initial:
+            needed_for = _needed_for(config, key, checkpoint)
+            if changed == ["weights"] and not needed_for:
+                notes.append(f"{where} has other weights than the run began with; those of {checkpoint} are used")
+                continue
+        elif key == DRAFTER or (is_resumable(key) and folders[key] != state.inputs["models"][key].get("folder")):
+            notes.append(f"{where} is another model than before: {what} changed")
+            continue
+        kind = "model" if key == "model.path" else "adapter"
+        noun = f"the initial {kind} of the run" if is_initial else "the model that the run began with"
+        raise CheckpointError(
+            f"{where} is not {noun}: {what} changed{needed_for if 'weights' in changed else ''}; restore that model, "
+            f"name a folder that has it with --{shown} FOLDER, or start a new run"
         )
-    raise CheckpointError(
-        f"model.path = {path!r} is not the initial model of the run: {', '.join(changed)} changed{needed_for}; "
-        "restore that model, name a folder that has it with --model.path FOLDER, or start a new run"
-    )
+    return notes
+
+
+def _needed_for(config: RunConfig, key: str, checkpoint: Path | None) -> str:
+    """Reason why a run needs the weights of a folder from which it began, for a message; "" if it does not."""
+    training = config.training
+    if checkpoint is None:
+        return ", and the run has no checkpoint to continue from"
+    if training.adapter.is_on and key == "model.path":
+        return ", and training.adapter changes those weights"
+    return f", and training.kl_coef = {training.kl_coef:g} holds the policy to them" if training.kl_coef else ""
+
+
+def _check_data(config: RunConfig, state: RunState, now: Inputs) -> list[str]:
+    """Check that the files of tasks have not changed since the checkpoint.
+
+    Returns:
+        Messages for the user about files that differ.
+
+    Raises:
+        CheckpointError: A task's data changed, and `checkpoint.allow_changed_data` is not set.
+    """
+    data, others = changed_data(now, state.inputs, config)
+    if data and not config.checkpoint.allow_changed_data:
+        raise CheckpointError(
+            f"the run was trained on other data: {'; '.join(data)}. Samples are chosen by their position, so it would "
+            "train on rows twice or never; restore the data, or continue with the new data from the same position with "
+            "--checkpoint.allow_changed_data true"
+        )
+    return [f"{change}; the run continues with the new content" for change in (*data, *others)]
 
 
 def _check_mix(config: RunConfig, state: RunState, folder: Path) -> None:
@@ -248,14 +310,21 @@ def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = Fals
     with run_dir.locked():
         if not config.adapters:
             return find_resumption(config, run_dir).all_losses
-        check_unfinished(config, run_dir)
-        started = _started_adapters(config, run_dir)
-        return [
-            f"{each.name}: {loss}"
-            for each, folder in started
-            if not is_finished(each, folder)
-            for loss in find_resumption(each, folder).all_losses
-        ]
+        found = find_resumptions(config, run_dir)
+        return [f"{name}: {loss}" for name, start in found.items() for loss in start.all_losses]
+
+
+def find_resumptions(config: RunConfig, run_dir: RunDirectory) -> dict[str, Resumption]:
+    """Find the starting points of the unfinished adapters of a run that have begun, by name; see `find_resumption`.
+
+    Raises:
+        ConfigError, CheckpointError: The run, or one of its adapters, cannot resume.
+    """
+    state = RunState.read(run_dir.path)
+    check_unchanged(config, state.settings, source=run_dir.config, inputs=settings_of_inputs(state.inputs))
+    check_unfinished(config, run_dir)
+    started = _started_adapters(config, run_dir)
+    return {each.name: find_resumption(each, folder) for each, folder in started if not is_finished(each, folder)}
 
 
 def check_unfinished(config: RunConfig, run_dir: RunDirectory) -> None:
@@ -269,14 +338,33 @@ def check_unfinished(config: RunConfig, run_dir: RunDirectory) -> None:
         first, _ = started[0]
         raise CheckpointError(
             f"{run_dir.path}: all adapters have trained all their steps; give one of them more, for example with "
-            f"--adapters.{first.name}.training.steps {2 * first.training.steps}"
+            f"{_more_steps(first, f'adapters.{first.name}.training')}"
         )
 
 
 def _started_adapters(config: RunConfig, run_dir: RunDirectory) -> list[tuple[RunConfig, RunDirectory]]:
-    folders = {name: run_dir.path / ADAPTERS / name for name in config.experiments}
-    return [
-        (each, RunDirectory(folders[name]))
-        for name, each in config.experiments.items()
-        if (folders[name] / FILE).is_file()
-    ]
+    """List the adapters that have begun, and check that the folder of each one that has been trained is whole.
+
+    Raises:
+        ConfigError: An adapter's folder is not a folder, or has links.
+        CheckpointError: The folder of an adapter that has been trained is gone or has no state.
+    """
+    started: list[tuple[RunConfig, RunDirectory]] = []
+    for name, each in config.experiments.items():
+        folder = run_dir.path / ADAPTERS / name
+        if folder.exists():
+            check_files(folder)
+        if (folder / FILE).is_file():
+            started.append((each, RunDirectory(folder)))
+            continue
+        steps = run_dir.last_metric(f"adapter/{name}/step") or max(
+            map(step_of, list_checkpoints(folder / "checkpoints")), default=0
+        )
+        is_emptied = folder.is_dir() and not any(folder.iterdir())
+        if steps and not is_emptied:
+            lacks = f"{folder} has no {FILE}" if folder.exists() else f"{folder} is gone"
+            raise CheckpointError(
+                f"{lacks}, and the run has trained {steps:g} steps of adapter {name!r}; restore the folder, or replace "
+                "it by an empty one to train that adapter from step 0"
+            )
+    return started

@@ -180,7 +180,7 @@ class RunSession(Generic[S]):
             self.messages = self._end_messages()
             with (
                 report_written(run_dir.path, run_dir.report),
-                status_kept(run_dir.path, begins=self._begins) as status,
+                status_kept(run_dir.path, begins=self._begins, changes=self._described_changes()) as status,
                 process_session(
                     run_dir.run_id,
                     config.pythonpath,
@@ -241,6 +241,10 @@ class RunSession(Generic[S]):
                         self._open_outputs(resources)
                         summary = await work(self, resources)
             self.summary = summary
+
+    def _described_changes(self) -> list[str]:
+        at = f" at step {self.start.state.step}" if self.start.state.step else ""
+        return [f"resumed{at}: {change}" for change in self.start.changes]
 
     def _open_outputs(self, resources: contextlib.AsyncExitStack) -> None:
         logging, step = self.config.logging, self.start.state.step

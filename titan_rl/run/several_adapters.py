@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from titan_rl.cluster.processes.garbage_collection import settled_heap
 from titan_rl.config.build import open_rollouters
-from titan_rl.config.resume_changes import check_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.cancellation import FirstError, stray_cancellation_fails
 from titan_rl.core.calls.threads import in_thread
@@ -43,7 +42,7 @@ from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import Progressing, background_tasks, warn_of_stalls
 from titan_rl.run.policy_training import PolicyTraining, show_notes
 from titan_rl.run.process.signals import first_cause
-from titan_rl.run.resumption import Resumption, begin_run, check_unfinished, is_finished, resume_from_newest
+from titan_rl.run.resumption import Resumption, begin_run, find_resumptions, is_finished, resume_from_newest
 from titan_rl.run.session import EndMessages, RunSession, open_journal
 from titan_rl.run.shared_trainer import SharedTrainers
 from titan_rl.run.stages.validation import MEAN
@@ -320,12 +319,11 @@ class ExperimentsSession(RunSession[RunSummary]):
     def _begin(self) -> Resumption:
         if self._begins:
             return begin_run(self.config, self.run_dir)
-        state = RunState.read(self.run_dir.path)
-        check_unchanged(self.config, state.settings, source=self.run_dir.config)
-        check_unfinished(self.config, self.run_dir)
+        found = find_resumptions(self.config, self.run_dir)
+        changes = dict.fromkeys(change for start in found.values() for change in start.changes)
         self.run_dir.become_latest()
         self.run_dir.write_config(self.config)
-        return Resumption(None, state)
+        return Resumption(None, RunState.read(self.run_dir.path), changes=tuple(changes))
 
     def _end_messages(self) -> EndMessages:
         return ExperimentMessages(self.config, self.run_dir, 0, self._started_by, self._command)

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from titan_rl.core.calls.user_code import reason, summary
@@ -44,12 +44,13 @@ def report_written(folder: Path, out: Path) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def status_kept(folder: Path, *, begins: bool) -> Generator[RunStatus]:
+def status_kept(folder: Path, *, begins: bool, changes: Sequence[str] = ()) -> Generator[RunStatus]:
     """Keep a run's `status.json` up to date: it says that the run is running during the block, and then the outcome. A
     full disk does not end the run.
 
     Args:
         begins: Whether the run is new, not resumed.
+        changes: Inputs that have changed since the run was stopped.
 
     Yields:
         The status, whose state the block sets to "stopped" if a signal has stopped the run before it was finished.
@@ -59,6 +60,7 @@ def status_kept(folder: Path, *, begins: bool) -> Generator[RunStatus]:
     else:
         before = read_status(folder)
         status = RunStatus("running", before.began, [*before.resumed, time.time()], seen_from=seen_from())
+        status.changes = [*before.changes, *changes]
     _write(status, folder)
     try:
         with _heartbeat(folder / LOCK):

@@ -156,7 +156,9 @@ class TrainingConfig(Section):
     )
     """Learning rate at the last step relative to `lr`; the decay from one to the other is `lr_decay`."""
     lr_decay: LearningRateDecay = "constant"
-    """Shape of the learning rate after the warm-up, over the run's own steps."""
+    """Shape of the learning rate after the warm-up."""
+    decay_steps: Annotated[PositiveInt | None, TakesEffect("training.lr_decay", none_of=("constant",))] = None
+    """Step at which the learning rate has decayed; later steps keep that rate. By default the last step."""
     optimizer: Annotated[str, FunctionName(tuple(OPTIMIZERS), ("named_parameters", "spec"))] = "adamw"
     """Optimizer of the parameters; muon uses adamw for all parameters that are not matrices."""
     optimizer_dtype: StateDType = "float32"

@@ -481,8 +481,8 @@ def _make_optimizers(policy: Policy, training: TrainingConfig) -> Optimizers:
 def learning_rate(step: int, training: TrainingConfig) -> float:
     """Learning rate of one optimizer step: a linear warm-up to `lr`, then `lr_decay` down to `lr * min_lr_ratio`.
 
-    The last warm-up step has the full rate; the last step of the run has exactly `lr * min_lr_ratio`, unless the rate
-    is constant. Steps past the end keep the last step's rate.
+    The last warm-up step has the full rate; step `decay_steps`, by default the last one of the run, has exactly
+    `lr * min_lr_ratio`, unless the rate is constant. Later steps keep that rate.
 
     Args:
         step: Index of the step, counted from 0.
@@ -495,6 +495,7 @@ def learning_rate(step: int, training: TrainingConfig) -> float:
     if training.lr_decay == "constant":
         return training.peak_lr
     peak = max(training.warmup_steps - 1, 0)
-    progress = min((step - peak) / max(training.steps - 1 - peak, 1), 1.0)
+    end = (training.decay_steps or training.steps) - 1
+    progress = min((step - peak) / max(end - peak, 1), 1.0)
     remaining = 1 - progress if training.lr_decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return training.peak_lr * (training.min_lr_ratio + (1 - training.min_lr_ratio) * remaining)

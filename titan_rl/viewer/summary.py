@@ -66,7 +66,12 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
             *_tiles_of_settings(config),
             *_tiles_of_evaluation(results),
         ],
-        "warnings": [*warnings, *_missing_parts(folder, columns, config), *_warnings_of_evaluation(results)],
+        "warnings": [
+            *status.changes,
+            *warnings,
+            *_missing_parts(folder, columns, config),
+            *_warnings_of_evaluation(results),
+        ],
         "verdicts": judge(columns, config),
         "tasks": tasks,
         "trend": trend and {**asdict(trend), "direction": trend.direction, "count": columns.count(trend.metric)},

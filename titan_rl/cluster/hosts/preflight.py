@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import os
@@ -24,6 +23,7 @@ from titan_rl.cluster.hosts.cores import usable_cores
 from titan_rl.cluster.hosts.folders import token_in
 from titan_rl.cluster.hosts.placement import visible_gpus
 from titan_rl.config.hosts import HostsConfig, Roles
+from titan_rl.config.run_inputs import library_identity
 from titan_rl.core.console import aligned
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.core.model_identity import model_identity
@@ -166,7 +166,7 @@ def collect_facts(question: FactsRequest) -> HostFacts:
 
 
 def _versions() -> dict[str, str]:
-    own = {"python": ".".join(map(str, sys.version_info[:2])), "titan_rl": _code()}
+    own = {"python": ".".join(map(str, sys.version_info[:2])), "titan_rl": library_identity()["digest"]}
     return own | {name: _version(name) for name in PACKAGES}
 
 
@@ -175,15 +175,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return MISSING
-
-
-def _code() -> str:
-    """Digest of titan_rl's modules, because two checkouts of one version may differ."""
-    root = Path(__file__).parents[2]
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _model(folder: Path) -> str | None:

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -19,6 +19,7 @@ from titan_rl.cluster.liveness.health_check import WorkProgress, answer_pings
 from titan_rl.cluster.processes.actor_calls import AnsweringActor
 from titan_rl.cluster.processes.garbage_collection import begin_returning_memory
 from titan_rl.config.sections import StateDictConfig
+from titan_rl.core.calls.recorded_code import import_recorded
 from titan_rl.core.tracing import spans
 from titan_rl.core.tracing.recorder import Tracing
 from titan_rl.weights.transports.registry import TransportSpec, make_transport
@@ -55,8 +56,8 @@ class RunFiles(ProcessFiles, Protocol):
         ...
 
     @property
-    def model(self) -> Mapping[str, str]:
-        """The `model_identity` of the run's initial model; empty if unknown."""
+    def models(self) -> Mapping[str, Mapping[str, str]]:
+        """Identity of each model that the run reads, by setting; empty if unknown."""
         ...
 
 
@@ -72,6 +73,7 @@ class ProcessSpec:
         rank: Number of the process in the group.
         tracing: Settings of its trace, which has the name of its log; None records nothing.
         ping_socket: Socket on its host where it answers pings; None if there are no health checks.
+        code: Source of the user's modules with which the run began; see `import_recorded`.
     """
 
     name: str
@@ -81,6 +83,7 @@ class ProcessSpec:
     rank: int = 0
     tracing: Tracing | None = None
     ping_socket: Path | None = None
+    code: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
 
     @property
     def log(self) -> Path:
@@ -106,6 +109,7 @@ class ProcessActor(AnsweringActor):
         self._spec = spec
         self.work = work or WorkProgress()
         enter_actor_process(spec.log)
+        import_recorded(spec.code)
         if spec.address != LOOPBACK:  # otherwise its ports would have the controller's address
             configure(default_transport=f"tcp://{spec.address}:0")
         if spec.ping_socket is not None:

@@ -71,7 +71,7 @@ class RunState:
     Example:
         {"step": 40, "tokens": 181204, "reward_before": 0.44, "next_index": 164, "unsettled": [158, 160, 161, 162, 163],
          "tasks": {"taken": {"sums": 82, "sort": 82}, ...}, "settings": {"scheduling.groups_per_step": 4, ...},
-         "run": "5d0c...", "model": {"weights": "9b1e...", "config": "07aa...", "tokenizer": "c41d...", ...}}
+         "run": "5d0c...", "inputs": {"models": {"model.path": {"weights": "9b1e...", ...}}, "data": {...}, ...}}
     """
 
     step: int = 0  # also the policy version
@@ -83,7 +83,7 @@ class RunState:
     run: str = ""  # random id, drawn when the run began
     tasks: Mapping[str, Any] = field(default_factory=dict[str, Any])  # state of the task mix, see `TaskMix.state`
     advantages: Mapping[str, Any] = field(default_factory=dict[str, Any])  # see `SampleMaker.state`
-    model: Mapping[str, str] = field(default_factory=dict[str, str])  # identity at the start, see `model_identity`
+    inputs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what the run reads, see `inputs_of`
 
     @property
     def position(self) -> DataPosition:
@@ -109,7 +109,8 @@ class RunState:
                 settings=dict(values["settings"]),
                 run=str(values["run"]),
                 advantages=dict(values.get("advantages", {})),
-                model=dict(values.get("model", {})),  # missing in runs of older versions of the library
+                # Runs of older versions of the library have only the identity of the initial model, or nothing.
+                inputs=dict(values.get("inputs") or {"models": {"model.path": values.get("model", {})}}),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
