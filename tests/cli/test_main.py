@@ -576,7 +576,7 @@ def finished(stopped: RunDirectory) -> RunDirectory:
 
 
 def test_new_run_from_the_weights_of_another_may_change_all_settings(finished: RunDirectory, launch):
-    seen: list[tuple[RunConfig, Path | None]] = []
+    seen: list[RunConfig] = []
     launch(lambda config: seen.append(config) or 0)
     new = ["train", "--from", str(finished.path), "--training.lr=1e-5", "--task.words", '["ham"]', "--seed=9"]
     assert main(new) == 0

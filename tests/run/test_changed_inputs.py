@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,13 @@ class Debate(SeatedTask):
 
 
 @pytest.fixture
-def rows(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def rows(project: Path) -> Iterator[Path]:
     """A project with a file of 100 rows, and a reward in a module of its own."""
     write_rows(range(100))
     (project / "my_rewards.py").write_text("def is_right(row, answer):\n    return 1.0\n")
     (project / "debate.py").write_text(SEATS)
     (project / "config.toml").write_text(CONFIG)
-    yield project  # pyright: ignore
+    yield project
     for name in ("my_rewards", "debate"):
         sys.modules.pop(name, None)
 
@@ -216,9 +217,7 @@ def test_replaced_teacher_is_refused_unless_another_is_named(rows: Path):
     make_model("teacher")
     run_dir = begin(*TEACHER)
     exchange("teacher")
-    with pytest.raises(
-        CheckpointError, match=r"training.teacher = '.*teacher' is not the model .*: weights changed; r"
-    ):
+    with pytest.raises(CheckpointError, match=r"training.teacher = '.*teacher' is not the model .*: weights changed"):
         resume(run_dir)
     shutil.move("teacher", "stronger")
     (note,) = about_inputs(resume(run_dir, ("training.teacher", "stronger")))
@@ -232,7 +231,7 @@ def test_teacher_that_is_a_run_is_refused_once_it_has_a_newer_checkpoint(rows: P
     assert about_inputs(resume(run_dir)) == []
     shutil.copytree(step_directory(teacher.checkpoints, 1), newer := step_directory(teacher.checkpoints, 2))
     write_checksums(newer, {"run_state.json": write_summed(newer / "run_state.json", "{}")})
-    with pytest.raises(CheckpointError, match="training.teacher = .* weights changed"):
+    with pytest.raises(CheckpointError, match=r"training.teacher = .* weights changed"):
         resume(run_dir)
 
 
@@ -254,9 +253,7 @@ def replace_adapter(folder: Path) -> None:
 def test_replaced_initial_adapter_is_refused_before_the_first_checkpoint(adapter: Path):
     run_dir = begin(("training.adapter.start", "adapter"), step=0)
     replace_adapter(adapter)
-    with pytest.raises(
-        CheckpointError, match=r"training.adapter.start = '.*adapter' is not the initial adapter of the"
-    ):
+    with pytest.raises(CheckpointError, match=r"training.adapter.start = '.*adapter' is not the initial adapter of"):
         resume(run_dir)
 
 
@@ -266,7 +263,7 @@ def test_replaced_initial_adapter_is_reported_if_a_checkpoint_replaces_it(adapte
     replace_adapter(adapter)
     (note,) = about_inputs(resume(run_dir))
     assert "has other weights than the run began with; those of" in note
-    with pytest.raises(CheckpointError, match="weights changed, and training.kl_coef = 0.1 holds the policy to them"):
+    with pytest.raises(CheckpointError, match=r"weights changed, and training.kl_coef = 0.1 holds the policy to them"):
         resume(with_kl)
 
 

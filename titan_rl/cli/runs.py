@@ -128,8 +128,9 @@ def _new_presets(tables: Mapping[str, Any], options: Mapping[str, str]) -> dict[
     """Settings of an algorithm and of a scheduling mode that options choose in place of a run's. Its file has the
     settings of the earlier ones, which would contradict them."""
     given: dict[str, object] = {}
-    if (mode := options.get("scheduling.mode", "")) in MODES:
-        given |= {f"scheduling.{key}": UNSET if value is None else value for key, value in MODES[mode].items()}
+    for mode, settings in MODES.items():
+        if mode == options.get("scheduling.mode"):
+            given |= {f"scheduling.{key}": UNSET if value is None else value for key, value in settings.items()}
     if (name := options.get("training.algorithm")) is not None:
         training: Mapping[str, Any] = tables["training"]
         preset, before = find_algorithm(name).settings(), find_algorithm(training["algorithm"]).settings()

@@ -112,7 +112,7 @@ MAY_CHANGE = "steps, hosts, generation, weight sync, checkpoints, logging, time 
 """Summary of `RESUMABLE` for messages."""
 
 
-def check_options(config: RunConfig, earlier: RunConfig, fix: str) -> None:
+def check_options(config: RunConfig, earlier: RunConfig, fix: str = "begin a new run") -> None:
     """Check that options of the command line change only settings that may change when a run is resumed.
 
     Args:

@@ -77,6 +77,15 @@ def changed_parts(folder: Path, identity: Mapping[str, str]) -> list[str]:
     return [part.replace("_", " ") for part, digest in now.items() if identity.get(part, digest) != digest]
 
 
+def recorded_identity(folder: Path, run: Path) -> dict[str, str]:
+    """Return the identity that a run recorded of a model's folder when it began; empty if it knows no such folder."""
+    try:
+        models: dict[str, dict[str, str]] = json.loads((run / "run_state.json").read_text())["inputs"]["models"]
+        return next((each for each in models.values() if each.get("folder") == str(folder)), {})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no run, or one of an older version
+        return {}
+
+
 def _contents(folder: Path, patterns: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
     for path in sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file()):
         yield path.name, path.read_bytes()

@@ -141,6 +141,8 @@ async def _open(
             settings={"generation.num_generators": "1"},
             start_s=START_S,
             timeout_s=SCORE_S,
+            run=folder,
+            console=console,
         )
         served = await resources.enter_async_context(starting)
     await check_tokens(name, served, model, TokenCheck.of_policy(config.model.path))

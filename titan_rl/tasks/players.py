@@ -257,6 +257,8 @@ async def _open(seat: str, setting: PlayerSetting, run: RunContext, stack: Async
         settings=setting.settings,
         start_s=setting.start_s,
         timeout_s=setting.timeout_s,
+        run=run.folder,
+        console=run.console,
     )
     served = await stack.enter_async_context(starting)
     generate = HttpGenerateFn(served.url, api_key=served.api_key, timeout_s=setting.timeout_s)

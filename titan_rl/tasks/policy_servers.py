@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_rl.core.calls.retries import Backoff
-from titan_rl.core.errors import GenerationError
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.console import Console
+from titan_rl.core.errors import GenerationError, ModelError
+from titan_rl.core.model_identity import changed_parts, model_identity, recorded_identity
 from titan_rl.rollout.environment.types import TokenPlayer
 from titan_rl.rollout.task import RunContext
 from titan_rl.tasks.league import LeagueSeat, version_name
@@ -46,7 +49,8 @@ class Served:
 
 
 class PolicyServer:
-    """Process of `titan-rl serve`. If it ends, another one is started at the same address.
+    """Process of `titan-rl serve`. If it ends, another one is started at the same address, unless the folder now has
+    another model.
 
     Args:
         folder: Folder of a run, a checkpoint, an export or a model.
@@ -54,16 +58,28 @@ class PolicyServer:
         log: File for the output.
         options: Settings of the server.
         start_s: Longest time until the server listens.
+        run: Folder of the run for which the policy is served.
+        console: Shows that the folder has another model.
     """
 
     def __init__(
-        self, folder: str, processes: AgentProcesses, log: Path, options: Mapping[str, str], start_s: float
+        self,
+        folder: str,
+        processes: AgentProcesses,
+        log: Path,
+        options: Mapping[str, str],
+        start_s: float,
+        run: Path,
+        console: Console,
     ) -> None:
         self._folder = folder
         self._processes = processes
         self._log = log
         self._options = options
         self._start_s = start_s
+        self._run_folder = run
+        self._console = console
+        self._model: Mapping[str, str] | None = None  # identity of the model that is served
         self._environment = {**os.environ, "TITAN_RL_API_KEY": secrets.token_urlsafe(32)}
         self._port = "0"  # the system chooses the port of the first process
         self.served: asyncio.Future[Served] = asyncio.get_running_loop().create_future()
@@ -73,8 +89,12 @@ class PolicyServer:
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             try:
+                await in_thread(self._check_model)
                 await self._run()
                 error = self._failure("ended")
+            except ModelError as changed:
+                error = changed
+                self._console.warning(str(changed))
             except (GenerationError, OSError) as failed:
                 error = failed
             if not self.served.done():
@@ -82,6 +102,20 @@ class PolicyServer:
                 return
             logger.warning("%s; it is restarted in %g s", error, backoff.next_s)
             await backoff.pause()
+
+    def _check_model(self) -> None:
+        """Check that the folder has the model with which the run began.
+
+        Raises:
+            ModelError: It has another one.
+        """
+        folder = Path(self._folder)
+        if self._model is None:
+            self._model = recorded_identity(folder, self._run_folder) or model_identity(folder)
+        if changed := changed_parts(folder, self._model):
+            raise ModelError(
+                f"{folder} is not served: {', '.join(changed)} changed since the run began; put that model back"
+            )
 
     async def _run(self) -> None:
         """Run one process until it ends.
@@ -145,6 +179,8 @@ async def serving(
     settings: Mapping[str, str],
     start_s: float,
     timeout_s: float,
+    run: Path,
+    console: Console,
 ) -> AsyncGenerator[Served]:
     """Context in which the policy of a folder is served. If the server dies it is restarted; requests fail until then.
 
@@ -155,8 +191,11 @@ async def serving(
         settings: Further settings of the server.
         start_s: Longest time until the server listens.
         timeout_s: Time limit of one answer.
+        run: Folder of the run.
+        console: Shows that the folder has another model than before, so that the server is not restarted.
 
     Raises:
+        ModelError: the folder has another model than at the beginning of the run.
         GenerationError: the server ended while it started, or did not listen in time. The message has the end of its
             output.
     """
@@ -164,7 +203,7 @@ async def serving(
 
     options = {"server.request_s": f"{timeout_s}", "model.max_context": str(max_context), **settings}
     async with agent_processes() as processes:
-        server = PolicyServer(folder, processes, log, options, start_s)
+        server = PolicyServer(folder, processes, log, options, start_s, run, console)
         keeping = asyncio.ensure_future(server.keep())
         try:
             await asyncio.wait((keeping, server.served), return_when=asyncio.FIRST_COMPLETED)
@@ -266,6 +305,8 @@ async def open_opponents(settings: LeagueSeat, run: RunContext, versions: Path) 
         settings={"generation.num_generators": "1", "server.versions": str(versions), **settings.settings},
         start_s=settings.start_s,
         timeout_s=settings.timeout_s,
+        run=run.folder,
+        console=run.console,
     )
     async with AsyncExitStack() as resources:
         yield Opponents(await resources.enter_async_context(starting), settings, resources)
