@@ -538,8 +538,8 @@ def test_settings_that_determine_the_weights_cannot_change_on_resume(stopped: Ru
     assert main([*resume, "--sampling.temperature=0.5"]) == 2
     expected_one = (
         "--sampling.temperature is 0.5, and the run has 1.0: these cannot change when a run is resumed (steps, hosts, "
-        "generation, weight sync, checkpoints, logging, time limits and teachers can); leave it out, or begin a new "
-        f"run from its weights: titan-rl train --from {stopped.path} --sampling.temperature=0.5\n"
+        "generation, weight sync, checkpoints, logging, time limits, teachers and weights of tasks can); leave it out, "
+        f"or begin a new run from its weights: titan-rl train --from {stopped.path} --sampling.temperature=0.5\n"
     )
     assert f"titan-rl: {expected_one}" in capsys.readouterr().err
     assert main([*resume, "--seed=9", "--scheduling.max_token_age=3"]) == 2
@@ -550,12 +550,20 @@ def test_settings_that_determine_the_weights_cannot_change_on_resume(stopped: Ru
     assert "; leave them out" in err
 
 
-@pytest.mark.parametrize("option", ["--training.algorithm=gspo", "--scheduling.mode=sync"])
-def test_preset_of_other_settings_cannot_change_on_resume(stopped: RunDirectory, launch, capsys, option: str):
+@pytest.mark.parametrize(
+    ("option", "change"),
+    [
+        ("--training.algorithm=gspo", "--training.algorithm is gspo, and the run has grpo"),
+        ("--scheduling.mode=sync", "--scheduling.mode is sync, and the run has none"),
+    ],
+)
+def test_preset_of_other_settings_cannot_change_on_resume(
+    stopped: RunDirectory, launch, capsys, option: str, change: str
+):
     launch(lambda config: pytest.fail("started"))
     assert main(["train", "--resume", str(stopped.path), option]) == 2
     err = capsys.readouterr().err
-    assert f"titan-rl: {option.replace('=', ' ')}: these cannot change when a run is resumed (" in err
+    assert f"titan-rl: {change}: these cannot change when a run is resumed (" in err
     assert f"begin a new run from its weights: titan-rl train --from {stopped.path} {option}\n" in err
     assert main(["train", "--resume", str(stopped.path), "--training.algorithm=grpo", "--dry-run"]) == 0
 

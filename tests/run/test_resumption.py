@@ -225,6 +225,22 @@ def test_run_whose_export_is_older_than_its_newest_checkpoint_is_not_finished(ru
     assert resume(run_dir, ("training.steps", "3")).state.step == 3
 
 
+def test_decaying_schedule_does_not_jump_when_a_run_gets_more_steps(run_dir):
+    decaying = [("training.lr_decay", "linear"), ("training.steps", "3")]
+    config = load_config(run_dir.config, decaying)
+    for folder in list_checkpoints(run_dir.checkpoints):
+        save(folder, json.dumps(asdict(replace(RunState.read(folder), settings=settings_of(config)))))
+    run_dir.write_config(config)
+    run_dir.export.mkdir()
+    with pytest.raises(CheckpointError, match=r"give it more with --training.steps 6 --training.decay_steps 3 \("):
+        resume(run_dir)
+    with pytest.raises(ConfigError, match=r"training.steps = 6, and the learning rate decays over 3 steps .*'linear'"):
+        resume(run_dir, ("training.steps", "6"))
+    resume(run_dir, ("training.steps", "6"), ("training.decay_steps", "3"))
+    resume(run_dir, ("training.steps", "9"))  # config.toml has kept the length of the schedule
+    resume(run_dir, ("training.steps", "9"), ("training.decay_steps", "9"))
+
+
 def test_end_messages_name_the_saved_step_and_resume_command(run_dir):
     config = load_config(run_dir.config, [("training.steps", "3")])
     command = f"titan-rl train --resume {run_dir.path}"

@@ -33,3 +33,8 @@ def test_cosine_schedule_is_halfway_at_the_midpoint():
 def test_schedule_of_one_step_and_past_the_end(decay: Any):
     assert rates(steps=1, decay=decay) == [1.0]
     assert rate(9, steps=3, decay=decay, min_lr_ratio=0.5) == rate(2, steps=3, decay=decay, min_lr_ratio=0.5)
+
+
+def test_decay_may_end_before_the_run():
+    training = TrainingConfig(lr=1.0, lr_decay="linear", min_lr_ratio=0.1, steps=9, decay_steps=3)
+    assert [learning_rate(step, training) for step in range(5)] == pytest.approx([1.0, 0.55, 0.1, 0.1, 0.1])

@@ -5,30 +5,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from titan_rl.config.function_names import recorded_modules
 from titan_rl.config.load import load_config, load_sft_config
-from titan_rl.config.resume_changes import check_options, may_be_given, unchangeable
+from titan_rl.config.resume_changes import check_options, check_presets, may_be_given
 from titan_rl.config.run import RunConfig
 from titan_rl.config.run_inputs import settings_of_inputs
-from titan_rl.config.unchecked_tables import UNSET, read_tables
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.run_files import ADAPTERS
-from titan_rl.core.settings import dotted
 from titan_rl.run.directory import RunDirectory, adapters_of_run, check_files
 from titan_rl.run.observability.progress import status
 from titan_rl.run.resumption import new_run_command
 from titan_rl.run.terminal.standard_streams import StderrConsole, print_stderr
-from titan_rl.scheduling.settings import MODES
-from titan_rl.training.algorithms import find_algorithm
-from titan_rl.training.settings import TrainingConfig
 
 CONFIG = "config.toml"
-PRESETS = ("training.algorithm", "scheduling.mode")
-"""Settings that set others, whose values a run's file has, too."""
 USUAL = Path("runs/latest")
 
 
@@ -89,8 +81,7 @@ def load_run(arguments: argparse.Namespace, *, is_sft: bool = False) -> tuple[Ru
     for key, value in overrides:
         (allowed if may_be_given(key, inputs) else others).append((key, value))
     fix = "begin a new run" if is_sft else f"begin a new run from its weights: {new_run_command(run, others)}"
-    if presets := [f"--{key} {value}" for key, value in others if key.endswith(PRESETS) and not _has(run, key, value)]:
-        raise ConfigError(unchangeable(presets, fix))
+    check_presets(run / CONFIG, others, fix)
     config = load(run / CONFIG, overrides)
     if others:
         check_options(config, load(run / CONFIG, allowed), fix)
@@ -122,35 +113,6 @@ def _load_from(run: Path, overrides: Sequence[tuple[str, str]]) -> RunConfig:
     return load_config(
         run / CONFIG, overrides, given={key: value for key, value in given.items() if key not in options}
     )
-
-
-def _new_presets(tables: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, object]:
-    """Settings of an algorithm and of a scheduling mode that options choose in place of a run's. Its file has the
-    settings of the earlier ones, which would contradict them."""
-    given: dict[str, object] = {}
-    for mode, settings in MODES.items():
-        if mode == options.get("scheduling.mode"):
-            given |= {f"scheduling.{key}": UNSET if value is None else value for key, value in settings.items()}
-    if (name := options.get("training.algorithm")) is not None:
-        training: Mapping[str, Any] = tables["training"]
-        preset, before = find_algorithm(name).settings(), find_algorithm(training["algorithm"]).settings()
-        for key in {**before, **preset}:
-            default = TrainingConfig.model_fields[key].default
-            if training.get(key) == _as_toml(before.get(key, default)):  # the run does not give another value
-                given[f"training.{key}"] = preset.get(key, default)
-    return given
-
-
-def _as_toml(value: object) -> object:
-    return [*value] if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownVariableType]
-
-
-def _has(run: Path, option: str, value: str) -> bool:
-    """Whether a run has a preset with this value."""
-    tables, _ = read_tables([run / CONFIG], ())
-    settings = dict(dotted(tables))
-    own = option if option in settings else option[option.index(PRESETS[option.endswith(PRESETS[1])]) :]
-    return str(settings.get(own, UNSET)) == value
 
 
 def print_imports(config: Path) -> None:

@@ -13,9 +13,12 @@ from typing import Any
 from titan_rl.config.run import RunConfig
 from titan_rl.config.task_tables import task_table
 from titan_rl.config.tasks import is_alone
-from titan_rl.config.unchecked_tables import UNSET
+from titan_rl.config.unchecked_tables import UNSET, read_tables
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import dotted
+from titan_rl.scheduling.settings import MODES
+from titan_rl.training.algorithms import find_algorithm
+from titan_rl.training.settings import TrainingConfig
 
 RESUMABLE = (
     "training.steps",
@@ -51,6 +54,9 @@ RESUMABLE = (
 )
 """Settings, or prefixes of settings, that a resumed run may change: its length, its hosts, its time limits
 and the addresses of its teachers."""
+
+PRESETS = ("training.algorithm", "scheduling.mode")
+"""Settings that set others, whose values a run's file has, too."""
 
 LOCATIONS = (
     "name",
@@ -108,7 +114,7 @@ def check_unchanged(
         raise ConfigError("\n".join([*changed, *filter(None, [fix])]))
 
 
-MAY_CHANGE = "steps, hosts, generation, weight sync, checkpoints, logging, time limits and teachers"
+MAY_CHANGE = "steps, hosts, generation, weight sync, checkpoints, logging, time limits, teachers and weights of tasks"
 """Summary of `RESUMABLE` for messages."""
 
 
@@ -141,6 +147,52 @@ def unchangeable(changed: Sequence[str], fix: str) -> str:
         f"{'; '.join(changed)}: these cannot change when a run is resumed ({MAY_CHANGE} can); leave {left_out} out, "
         f"or {fix}"
     )
+
+
+def check_presets(toml: Path, options: Sequence[tuple[str, str]], fix: str) -> None:
+    """Check that options do not give a resumed run another algorithm or scheduling mode. Its file has the settings that
+    these set, which would contradict them.
+
+    Args:
+        fix: Way to begin a new run with the changed settings, for the message.
+
+    Raises:
+        ConfigError: An option changes one of them.
+    """
+    settings = dict(dotted(read_tables([toml], ())[0]))
+    changed: list[str] = []
+    for key, value in options:
+        own = key if key in settings or not key.startswith("adapters.") else _own_key(key)
+        if own.endswith(PRESETS) and str(settings.get(own, UNSET)) != value:
+            changed.append(f"--{key} is {value}, and the run has {settings.get(own, UNSET)}")
+    if changed:
+        raise ConfigError(unchangeable(changed, fix))
+
+
+def settings_of_new_run(toml: Path, model: Path, options: Mapping[str, str]) -> dict[str, object]:
+    """Return the settings by which a new run from the weights of another one differs from it.
+
+    Args:
+        toml: Settings of the other run.
+        model: Folder with its weights.
+        options: Options of the new run. They may choose another algorithm or scheduling mode, whose settings replace
+            the earlier ones.
+    """
+    tables, _ = read_tables([toml], ())
+    training: Mapping[str, Any] = tables["training"]
+    given: dict[str, object] = {"model.path": str(model)}
+    if "start" in training.get("adapter", {}):  # that adapter is a part of the weights
+        given["training.adapter.start"] = UNSET
+    for mode, settings in MODES.items():
+        if mode == options.get("scheduling.mode"):
+            given |= {f"scheduling.{key}": UNSET if value is None else value for key, value in settings.items()}
+    if (name := options.get("training.algorithm")) is not None:
+        preset, before = find_algorithm(name).settings(), find_algorithm(training["algorithm"]).settings()
+        for key in {**before, **preset}:
+            default = TrainingConfig.model_fields[key].default
+            if _as_json(training.get(key)) == _as_json(before.get(key, default)):  # the run gives no other value
+                given[f"training.{key}"] = preset.get(key, default)
+    return {key: value for key, value in given.items() if key not in options}
 
 
 def may_be_given(key: str, inputs: Collection[str]) -> bool:

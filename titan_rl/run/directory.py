@@ -333,6 +333,8 @@ def check_files(folder: Path | os.DirEntry[str], *, below: bool = False) -> None
     """
     try:
         entries = list(os.scandir(folder))
+    except NotADirectoryError:
+        raise ConfigError(f"{os.fspath(folder)} must be a folder; remove it, or give it another name") from None
     except OSError as error:
         raise ConfigError(f"{os.fspath(folder)} cannot be read: {error.strerror}; make it readable") from None
     for entry in entries:
