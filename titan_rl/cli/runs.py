@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titan_rl.config.function_names import recorded_modules
 from titan_rl.config.load import load_config, load_sft_config
-from titan_rl.config.resume_changes import check_options, check_presets, may_be_given
+from titan_rl.config.resume_changes import check_options, check_presets, may_be_given, settings_of_new_run
 from titan_rl.config.run import RunConfig
 from titan_rl.config.run_inputs import settings_of_inputs
 from titan_rl.core.errors import ConfigError
@@ -105,14 +105,7 @@ def _load_from(run: Path, overrides: Sequence[tuple[str, str]]) -> RunConfig:
     if not folder.is_dir():
         with status(f"exporting {policy.name}"):
             asyncio.run(export_policy(str(policy.checkpoint), folder, None, StderrConsole()))
-    tables, _ = read_tables([run / CONFIG], ())
-    options = dict(overrides)
-    given = {**_new_presets(tables, options), "model.path": str(folder)}
-    if "start" in tables["training"].get("adapter", {}):  # that adapter is a part of the exported weights
-        given["training.adapter.start"] = "none"
-    return load_config(
-        run / CONFIG, overrides, given={key: value for key, value in given.items() if key not in options}
-    )
+    return load_config(run / CONFIG, overrides, given=settings_of_new_run(run / CONFIG, folder, dict(overrides)))
 
 
 def print_imports(config: Path) -> None:
