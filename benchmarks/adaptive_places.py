@@ -24,10 +24,10 @@ from statistics import fmean
 import looptime
 
 from benchmarks.long_tail import Case, apr_160k, apr_gsm8k, equal_lengths, verl_2200, verl_async, verl_colocated
+from benchmarks.simulated_replica import SimulatedReplica
+from benchmarks.simulation import Workload
 from titan_rl.generation.adaptive_batch import AdaptiveLimit
 from titan_rl.generation.scripted_engine import CostModel
-from titan_rl.testing.simulated_replica import SimulatedReplica
-from titan_rl.testing.simulation import Workload
 from titan_rl.types import SamplingParams
 
 CACHES = (0.25, 0.5, 1.0)  # share of the places that the cache holds at the mean length

@@ -22,9 +22,9 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 
+from benchmarks.simulation import Cluster, SimulationResult, Workload, equal, log_normal_with_tail, simulate
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.testing.simulation import Cluster, SimulationResult, Workload, equal, log_normal_with_tail, simulate
 
 Knobs = dict[str, object]
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from benchmarks.adaptive_places import VERL_COST
 from benchmarks.long_tail import Case, verl_2200, verl_async
 from benchmarks.paired import report
+from benchmarks.simulation import Cluster, Workload, simulate
 from titan_rl.generation.router.strategies import Candidate, LeastLoaded, Strategy
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.testing.simulation import Cluster, Workload, simulate
 
 LONG, PART_OF_LONG = 12_000, 1 / 4  # tokens of an answer that is long, and of the engines that take these
 COST = replace(VERL_COST, load=1.0)

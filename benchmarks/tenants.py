@@ -31,6 +31,8 @@ from pathlib import Path
 
 from pydantic import NonNegativeFloat
 
+from benchmarks.simulated_replica import SimulatedReplica, some_tokens
+from benchmarks.simulation import FOREVER_S, UNLIMITED, Workload, log_normal_with_tail
 from examples.alphabet_sort.data import Sample
 from examples.alphabet_sort.env import AlphabetSortEnv
 from examples.alphabet_sort.task import AlphabetSort
@@ -51,8 +53,6 @@ from titan_rl.scheduling.fair_turns import FairTurns
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.testing.simulated_replica import SimulatedReplica, some_tokens
-from titan_rl.testing.simulation import FOREVER_S, UNLIMITED, Workload, log_normal_with_tail
 from titan_rl.types import Completion, SamplingParams, TokenChunk, VersionSpan
 
 COST = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5)

@@ -36,7 +36,7 @@ LONGEST = [
     "test_storm.py",
     "run/test_killed_run.py",
     "generation/test_poison.py",
-    "testing/test_simulation.py",
+    "benchmarks/test_simulation.py",
     "scheduling/test_any_order.py",
 ]
 

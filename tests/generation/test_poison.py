@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import in_virtual_time
 
+from benchmarks.simulated_replica import SimulatedReplica
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.generation.scripted_engine import CostModel
-from titan_rl.testing.simulated_replica import SimulatedReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
 NUM_TOKENS, STEP_S = 400, 0.05  # 20 s alone

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import in_virtual_time
 
+from benchmarks.simulated_replica import SimulatedReplica
 from titan_rl.core.errors import EngineStalledError, GenerationError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter, Limits, RoundRobin
@@ -23,7 +24,6 @@ from titan_rl.generation.router.replica import BackgroundTasks, OpenCalls
 from titan_rl.generation.router.requests import RequestsInFlight
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.testing.fake_replica import FakeReplica
-from titan_rl.testing.simulated_replica import SimulatedReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 pytestmark = pytest.mark.looptime

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from stage import Env, Generator, Stage
 from virtual_time import in_virtual_time
 
+from benchmarks.simulated_replica import SimulatedReplica
 from titan_rl import Completion, FinishReason, RolloutGroup, RolloutStatus, TokenStep
 from titan_rl.core.calls import stopwatch
 from titan_rl.core.calls.stopwatch import SILENCE_S, Stopwatch, moving_with_tokens
@@ -23,7 +24,6 @@ from titan_rl.rollout.group.turns import RETURN_S
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.testing.simulated_replica import SimulatedReplica
 from titan_rl.training.data.sample_builder import build_samples
 
 pytestmark = pytest.mark.looptime

@@ -1,1 +1,1 @@
-"""Contracts, fakes and simulation for tests of your own engines, transports and routing. Requires at most pytest."""
+"""Contracts and fakes for tests of your own engines, transports and routing. Requires at most pytest."""

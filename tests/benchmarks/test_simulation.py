@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.simulation import Cluster, SimulationResult, Workload, equal, log_normal_with_tail, simulate
 from titan_rl.core.errors import ConfigError
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.testing.simulation import Cluster, SimulationResult, Workload, equal, log_normal_with_tail, simulate
 
 ENGINES = Cluster(4, CostModel(step=0.02, request=0.0002, load=0.5), max_running=16)
 LONG_TAIL = Workload(log_normal_with_tail(median=200, sigma=0.5, cap=8000), group_size=4)

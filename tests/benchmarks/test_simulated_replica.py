@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import in_virtual_time
 
+from benchmarks.simulated_replica import SimulatedReplica
+from benchmarks.simulation import log_normal_with_tail
 from titan_rl import FinishReason, SamplingParams
 from titan_rl.generation.adaptive_batch import AdaptiveLimit
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.generation.types import PauseMode
-from titan_rl.testing.simulated_replica import SimulatedReplica
-from titan_rl.testing.simulation import log_normal_with_tail
 
 STOP = 9
 COST = CostModel(step=1.0, request=0.25, prompt_token=0.125, context_token=1 / 256, load=3.0)  # exact in binary

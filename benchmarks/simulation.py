@@ -11,7 +11,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from statistics import fmean
 
-from titan_rl.core.errors import ConfigError, MissingExtraError
+import looptime
+
+from benchmarks.simulated_replica import SimulatedReplica, some_tokens
+from titan_rl.core.errors import ConfigError
 from titan_rl.generation.adaptive_batch import AdaptiveLimit
 from titan_rl.generation.continuation import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter, Limits, Strategy
@@ -26,7 +29,6 @@ from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.lease import Lease, lengths
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.testing.simulated_replica import SimulatedReplica, some_tokens
 from titan_rl.types import Completion, SamplingParams
 
 UNLIMITED = 1 << 40  # tokens; more than any simulation has
@@ -243,7 +245,7 @@ def simulate(
             'cannot; use "sleep", "keep" or "abort", or scheduling.max_staleness = 0 without oversampling'
         )
     _check_fit(workload, cluster, (warmup + num_steps) * scheduling.groups_per_step)
-    loop = _virtual_time()
+    loop = looptime.new_event_loop()
     try:
         return loop.run_until_complete(_Simulation(workload, cluster, scheduling, strategy).run(num_steps, warmup))
     finally:
@@ -262,14 +264,6 @@ def _check_fit(workload: Workload, cluster: Cluster, num_groups: int) -> None:
             f"Cluster.kv_tokens is {cluster.kv_tokens}, and the longest request has {longest} tokens; set it to that "
             "at least, or shorten prompts and answers"
         )
-
-
-def _virtual_time() -> asyncio.AbstractEventLoop:
-    try:
-        import looptime
-    except ImportError:
-        raise MissingExtraError("looptime", "simulate") from None
-    return looptime.new_event_loop()
 
 
 class _OneTurnEnv:
