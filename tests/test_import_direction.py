@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "scheduling": "core rollout types",
     "training": "core rollout types weights",
     "config": "core generation metrics rollout scheduling training weights",
-    "testing": "core generation rollout scheduling types weights",
+    "testing": "core generation types weights",
     "viewer": "config core metrics rollout scheduling",
     "cluster": "config core generation rollout scheduling training types weights",
     "run": "cluster config core generation metrics rollout scheduling serving tasks training types viewer weights",
