@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from titan_rl.core.errors import CheckpointError, TrainingError
+from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.export import export_checkpoint
 
 LENGTHS = (24, 33, 8, 16)
@@ -94,6 +95,28 @@ def test_truncated_rollout_bootstraps_from_its_last_value(folder: Path):
 
     assert truncated["value_loss"] == pytest.approx(0, abs=0.02)
     assert final["value_loss"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_sample_before_an_edited_history_bootstraps_from_the_last_value_of_its_rollout(folder: Path):
+    settings = {"algorithm": "ppo", "critic": "model", "critic_lr": 1e-2, "critic_epochs": 8, "gae": (1.0, 1.0)}
+    trainer = make_trainer(folder, **settings, lr=1e-6)
+    good, bad = with_rewards(on_policy_samples(trainer, 24, 33))
+    for _ in range(20):
+        trainer.step([good, bad])  # the states of one have the value 1, and of the other 0
+    assert good.episode is not None
+    assert bad.episode is not None
+    before = replace(good.episode, rewards=[0.0] * 24, is_truncated=True, ends_rollout=False)
+    last = replace(bad, episode=replace(bad.episode, is_truncated=True))
+
+    def value_loss(first: TrainingSample) -> float:
+        return trainer.step([first, last]).metrics["value_loss"]
+
+    alone = value_loss(replace(good, episode=replace(before, ends_rollout=True)))
+    followed = value_loss(replace(good, rollout_id=bad.rollout_id, episode=before))
+
+    assert alone == pytest.approx(0, abs=0.02)
+    num_first, num_last = sum(good.loss_mask), sum(bad.loss_mask)
+    assert followed == pytest.approx(0.5 * num_first / (num_first + num_last), abs=0.05)
 
 
 @pytest.mark.parametrize("folder", ["untied", "tied"], indirect=True)

@@ -82,6 +82,16 @@ def test_sample_before_an_edited_history_includes_later_rewards():
     assert placed(second) == [0, 0, 0, 2.5]
 
 
+def test_sample_before_an_edited_history_keeps_its_rewards_if_the_rollout_is_truncated():
+    turns = (TWO_TURNS[0], turn([7, 9], [6, 1], step=2.0), turn([7, 6], [4], step=4.0))
+    samples = samples_of(*turns, status=RolloutStatus.TRUNCATED_TURNS, episodes=RewardPlacement(STEPS))
+
+    assert [placed(sample) for sample in samples] == [[0, 0, 0, 3.5], [0, 0, 0, 3.0], [0, 0, 2.0]]
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
+    assert [each.is_truncated for each in episodes] == [True, True, True]
+    assert [each.ends_rollout for each in episodes] == [False, False, True]
+
+
 def test_reward_at_an_untrained_token_moves_to_the_previous_trained_token():
     turns = (TWO_TURNS[0], turn([7, 8, 5, 1, 9], [6, 4], version=0), turn([7, 8, 5, 1, 9, 6, 4, 2], [3], version=1))
     (sample,) = samples_of(turn([7], [5, 1], version=1), episodes=RewardPlacement())

@@ -69,13 +69,28 @@ class ValueHead(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
-    """A micro-batch with the values of the states before its trained tokens, and their targets."""
+class _Valued:
+    """A micro-batch with the values of its states at the start of the step."""
 
     batch: TensorBatch
-    estimate: AdvantageEstimate
-    values_N: NDArray[np.float64]  # at the start of the step
+    values_N: NDArray[np.float64]  # of the states before its trained tokens
+    last_values_S: NDArray[np.float64]  # of the last states of its samples
     hidden_ND: torch.Tensor | None  # hidden states of the policy, if the policy is the trunk
+
+    @property
+    def last_values(self) -> dict[str, float]:
+        """Value of the last state of each truncated rollout that ends here, by rollout id."""
+        if (episodes := self.batch.episodes) is None:
+            return {}
+        ended = np.flatnonzero(episodes.is_truncated_S & episodes.ends_rollout_S)
+        return {self.batch.rollout_ids[index]: float(self.last_values_S[index]) for index in ended}
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged(_Valued):
+    """A micro-batch with the advantages of its trained tokens, and the targets of its values."""
+
+    estimate: AdvantageEstimate
 
 
 class Critic:
@@ -128,7 +143,11 @@ class Critic:
             TrainingError: The samples have no rewards.
         """
         with span("values", "trainer"), torch.no_grad():
-            judged = [[self._judge(batch) for batch in minibatch.batches] for minibatch in minibatches]
+            valued = [[self._evaluate(batch) for batch in minibatch.batches] for minibatch in minibatches]
+        # Samples of one rollout may be in several micro-batches, and on several ranks.
+        own_lasts = {name: value for each in chain(*valued) for name, value in each.last_values.items()}
+        lasts = {name: value for given in self._world.gather(own_lasts) for name, value in given.items()}
+        judged = [[self._judge(each, lasts) for each in own] for own in valued]
         every = [each for own in judged for each in own]
         count, mean, std = self._spread([each.estimate.advantages_N for each in every])
         self._judged = {}
@@ -147,7 +166,7 @@ class Critic:
         metrics = {"explained_variance": 1 - (error_std / target_std) ** 2} if count and target_std > LEAST_STD else {}
         return given, metrics
 
-    def _judge(self, batch: TensorBatch) -> _Judged:
+    def _evaluate(self, batch: TensorBatch) -> _Valued:
         episodes, size = batch.episodes, batch.num_trained
         if size and episodes is None:
             raise TrainingError("the samples have no rewards (TrainingSample.episode), from which a critic learns")
@@ -156,21 +175,32 @@ class Critic:
             positions_M = torch.cat([positions_M, torch.from_numpy(episodes.lasts_S).to(positions_M)])
         hidden_MD = self._trunk.states(self._seen(batch), positions_M)
         values_M = self._head(hidden_MD).double().cpu().numpy()
+        return _Valued(batch, values_M[:size], values_M[size:], None if self._trains_trunk else hidden_MD[:size])
+
+    def _judge(self, valued: _Valued, lasts: Mapping[str, float]) -> _Judged:
+        """Estimate the advantages of a micro-batch.
+
+        Args:
+            lasts: Value of the last state of each truncated rollout. It is 0 if that state is in no sample, because
+                no token of the rollout's last turns is trained.
+        """
+        batch, episodes = valued.batch, valued.batch.episodes
         if episodes is None:
             nothing = np.zeros(0)
             made = AdvantageEstimate(nothing, nothing, np.zeros(0, bool))
         else:
+            last_values_S = np.array([lasts.get(rollout_id, 0.0) for rollout_id in batch.rollout_ids])
             made = estimate(
                 episodes.rewards_N,
-                values_M[:size],
-                np.where(episodes.is_truncated_S, values_M[size:], 0.0),
+                valued.values_N,
+                np.where(episodes.is_truncated_S, last_values_S, 0.0),
                 batch.sequences_N.cpu().numpy(),
                 episodes.turns_N,
                 gamma=self._gamma,
                 lam=self._lam,
                 over=self._over,
             )
-        return _Judged(batch, made, values_M[:size], None if self._trains_trunk else hidden_MD[:size])
+        return _Judged(batch, valued.values_N, valued.last_values_S, valued.hidden_ND, made)
 
     def _seen(self, batch: TensorBatch) -> TensorBatch:
         """Return the batch without the policy's choice of experts if the trunk is another model, which chooses its

@@ -128,6 +128,7 @@ class EpisodeTokens:
     turns_N: NDArray[np.int64]
     lasts_S: NDArray[np.int64]  # position in the flattened rows of the last token of each sample
     is_truncated_S: NDArray[np.bool_]
+    ends_rollout_S: NDArray[np.bool_]
 
 
 LayOut = Callable[[Sequence[Document], torch.device | str], Layout]
@@ -240,8 +241,13 @@ def _episode_tokens(
     summed = [np.add.reduceat(each, at) if len(at) else each[:0] for each, at in zip(rewards, targets, strict=True)]
     turns = [np.asarray(each.turns, np.int64)[at] for each, at in zip(episodes, targets, strict=True)]
     lasts = [start + len(sample.token_ids) - 1 for start, sample in zip(starts, samples, strict=True)]
-    is_truncated = [each.is_truncated for each in episodes]
-    return EpisodeTokens(np.concatenate(summed), np.concatenate(turns), np.array(lasts), np.array(is_truncated))
+    return EpisodeTokens(
+        np.concatenate(summed),
+        np.concatenate(turns),
+        np.array(lasts),
+        np.array([each.is_truncated for each in episodes]),
+        np.array([each.ends_rollout for each in episodes]),
+    )
 
 
 def _experts_of(sample: TrainingSample, start: int, prefix_length: int) -> dict[int, Any]:

@@ -16,13 +16,16 @@ class SampleRewards:
     Args:
         rewards: Reward after each token.
         turns: Index of the completion that each token belongs to; -1 outside completions.
-        is_truncated: Whether rewards would have followed the last token. The value of the last state then replaces
-            them.
+        is_truncated: Whether rewards would have followed the last token of the rollout. The value of its last state
+            then replaces them.
+        ends_rollout: Whether the sample ends with the last state of its rollout. Otherwise the rollout continues in
+            another sample, because its history was edited.
     """
 
     rewards: Sequence[float]  # [num_tokens]
     turns: Sequence[int]  # [num_tokens]
     is_truncated: bool = False
+    ends_rollout: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,7 @@ class RewardPlacement:
     the later rewards are placed at the end of the earlier sample.
 
     A truncated rollout has not earned its final reward: only rewards of turns are placed, and the value of its last
-    state replaces the rewards that would have followed.
+    state replaces the rewards that would have followed, in all of its samples.
 
     Args:
         weights: Weights of the environment's rewards in the reward of a rollout, by name.
@@ -254,9 +254,10 @@ class RewardPlacement:
             numbers += array(VERSIONS, (-1,)) * context + array(VERSIONS, (number,)) * num_tokens
             rewards[-1] += self._of(turn)
         is_truncated = rollout.status.is_truncated and not self.truncation_ends
-        if not is_truncated:
-            rewards[-1] += (rollout.advantage or 0.0) - sum(map(self._of, rollout.turns[:num_turns]))
-        return SampleRewards(NumberArray(rewards), NumberArray(numbers), is_truncated)
+        earned = sum(map(self._of, rollout.turns)) if is_truncated else rollout.advantage or 0.0
+        rewards[-1] += earned - sum(map(self._of, rollout.turns[:num_turns]))
+        ends_rollout = num_turns == len(rollout.turns)
+        return SampleRewards(NumberArray(rewards), NumberArray(numbers), is_truncated, ends_rollout)
 
     def _of(self, turn: Turn) -> float:
         return sum(weight * turn.rewards.get(name, 0.0) for name, weight in self.weights.items())
