@@ -177,12 +177,9 @@ def steps_with_a_critic(folder: Path, out: Path, **training: Any) -> list[dict[s
     settings = TrainingConfig(**{"steps": 10, "lr": 1e-4, "row_tokens": 64, "rows_per_micro_batch": 2, **training})
     trainer = TrainerCore(ModelConfig(path=str(folder)), settings, CorrectionConfig(), seed=0)
     samples = with_rewards(on_policy_samples(trainer, *LENGTHS, at_once=True))
-    truncated = [replace(each.episode, is_truncated=True) for each in samples if each.episode is not None]
-    edited = replace(
-        truncated[0], ends_rollout=False
-    )  # the first and the last sample are one rollout with an edited history
-    samples[0] = replace(samples[0], rollout_id=samples[-1].rollout_id, episode=edited)
-    samples[-1] = replace(samples[-1], episode=truncated[-1])
+    episodes = [replace(each.episode, is_truncated=True, ends_rollout=False) for each in samples if each.episode]
+    episodes[-1] = replace(episodes[-1], ends_rollout=True)  # the samples are one rollout with edited histories
+    samples = [replace(each, rollout_id="g/0", episode=own) for each, own in zip(samples, episodes, strict=True)]
     metrics = [trainer.step(samples).metrics for _ in range(3)]
     trainer.save(out / "checkpoint")
     trainer.export_hf(out / "export")

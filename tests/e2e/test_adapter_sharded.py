@@ -20,6 +20,8 @@ from e2e.warm import run_world
 from models.families import make_family
 from safetensors.torch import load_file
 
+from titan_rl.training.export import export_checkpoint
+
 LAYOUTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "FSDP 2": (make_tiny_llama3, {"data_parallel": 2, "activation_checkpointing": "full"}),
     "TP 2": (make_tiny_qwen3, {"tensor_parallel": 2}),
@@ -39,8 +41,11 @@ LAYOUTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 def test_sharded_adapter_steps_and_resume_match_one_rank(layout: str, tmp_path: Path) -> None:
     make, settings = LAYOUTS[layout]
     folder = make(tmp_path / "model")
-    training = {"adapter": {"rank": 4}, "lr": 1e-3}
+    training: dict[str, Any] = {"adapter": {"rank": 4}, "lr": 1e-3}
     three_steps(folder, tmp_path / "first", **training)
+    start = tmp_path / "start"
+    export_checkpoint(folder, tmp_path / "first" / "checkpoint", start, renderer="chat_template", as_adapter=True)
+    training["adapter"]["start"] = str(start)
     alone = three_steps(folder, tmp_path / "one", resume=tmp_path / "first" / "checkpoint", **training)
     ranks = run_world(
         three_steps,
@@ -51,6 +56,8 @@ def test_sharded_adapter_steps_and_resume_match_one_rank(layout: str, tmp_path: 
         **training,
         **settings,
     )
+    assert alone[0]["reference_kl"] == pytest.approx(0, abs=1e-9)
+    assert alone[1]["reference_kl"] > 1e-6
     for metrics in ranks:
         for found, expected in zip(metrics, alone, strict=True):
             for name in found.keys() - {"padding_fraction"}:

@@ -171,7 +171,7 @@ ON_RANKS = [
     indirect=["folder"],
 )
 def test_two_ranks_match_one_rank(folder: Path, tmp_path: Path, layout: dict[str, Any], kind: str):
-    settings = {"algorithm": "ppo", "critic": kind, "critic_epochs": 2}
+    settings = {"algorithm": "ppo", "critic": kind, "critic_epochs": 2, "critic_lr": 1e-2}
     alone = steps_with_a_critic(folder, tmp_path / "one", **settings)
     ranks = run_world(steps_with_a_critic, 2, folder=folder, out=tmp_path / "two", **settings, **layout)
 

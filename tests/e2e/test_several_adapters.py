@@ -11,10 +11,11 @@ import pytest
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
 import torch
-from e2e.tiny_policy import make_tiny_llama3, make_tiny_qwen3, on_policy_samples
+from e2e.tiny_policy import make_tiny_llama3, make_tiny_qwen3, on_policy_samples, weights
 
 from titan_rl.core.errors import UntrainableError
 from titan_rl.training.adapter_trainers import AdapterTrainers
+from titan_rl.training.export import export_checkpoint
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, PolicySettings, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
@@ -92,3 +93,26 @@ def test_nonfinite_loss_of_one_adapter_does_not_affect_others(tmp_path: Path) ->
     step(together, "sum")
     step(alone, "sum")
     assert state(together, "sum", tmp_path / "together") == state(alone, "sum", tmp_path / "alone")
+
+
+def test_reference_of_an_adapter_that_starts_from_a_folder_is_the_initial_model(tmp_path: Path) -> None:
+    base, begun = make_tiny_qwen3(tmp_path / "model"), tmp_path / "begun"
+    first = trainers(base, "sort")
+    step(first, "sort")
+    first["sort"].save(tmp_path / "saved")
+    export_checkpoint(base, tmp_path / "saved", begun, renderer="chat_template", as_adapter=True)
+    adapter = {"rank": 4, "alpha": 8.0, "start": str(begun)}
+    started = PolicySettings(TrainingConfig(steps=10, adapter=adapter, lr=1e-2, kl_coef=0.1), CorrectionConfig())
+
+    together = AdapterTrainers(ModelConfig(path=str(base)), policies("sum") | {"started": started}, seed=0)
+    trainer = together["started"]
+    samples = on_policy_samples(trainer, 20, 30)
+    found = [trainer.step(samples).metrics["reference_kl"] for _ in range(3)]
+    trainer.save(tmp_path / "checkpoint")
+    resumed = AdapterTrainers(ModelConfig(path=str(base)), {"started": started}, seed=0)["started"]
+    resumed.load(tmp_path / "checkpoint")
+
+    assert found[0] == pytest.approx(0, abs=1e-9)
+    assert 1e-6 < found[1] < found[2]
+    assert resumed.step(samples) == trainer.step(samples)
+    assert weights(resumed).keys() == weights(trainer).keys()

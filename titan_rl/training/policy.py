@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -304,22 +304,59 @@ class Policy:
         return sequences
 
 
-class BaseOfAdapter:
-    """Reference model that is the base of a policy's adapter. It shares all of the policy's memory."""
+class InitialAdapter:
+    """Reference model that is a policy with its initial adapter. It shares the policy's frozen weights.
+
+    Without `training.adapter.start` an adapter initially changes nothing, so it is switched off. Otherwise its initial
+    matrices are kept, as the policy computes with them.
+
+    Args:
+        policy: Policy whose adapter has its initial values.
+    """
 
     def __init__(self, policy: Policy) -> None:
         assert policy.adapter is not None
         self._policy, self._adapter = policy, policy.adapter
-        self.runs_in_threads = False  # while the adapter is off, other threads would also compute without it
+        self.runs_in_threads = False  # during a pass, other threads would also compute with the initial adapter
+        starts = self._adapter.settings.start is not None
+        self._initial = _gathered_weights(policy.model, self._adapter.parts) if starts else {}
 
     def logprobs(self, batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropies of the trained tokens without the adapter; see `Policy.logprobs`."""
-        with self._adapter.off():
+        """Logprobs and entropies of the trained tokens with the initial adapter; see `Policy.logprobs`."""
+        with self._with_initial() if self._initial else self._adapter.off():
             return self._policy.logprobs(batch)
 
+    @contextmanager
+    def _with_initial(self) -> Generator[None]:
+        with ExitStack() as undone:
+            _leave_compiled_blocks(self._policy.model, undone)
+            for part, weight in self._initial.items():
+                _Substituted(part, partial(_other, weight)).hook(part, undone)
+            yield
 
-Reference = Policy | BaseOfAdapter
+
+Reference = Policy | InitialAdapter
 """A reference model, which scores the trained tokens of a batch."""
+
+
+def _gathered_weights(model: nn.Module, parts: Sequence[nn.Module]) -> dict[nn.Module, torch.Tensor]:
+    """Copies of the weights of some modules, as a forward pass uses them. All ranks call this at the same time."""
+    owners: dict[nn.Module, FSDPModule | None] = dict.fromkeys(parts)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            owners |= {part: module for part in module.modules() if part in owners}  # modules inside follow
+    kept: dict[nn.Module, torch.Tensor] = {}
+    for owner in dict.fromkeys(owners.values()):
+        if owner is not None:
+            owner.unshard()
+        kept |= {part: cast(Any, part).weight.detach().clone() for part in parts if owners[part] is owner}
+        if owner is not None:
+            owner.reshard()
+    return kept
+
+
+def _other(weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 def _asking(token_ids: Sequence[int], mask: list[bool]) -> Family:
@@ -336,39 +373,51 @@ def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
     logprobs. Only one module at a time has its weights in memory twice.
     """
     with ExitStack() as undone:
-        if any(module._compiled_call_impl is not None for module in model.modules()):
-            # Compiled blocks would use their original weights. Outside blocks, the kernel of flex attention stays
-            # compiled.
-            undone.enter_context(torch.compiler.set_stance("force_eager"))
+        _leave_compiled_blocks(model, undone)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 undone.callback(_keep_inputs(module))
             for part in module.modules() if getattr(module, READS_PARTS, False) else [module]:
                 if part._parameters:
-                    rounded = _Rounded(part, dtype)
-                    # This runs after the hook that gathers the module's parameters, and before the one that frees them.
-                    undone.callback(module.register_forward_pre_hook(rounded.enter).remove)
-                    undone.callback(module.register_forward_hook(rounded.leave, prepend=True, always_call=True).remove)
+                    _Substituted(part, partial(_rounded, dtype)).hook(module, undone)
         yield
 
 
-class _Rounded:
-    """Hooks that round the weights of a module during a forward pass of the module itself or of a module around it.
+def _rounded(dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().to(dtype).float()
+
+
+def _leave_compiled_blocks(model: nn.Module, undone: ExitStack) -> None:
+    """Compute without compiled blocks, which would use their original weights. Outside blocks, the kernel of flex
+    attention stays compiled."""
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        undone.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+class _Substituted:
+    """Hooks that replace the weights of a module during a forward pass of the module itself or of a module around it.
 
     Args:
         part: Module with the weights.
+        substitute: Function from a weight to its replacement.
     """
 
-    def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, part: nn.Module, substitute: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._part = part
-        self._dtype = dtype
+        self._substitute = substitute
         self._own: dict[str, Any] = {}
+
+    def hook(self, module: nn.Module, undone: ExitStack) -> None:
+        """Replace the weights during forward passes of `module`, until `undone` is closed."""
+        # This runs after the hook that gathers the module's parameters, and before the one that frees them.
+        undone.callback(module.register_forward_pre_hook(self.enter).remove)
+        undone.callback(module.register_forward_hook(self.leave, prepend=True, always_call=True).remove)
 
     def enter(self, *_: Any) -> None:
         self._own = dict(self._part._parameters)
         for name, parameter in self._own.items():
             if parameter is not None:
-                self._part._parameters[name] = parameter.detach().to(self._dtype).float()  # pyright: ignore[reportArgumentType]
+                self._part._parameters[name] = self._substitute(parameter)  # pyright: ignore[reportArgumentType]
 
     def leave(self, *_: Any) -> None:
         self._part._parameters.update(self._own)

@@ -188,7 +188,7 @@ class TrainingConfig(Section):
     model.max_context."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL divergence to the reference model, which is then also kept in memory; 0 turns both off. With
-    training.adapter it is the policy without its adapter, which takes no extra memory."""
+    training.adapter it is the policy with its initial adapter, which takes hardly any memory."""
     kl: Annotated[KLEstimate, TakesEffect("training.kl_coef", none_of=(0.0,))] = "k3"
     """Estimate of that KL divergence."""
     reference_interval: Annotated[NonNegativeInt, TakesEffect("training.kl_coef", none_of=(0.0,))] = 0
@@ -352,13 +352,13 @@ class TrainingConfig(Section):
             )
         if "reference" in self.offload and self.adapter.is_on:
             raise ValueError(
-                'offload = ["reference"] with training.adapter: the reference model is the policy without its adapter, '
-                'and has no weights of its own; leave "reference" out'
+                'offload = ["reference"] with training.adapter: the reference model is the policy with its initial '
+                'adapter, and has no weights of its own; leave "reference" out'
             )
         if self.reference_interval and self.adapter.is_on:
             raise ValueError(
                 f"reference_interval = {self.reference_interval} with training.adapter: the reference model is the "
-                "policy without its adapter, which does not change; leave reference_interval out"
+                "policy with its initial adapter, which does not change; leave reference_interval out"
             )
         if self.reference_interval and "reference" in self.offload:
             raise ValueError(

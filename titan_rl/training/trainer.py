@@ -28,7 +28,7 @@ from titan_rl.training.objective import Objective, TokenStats, token_metrics
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
 from titan_rl.training.parallel import World, local
-from titan_rl.training.policy import BaseOfAdapter, Policy, Reference
+from titan_rl.training.policy import InitialAdapter, Policy, Reference
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.state.train_state import TrainState, TrainStateWriter, load_train_state
 from titan_rl.training.tensor_batch import Minibatch, packing_metrics
@@ -133,7 +133,7 @@ class TrainerCore:
         if not self._training.kl_coef:
             return None
         if self._policy.adapter is not None:
-            return BaseOfAdapter(self._policy)
+            return InitialAdapter(self._policy)
         return Policy(self._config, self._training, self._world, role="reference")
 
     def _make_critic(self) -> Critic | None:

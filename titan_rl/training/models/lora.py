@@ -4,8 +4,8 @@ format: `adapter_config.json` and `adapter_model.safetensors`.
 torchtitan's converter adapts torchtitan's models, and `adapt_layers` those of transformers.
 
 A layer with weight W computes y = W x + (alpha / rank) B A x. A is initialized with random numbers and B with zeros, so
-that the adapted model initially equals its base. Only A and B are trained, published and saved; with the adapter
-switched off the model is its base, which is the reference model of `training.kl_coef`.
+that the adapted model initially equals its base. Only A and B are trained, published and saved. The initial model, with
+the adapter switched off or with its initial matrices, is the reference model of `training.kl_coef`.
 """
 
 from __future__ import annotations
@@ -196,6 +196,11 @@ class Adapter:
                 self._layers.append(layer)
                 self._matrices[a] = AdapterMatrix(a, layer.lora_a, None)
                 self._matrices[b] = AdapterMatrix(b, layer.lora_b, rows)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """Modules whose weights are the matrices."""
+        return [each.layer for each in self._matrices.values()]
 
     @contextmanager
     def off(self) -> Generator[None]:
