@@ -102,7 +102,7 @@ def test_reference_of_an_adapter_that_starts_from_a_folder_is_the_initial_model(
     first["sort"].save(tmp_path / "saved")
     export_checkpoint(base, tmp_path / "saved", begun, renderer="chat_template", as_adapter=True)
     adapter = {"rank": 4, "alpha": 8.0, "start": str(begun)}
-    started = PolicySettings(TrainingConfig(steps=10, adapter=adapter, lr=1e-2, kl_coef=0.1), CorrectionConfig())
+    started = PolicySettings(TrainingConfig(steps=10, adapter=adapter, lr=1e-2, kl_coef=0.1), CorrectionConfig())  # pyright: ignore[reportArgumentType]
 
     together = AdapterTrainers(ModelConfig(path=str(base)), policies("sum") | {"started": started}, seed=0)
     trainer = together["started"]

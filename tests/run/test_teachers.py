@@ -17,7 +17,7 @@ from titan_rl.core.console import LOG
 from titan_rl.core.errors import ConfigError, GenerationError
 from titan_rl.generation.scripted_engine import scripted_logprobs
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
-from titan_rl.run.open_teachers import PrivilegedPrompt, TokenCheck, check_tokens, open_teachers
+from titan_rl.run.open_teachers import PrivilegedPrompt, TokenCheck, check_servers, check_tokens, open_teachers
 from titan_rl.run.sft.train import supervised
 from titan_rl.tasks.policy_servers import Served
 
@@ -117,6 +117,13 @@ def test_invalid_teacher_settings_are_rejected(teaching: Path, overrides: list[t
     with pytest.raises(ConfigError) as caught:
         load_config("config.toml", overrides)
     assert problem in str(caught.value)
+
+
+async def test_unreachable_server_is_found_by_the_check_before_a_run(teaching: Path) -> None:
+    url = [("training.teacher", "http://127.0.0.1:9"), *SELF[::2]]
+    with pytest.raises(GenerationError, match=r"the teacher http://127\.0\.0\.1:9 cannot be reached at"):
+        await check_servers(load_config("config.toml", url))
+    await check_servers(load_config("config.toml", SELF))
 
 
 def test_missing_teacher_override_is_rejected_before_the_run(teaching: Path) -> None:

@@ -70,6 +70,16 @@ async def test_unparsable_error_body_still_reports_the_status() -> None:
         await completion_from("[" * 100_000, status=500)
 
 
+async def test_rejects_a_prompt_logprob_of_the_first_token() -> None:
+    """The logprobs of a server that scores the first token may be those of the tokens after their positions."""
+    entries = [{"1": {"logprob": -1.0}}, {"2": {"logprob": -2.0}}]
+    said = json.loads(completion()) | {"prompt_logprobs": entries}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=said))
+    async with HttpGenerateFn("http://policy", transport=transport) as ask:
+        with pytest.raises(GenerationError, match="for the first token, which follows no other"):
+            await ask([1, 2], request_id="r", sampling=SamplingParams(2, prompt_logprobs=0))
+
+
 @pytest.mark.parametrize("entry", [None, 1.0, [-1.0]])
 async def test_rejects_partial_prompt_logprobs(entry: Any) -> None:
     said = json.loads(completion()) | {"prompt_logprobs": [None, entry]}

@@ -207,6 +207,67 @@ async def test_console_shows_start_and_end_of_an_outage_once():
     assert len(console) == 2
 
 
+def scoring(*logprobs: float) -> Any:
+    async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **_: Any) -> Completion:
+        scores = PromptScores(list(logprobs))
+        return Completion(request_id, [1], [-1.0], FinishReason.LENGTH, [VersionSpan(0, 1)], prompt_scores=scores)
+
+    return generate
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "problem"),
+    [
+        (
+            (-9000.0, -9000.0, -9000.0),
+            "returned logprobs with a median of -9000 for 'g/0/teacher/0', which no language",
+        ),
+        ((-1.0, 0.7, -1.0), "returned a logprob of 0.7 for"),
+        ((-1.0, float("nan"), -1.0), "returned a logprob of nan for"),
+        ((-1.0,), "returned 1 logprobs for a prompt of 4 tokens"),
+        ((-1.0, -1.0, -1.0, -1.0), "returned 4 logprobs for a prompt of 4 tokens"),
+    ],
+)
+async def test_implausible_logprobs_are_refused(logprobs: tuple[float, ...], problem: str):
+    with pytest.raises(TrainingError, match=f"the teacher t {problem}"):
+        await Teacher("t", scoring(*logprobs), max_context=64).score(group_of([turn([7, 8], [5, 1])]))
+
+
+async def test_single_improbable_tokens_are_accepted():
+    group = group_of([turn([7, 8], [5, 1])])
+    await Teacher("t", scoring(-9999.0, -1.0, 1e-3), max_context=64).score(group)
+    assert group.rollouts[0].turns[0].teacher is not None
+
+
+@pytest.mark.looptime
+async def test_console_shows_a_teacher_that_hangs_within_two_minutes():
+    clock, console, scripted = asyncio.get_running_loop().time, ConsoleLines(), ScriptedTeacher()
+    hangs_until = clock() + 90
+
+    async def hanging(prompt_token_ids: Sequence[int], **asked: Any) -> Completion:
+        await asyncio.sleep(max(0.0, hangs_until - clock()))
+        return await scripted(prompt_token_ids, **asked)
+
+    group = group_of([turn([7], [5])], [turn([7], [6])])
+    await Teacher("t", hanging, max_context=64, console=console).score(group)
+    hangs, answers = console
+    assert hangs.startswith("the teacher t fails: it has answered none of 2 requests for 60 s; requests are repeated")
+    assert answers == "the teacher t answers again, after 90 s"
+
+
+@pytest.mark.looptime
+async def test_slow_teacher_that_answers_others_is_not_reported():
+    console, scripted = ConsoleLines(), ScriptedTeacher()
+
+    async def slow(prompt_token_ids: Sequence[int], **asked: Any) -> Completion:
+        await asyncio.sleep(20 * len(prompt_token_ids))
+        return await scripted(prompt_token_ids, **asked)
+
+    group = group_of(*[[turn([7], [5] * size)] for size in range(1, 8)])
+    await Teacher("t", slow, max_context=64, console=console).score(group)
+    assert not console
+
+
 @pytest.mark.looptime
 async def test_queueing_at_a_slow_teacher_is_not_an_outage():
     scripted = ScriptedTeacher()

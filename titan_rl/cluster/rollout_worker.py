@@ -34,7 +34,7 @@ from titan_rl.generation.router.shard import ReplicaConnection, RouterShard
 from titan_rl.generation.router.shard_control import Ended, FromShard, ToShard
 from titan_rl.generation.router.strategies import make_strategy
 from titan_rl.rollout.checked_copies import completion_of, portable
-from titan_rl.rollout.group.running_groups import RunningGroup, RunningGroups
+from titan_rl.rollout.group.running_groups import RunningGroup, RunningGroups, Waits, join_waits
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.scheduling.lease import Suspension
 from titan_rl.types import SamplingParams
@@ -328,18 +328,20 @@ class RolloutWorkerActor(ProcessActor):
         self._watchdog.__enter__()  # after the imports, which block the loop
 
     @concurrent_endpoint
-    async def send_to_shard(self, number: int, message: ToShard) -> tuple[Ended, Counter[str]]:
+    async def send_to_shard(self, number: int, message: ToShard) -> tuple[Ended, Counter[str], Waits]:
         """Have the shard carry out a message of the router; see `RouterShard.receive_message`.
 
         Returns:
-            The shard's answer, and the number of running training groups by state.
+            The shard's answer, the number of running training groups by state, and the groups that wait for something
+            else than generation.
 
         Raises:
             ActorDiedError: The controller's journal cannot be reached, so this process must be replaced.
         """
         self._sender.check()
         ended = await self._shard.receive_message(number, message)
-        return ended, sum((groups.states() for groups in self._training.values()), Counter[str]())
+        waits = join_waits(groups.waits() for groups in (*self._training.values(), self._held_out))
+        return ended, sum((groups.states() for groups in self._training.values()), Counter[str]()), waits
 
     @concurrent_endpoint
     async def run_group(self, order: GroupOrder) -> RolloutGroup:

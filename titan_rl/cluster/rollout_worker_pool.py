@@ -24,6 +24,7 @@ from titan_rl.generation.recording import RecordedAnswer
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.shard_control import Ended, FromShard, ToShard
 from titan_rl.rollout.group.rollouter import Callbacks
+from titan_rl.rollout.group.running_groups import Waits, join_waits
 from titan_rl.rollout.types import Rollout, RolloutGroup, sample_alone
 from titan_rl.types import GenerateFn, SamplingParams
 
@@ -157,11 +158,13 @@ class WorkerLink:
     Attributes:
         name: Name of the shard.
         states: Number of the worker's running training groups by state, as it last reported them.
+        waits: Its groups that wait for something else than generation, as it last reported them.
     """
 
     def __init__(self, name: str, remote: RemoteProcess, actor: Any, router: GeneratorRouter) -> None:
         self.name = name
         self.states: Counter[str] = Counter()
+        self.waits: Waits = {}
         self._remote = remote
         self._actor = actor
         self._router = router
@@ -185,7 +188,7 @@ class WorkerLink:
         return await wait_for_room(self._room)
 
     async def call(self, number: int, message: ToShard) -> Ended:
-        ended, self.states = await self._remote.call(self._actor.send_to_shard, number, message)
+        ended, self.states, self.waits = await self._remote.call(self._actor.send_to_shard, number, message)
         return ended
 
     def end(self, reason: str) -> None:
@@ -321,6 +324,10 @@ class WorkerPool:
     def states(self) -> Counter[str]:
         """Number of running training groups by state, as the workers last reported them."""
         return sum((link.states for link in self._links.values()), Counter[str]())
+
+    def waits(self) -> Waits:
+        """Groups that wait for something else than generation, as the workers last reported them."""
+        return join_waits(link.waits for link in self._links.values())
 
     async def send_answers(self) -> None:
         """Have all workers send the tokens so far of their requests in flight, for the journal. Does not wait longer

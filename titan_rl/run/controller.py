@@ -189,7 +189,7 @@ class Controller(TrainingLoop[RunSummary]):
 
     def waits_for(self) -> str:
         """Description of what the run is waiting for."""
-        return "; ".join([*self._generation.waits_for(), *self._calls.waits_for()])
+        return "; ".join([*self._generation.waits_for(self._groups.waits()), *self._calls.waits_for()])
 
     async def _validate_first(self) -> None:
         """Run the first validation. A resumed run repeats a validation that was due when the run was stopped."""

@@ -43,22 +43,43 @@ ASK_S = 60.0
 """Longest time until a teacher's server answers how it tokenizes a text, in seconds."""
 
 
+def teachers_of(config: RunConfig) -> dict[str, str]:
+    """Teachers by the names of their tasks."""
+    return {source.name: name for source in config.tasks if (name := config.teacher_of(source))}
+
+
+def is_url(name: str) -> bool:
+    """Whether a teacher is a server."""
+    return name.startswith(("http://", "https://"))
+
+
+async def check_servers(config: RunConfig) -> None:
+    """Check that the servers of a run's teachers answer, and tokenize as the policy's tokenizer does.
+
+    Raises:
+        ConfigError: A teacher has another tokenizer than the policy, or cannot be asked how it tokenizes.
+        GenerationError: A server cannot be reached.
+    """
+    for name in dict.fromkeys(filter(is_url, teachers_of(config).values())):
+        await check_tokens(name, *server_of(name), TokenCheck.of_policy(config.model.path))
+
+
 @asynccontextmanager
 async def open_teachers(
     config: RunConfig, folder: Path, router: GeneratorRouter, renderer: Renderer, console: Console
 ) -> AsyncGenerator[dict[str, Teacher]]:
     """Open the teachers, by the names of their tasks, for the block. A folder is served only once, even if it teaches
-    several tasks.
+    several tasks. Servers have been checked with `check_servers`.
 
     Args:
         folder: Folder of the run.
         router: Router to the policy's generators, with which the policy teaches itself.
 
     Raises:
-        ConfigError: A teacher has another tokenizer than the policy, or cannot be asked how it tokenizes.
+        ConfigError: The model of a folder has another tokenizer than the policy.
         GenerationError: A folder cannot be served.
     """
-    named = {source.name: name for source in config.tasks if (name := config.teacher_of(source))}
+    named = teachers_of(config)
     async with AsyncExitStack() as resources:
         opened: dict[str, HttpGenerateFn] = {}
         for name in dict.fromkeys(named.values()):
@@ -129,7 +150,7 @@ def is_messages(given: Any) -> bool:
 async def _open(
     name: str, config: RunConfig, folder: Path, resources: AsyncExitStack, console: Console
 ) -> HttpGenerateFn:
-    if name.startswith(("http://", "https://")):
+    if is_url(name):
         served, model = server_of(name)
     else:
         log, model = new_log(folder / "logs", f"teacher-{Path(name).name}-{os.getpid()}"), None
@@ -145,7 +166,7 @@ async def _open(
             console=console,
         )
         served = await resources.enter_async_context(starting)
-    await check_tokens(name, served, model, TokenCheck.of_policy(config.model.path))
+        await check_tokens(name, served, model, TokenCheck.of_policy(config.model.path))
     generate = HttpGenerateFn(served.url, model=model, api_key=served.api_key or None, timeout_s=SCORE_S)
     return await resources.enter_async_context(generate)
 

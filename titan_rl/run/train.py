@@ -26,7 +26,7 @@ from titan_rl.run.checks.requirements import check_needs
 from titan_rl.run.components import Components, Planes, describe_processes, open_planes
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import warn_of_stalls
-from titan_rl.run.open_teachers import open_teachers
+from titan_rl.run.open_teachers import check_servers, open_teachers
 from titan_rl.run.policy_training import PolicyTraining, show_notes
 from titan_rl.run.process.environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
 from titan_rl.run.resumption import open_run_dir
@@ -99,6 +99,7 @@ async def _train(
         show_notes(config, progress)
     journal = resources.enter_context(open_journal(start, run_dir, progress))
     run = PolicyTraining(config, run_dir, progress, session.sinks, start, journal, components.published)
+    await check_servers(config)  # before processes start, which takes longer
     async with asyncio.TaskGroup() as startup:  # during the start, which takes longer than a renderer's imports
         making = startup.create_task(components.make_renderer(config, progress), name="renderer")
         planes = await _start_planes(session, components, resources)

@@ -325,6 +325,11 @@ def prompt_scores_of(prompt_logprobs: Any, prompt: Sequence[int], top_k: int) ->
         raise ValueError(
             f"prompt_logprobs are {str(prompt_logprobs)[:60]}; each of {len(prompt)} tokens needs an entry"
         )
+    if prompt_logprobs[0]:
+        raise ValueError(
+            f"prompt_logprobs have {str(prompt_logprobs[0])[:60]} for the first token, which follows no other; they "
+            "may be of the tokens after their positions"
+        )
     logprobs: list[float] = []
     top: list[tuple[int, float]] = []
     for token, entry in zip(prompt[1:], cast("list[Any]", prompt_logprobs)[1:], strict=True):

@@ -243,7 +243,7 @@ class ModelReward(FunctionReward[Any]):
                 backoff.extend(waited_s)  # the rate makes this call wait, not the model
             try:
                 async with asyncio.timeout(backoff.left_s):
-                    with stray_cancellation_fails(f"a call of judge {self.name!r}"):
+                    with self._outage.waiting(outage_s), stray_cancellation_fails(f"a call of judge {self.name!r}"):
                         verdict = await ask()
             except RequestError as error:
                 raise RewardError(f"judge {self.name!r} refuses a question: {error}") from error

@@ -40,6 +40,12 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 MOST_IN_FLIGHT = 64
 """Maximum number of simultaneous requests to one teacher."""
 
+LEAST_MEDIAN = -100.0
+"""Least plausible median of the logprobs of a text. A model that knows nothing has -log(vocabulary), about -12."""
+
+MAX_ROUNDING = 0.1
+"""Largest logprob that rounding explains: a probability is at most 1."""
+
 PromptFn = Callable[[Rollout], Sequence[int]]
 """Function from a rollout to the tokens that the teacher reads instead of the rollout's first prompt."""
 
@@ -190,7 +196,8 @@ class Teacher:
         async with self._slots:
             try:
                 async with asyncio.timeout(self._outage_s):
-                    completion = await self._generate(prompt, request_id=request_id, sampling=self._sampling)
+                    with self._outage.waiting(self._outage_s):
+                        completion = await self._generate(prompt, request_id=request_id, sampling=self._sampling)
             except TimeoutError as error:
                 raise GenerationError(f"no answer within {self._outage_s:g} s") from error
         if completion.prompt_scores is None:
@@ -200,11 +207,24 @@ class Teacher:
                 f"the teacher {self.name} returned {count} logprobs for a prompt of {len(prompt)} tokens; it must "
                 "return one for each token after the first"
             )
+        if (problem := _implausible(completion.prompt_scores.logprobs)) is not None:
+            raise TrainingError(
+                f"the teacher {self.name} returned {problem} for {request_id!r}, which no language model computes; "
+                "check its server and its weights"
+            )
         return completion.prompt_scores
 
 
 def _is_trained(rollout: Rollout) -> bool:
     return bool(rollout.turns) and rollout.advantage is not None and rollout.status is not RolloutStatus.ABORTED
+
+
+def _implausible(logprobs: Sequence[float]) -> str | None:
+    """Logprobs of a text that cannot be right, for a message; None if they may be. Single tokens may be improbable."""
+    if not all(logprob <= MAX_ROUNDING for logprob in logprobs):
+        return f"a logprob of {next(logprob for logprob in logprobs if not logprob <= MAX_ROUNDING)}"
+    median = sorted(logprobs)[len(logprobs) // 2]
+    return None if median >= LEAST_MEDIAN else f"logprobs with a median of {median:g}"
 
 
 def sampled_kl(turns: Sequence[Turn]) -> float | None:

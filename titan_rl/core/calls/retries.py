@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from titan_rl.core.console import LOG, Console
 
 REPORTED_AFTER_S = 5.0
 """Least duration of an outage that is reported, so that a few failed requests are not."""
+
+SILENT_S = 60.0
+"""Time without an answer to any request after which a service counts as hanging."""
 
 
 class Backoff:
@@ -63,6 +68,8 @@ class Outage:
     Example:
 
         outage = Outage("the teacher http://10.0.0.1:8000")
+        with outage.waiting(limit_s=1800):  # shown if no request is answered for 60 s
+            ...
         outage.failed(error, limit_s=1800)  # shown if the first failure was 5 s ago
         outage.answered()  # shown if the outage was shown
 
@@ -76,11 +83,38 @@ class Outage:
         self._service = service
         self._began: float | None = None  # time of the first failure since the last answer
         self._is_reported = False
+        self._num_waiting = 0  # requests in flight
+        self._silent_since = 0.0  # time of the last answer, or since which requests are in flight
 
     @property
     def is_on(self) -> bool:
         """Whether no request has been answered since one failed."""
         return self._began is not None
+
+    @contextmanager
+    def waiting(self, limit_s: float) -> Generator[None]:
+        """Count a request as in flight during the block. A service that answers none for `SILENT_S` seconds has an
+        outage.
+
+        Args:
+            limit_s: See `failed`.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._num_waiting:
+            self._silent_since = loop.time()
+        self._num_waiting += 1
+        timer = loop.call_later(SILENT_S, self._check_silence, limit_s)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._num_waiting -= 1
+
+    def _check_silence(self, limit_s: float) -> None:
+        silent_s = asyncio.get_running_loop().time() - self._silent_since
+        if silent_s >= SILENT_S:
+            self._began = self._silent_since if self._began is None else self._began
+            self.failed(f"it has answered none of {self._num_waiting} requests for {silent_s:.0f} s", limit_s)
 
     def failed(self, reason: object, limit_s: float) -> None:
         """Note that a request has failed.
@@ -101,6 +135,7 @@ class Outage:
 
     def answered(self) -> None:
         """Note that a request has been answered."""
+        self._silent_since = asyncio.get_running_loop().time()
         if self._is_reported and self._began is not None:
             lasted_s = asyncio.get_running_loop().time() - self._began
             self.console.warning(f"{self._service} answers again, after {lasted_s:.0f} s")

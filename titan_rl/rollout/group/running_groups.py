@@ -5,9 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 
 from titan_rl.rollout.group.rollouter import Callbacks
+
+ENVIRONMENTS, REWARDS = "environments or agents", "rewards"
+
+Waits = dict[str, tuple[int, float]]
+"""Number of the groups that wait for a part of a run, and the seconds of the longest wait, by the part's name."""
+
+
+def join_waits(several: Iterable[Waits]) -> Waits:
+    joined: Waits = {}
+    for part, (count, seconds) in (item for waits in several for item in waits.items()):
+        before = joined.get(part, (0, 0.0))
+        joined[part] = before[0] + count, max(before[1], seconds)
+    return joined
 
 
 class RunningGroup:
@@ -24,6 +37,8 @@ class RunningGroup:
         self._num_rollouts = num_rollouts
         self._finish_session = finish_session
         self._num_requests = 0  # number of requests in flight
+        self._since = asyncio.get_running_loop().time()  # beginning of the state
+        self._scorer = ""
         self._num_ended = 0
         self._sessions: set[str] = set()
         self._callbacks = Callbacks()
@@ -34,6 +49,24 @@ class RunningGroup:
         if self._num_requests:
             return "generating"
         return "scoring" if self._num_ended >= self._num_rollouts else "in the environment"
+
+    @property
+    def waits_for(self) -> str:
+        """Part of the run for which the group waits, for messages; "" while requests are in flight."""
+        return {"generating": "", "scoring": self._scorer or REWARDS}.get(self.state, ENVIRONMENTS)
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds for which the group has waited for this part."""
+        return asyncio.get_running_loop().time() - self._since
+
+    def scored_by(self, scorer: str) -> None:
+        """Note that the group waits for a scorer other than its rewards, which have ended."""
+        self._scorer = scorer
+        self._changed()
+
+    def _changed(self) -> None:
+        self._since = asyncio.get_running_loop().time()
 
     @contextlib.contextmanager
     def request(self, session_id: str | None) -> Generator[None]:
@@ -48,10 +81,13 @@ class RunningGroup:
             self._num_requests -= 1
             if not self._num_requests:
                 self.idle.set()
+                self._changed()
 
     def ended(self, rollout_id: str) -> None:
         """Note that a rollout of the group has ended, and finish its session."""
         self._num_ended += 1
+        if self._num_ended == self._num_rollouts:
+            self._changed()
         if rollout_id in self._sessions:
             self._finish(rollout_id)
 
@@ -93,3 +129,7 @@ class RunningGroups:
 
     def states(self) -> Counter[str]:
         return Counter(group.state for group in self._groups)
+
+    def waits(self) -> Waits:
+        """Groups that wait for something else than generation."""
+        return join_waits({group.waits_for: (1, group.waits_s)} for group in self._groups if group.waits_for)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from titan_rl.cluster.hosts.cores import plural
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.generation.router.pool import ReplicaStatus
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import GaugeSummary
+from titan_rl.rollout.group.running_groups import Waits
 from titan_rl.run.terminal.live_display import SLOT_STYLES, ReplicaLook, RunLook
 from titan_rl.scheduling.lease import GroupState
 
@@ -84,14 +86,21 @@ class GenerationStatus:
             self._hosts.look(),
         )
 
-    def waits_for(self) -> list[str]:
-        """Describe the state of generation, for messages about a stalled run."""
+    def waits_for(self, waits: Waits) -> list[str]:
+        """Describe the state of generation, for messages about a stalled run.
+
+        Args:
+            waits: Groups that wait for something else.
+        """
         serving = [replica.name for replica in self._router.replicas if replica.serving]
         errors = [f"{replica.name}: {replica.last_error}" for replica in self._router.replicas if replica.last_error]
-        num_requests = self._router.num_in_flight
-        elsewhere = "" if num_requests else " (rollouts wait for environments, agents, rewards or teachers)"
+        elsewhere = [
+            f"{plural(count, 'group')} waiting for {part}, the longest for {seconds:.0f} s"
+            for part, (count, seconds) in waits.items()
+        ]
         return [
-            f"{num_requests} requests are in flight{elsewhere}",
+            f"{self._router.num_in_flight} requests are in flight",
+            *elsewhere,
             f"{len(serving)} of {self._num_generators} generators serve",
             *errors,
         ]

@@ -13,7 +13,14 @@ from titan_rl.generation.group_requests import GroupRequests
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode
 from titan_rl.rollout.group.rollouter import GroupRunner
-from titan_rl.rollout.group.running_groups import RunningGroup, RunningGroups
+from titan_rl.rollout.group.running_groups import (
+    ENVIRONMENTS,
+    REWARDS,
+    RunningGroup,
+    RunningGroups,
+    Waits,
+    join_waits,
+)
 from titan_rl.rollout.task import calling, held_out_samples
 from titan_rl.rollout.types import Matched, Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
@@ -86,6 +93,14 @@ class RolloutStage:
         """Number of running training groups by state."""
         return self._training.states() if self._workers is None else self._workers.states()
 
+    def waits(self) -> Waits:
+        """Groups that wait for something else than generation, in training and validation."""
+        own = join_waits([self._training.waits(), self.held_out.waits()])
+        if self._workers is None:
+            return own
+        teachers = {part: wait for part, wait in own.items() if part not in (ENVIRONMENTS, REWARDS)}
+        return join_waits([teachers, self._workers.waits()])
+
     def _finish_session(self, session_id: str) -> None:
         self._router.finish_session(session_id)
 
@@ -151,6 +166,7 @@ class RolloutStage:
                 ),
             )
             if (teacher := self._teachers.get(played.task)) is not None:
+                playing.scored_by(f"the teacher {teacher.name}")
                 await teacher.score(group)
         return group
 
