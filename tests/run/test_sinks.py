@@ -18,6 +18,7 @@ from titan_rl.core.console import ConsoleLines
 from titan_rl.metrics.sinks.registry import SinkKind
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.metrics.sinks.types import SinkSpec
+from titan_rl.run import json_lines
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.observability.sinks import BackgroundSink, Sinks, open_sinks
 
@@ -199,8 +200,76 @@ def test_write_without_space_leaves_no_partial_line(tmp_path: Path):
     run_dir.write_rollout({"step": 1})
     with quota(100), pytest.raises(OSError, match="No space left"):
         run_dir.write_rollout({"step": 2, "text": "x" * 200})
+    assert run_dir.rollouts.read_bytes() == b'{"step": 1}\n'
     run_dir.write_rollout({"step": 3})
-    assert [json.loads(line)["step"] for line in run_dir.rollouts.read_text().splitlines()] == [1, 3]
+    assert steps_in(run_dir.rollouts) == [1, 2, 3], "the record waited for room"
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_metrics_of_a_full_disk_wait_and_are_written_when_there_is_room(tmp_path: Path):
+    console, run_dir = ConsoleLines(), RunDirectory(tmp_path)
+    with open_sinks(LoggingConfig(), run_dir, console) as sinks:
+        sinks.log(1, {"loss": 0.5})
+        with quota(60):
+            for step in range(2, 26):
+                sinks.log(step, {"loss": 0.5})
+        sinks.log(26, {"loss": 0.5})
+        assert steps_in(run_dir.metrics) == list(range(1, 27))
+    waits, works = console
+    assert waits.startswith("logging to metrics.jsonl waits: OSError: [Errno 28] No space left on device")
+    assert works == "logging to metrics.jsonl works again; 24 had waited, 0 were lost meanwhile"
+
+
+def test_records_that_wait_are_written_at_the_end_of_a_run(tmp_path: Path):
+    console, run_dir = ConsoleLines(), RunDirectory(tmp_path)
+    run_dir.show_on(console)
+    with quota(10), pytest.raises(OSError, match="No space left"):
+        run_dir.write_rollout({"step": 1})
+    run_dir.close()
+    assert steps_in(run_dir.rollouts) == [1]
+    assert console == []
+
+
+def test_records_that_never_find_room_are_reported_at_the_end(tmp_path: Path):
+    console, run_dir = ConsoleLines(), RunDirectory(tmp_path)
+    run_dir.show_on(console)
+    with quota(10):
+        with pytest.raises(OSError, match="No space left"):
+            run_dir.write_rollout({"step": 1})
+        run_dir.close()
+    (lost,) = console
+    assert lost.startswith(f"1 records of {run_dir.rollouts} were lost: [Errno 28] No space left")
+
+
+def test_records_beyond_the_limit_of_memory_are_lost_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(json_lines, "MOST_WAITING_BYTES", 100)
+    console, run_dir = ConsoleLines(), RunDirectory(tmp_path)
+    with open_sinks(LoggingConfig(), run_dir, console) as sinks:
+        with quota(10):
+            for step in range(1, 6):
+                sinks.log(step, {"loss": 0.5})
+        sinks.log(6, {"loss": 0.5})
+    kept = steps_in(run_dir.metrics)
+    assert kept == [*range(1, len(kept)), 6]
+    assert f"{len(kept) - 1} had waited, {6 - len(kept)} were lost meanwhile" in console[-2]
+
+
+@pytest.mark.parametrize("rotated", [False, True], ids=["removed", "rotated"])
+def test_file_that_is_removed_or_rotated_begins_anew_and_is_reported(tmp_path: Path, rotated: bool):
+    console, run_dir = ConsoleLines(), RunDirectory(tmp_path)
+    with open_sinks(LoggingConfig(), run_dir, console) as sinks:
+        sinks.log(1, {"loss": 0.5})
+        if rotated:
+            run_dir.metrics.rename(tmp_path / "metrics.jsonl.1")
+        else:
+            run_dir.metrics.unlink()
+        sinks.log(2, {"loss": 0.5})
+        sinks.log(3, {"loss": 0.5})
+    assert steps_in(run_dir.metrics) == [2, 3]
+    assert console == [f"{run_dir.metrics} was removed or replaced; a new file begins there"]
 
 
 @contextmanager

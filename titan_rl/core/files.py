@@ -71,6 +71,14 @@ def file_status(path: Path) -> os.stat_result:
     return _check(path, path.lstat())
 
 
+def is_same_file(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file is still the one at a path, and was neither removed nor replaced."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def _check(path: Path, status: os.stat_result) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))

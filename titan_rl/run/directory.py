@@ -20,6 +20,7 @@ import msgspec
 from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.console import Console
 from titan_rl.core.errors import CheckpointError, ConfigError
 from titan_rl.core.files import last_lines, read_json
 from titan_rl.core.run_files import ADAPTERS
@@ -268,7 +269,7 @@ class RunDirectory:
         """Append one record of metrics, with `elapsed_s` as `time_s`. NaN and infinities become null.
 
         Raises:
-            OSError: The record could not be written.
+            OSError: The record could not be written, or waits for room on the disk; see `JsonLines.append`.
         """
         self._lines[self.metrics].append({"step": step, "time_s": round(self.elapsed_s, 3), **metrics})
 
@@ -276,7 +277,7 @@ class RunDirectory:
         """Append one transcript.
 
         Raises:
-            OSError: The transcript could not be written.
+            OSError: See `write_metrics`.
         """
         self._lines[self.rollouts].append(record)
 
@@ -306,6 +307,11 @@ class RunDirectory:
         records = (read_json(line) for line in last_lines(self.metrics))
         times = ((record or {}).get("time_s") for record in records)
         return next((float(seconds) for seconds in times if isinstance(seconds, int | float)), 0.0)
+
+    def show_on(self, console: Console) -> None:
+        """Show on a console that a file was removed, or that records were lost; by default this is logged."""
+        for lines in self._lines.values():
+            lines.console = console
 
     def close(self) -> None:
         """Close the files. A later write opens them again."""

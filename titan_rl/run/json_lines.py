@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -13,6 +14,9 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.console import LOG, Console
+from titan_rl.core.errors import means_no_space
+from titan_rl.core.files import is_same_file
 from titan_rl.core.plain_data import json_line
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -81,31 +85,77 @@ def _read(line: bytes, decoder: msgspec.json.Decoder[T]) -> T | None:
         return None
 
 
+MOST_WAITING_BYTES = 64 << 20
+"""Most bytes of records that wait in memory for room on the disk. Further records are lost."""
+
+
+class RecordWaitsError(OSError):
+    """The disk is full. The record waits in memory, and is written when there is room."""
+
+
 class JsonLines:
     """File to which records are appended. Each record takes one write, so that readers see whole lines, and a crash
-    loses none."""
+    loses none.
 
-    def __init__(self, path: Path) -> None:
+    While the disk is full, records wait in memory. If the file was removed or replaced, as by a rotation of logs, a new
+    one begins.
+
+    Args:
+        console: Console for these events.
+    """
+
+    def __init__(self, path: Path, console: Console = LOG) -> None:
+        self.console = console
         self._path = path
         self._file: BinaryIO | None = None
+        self._waiting: deque[bytes] = deque()
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append one record.
+        """Append one record, after those that wait.
 
         Raises:
-            OSError: The record could not be written. The file is restored, because a partial line would also spoil the
-                next one.
+            RecordWaitsError: The disk is full, and the record waits. The file has no partial line, which would also
+                spoil the next one.
+            OSError: The record could not be written, or is one too many to wait.
         """
         line = (json_line(record) + "\n").encode()
+        if self._waiting and sum(map(len, self._waiting)) + len(line) > MOST_WAITING_BYTES:
+            self._write_waiting()  # raises, unless there is room now
+        self._waiting.append(line)
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if not means_no_space(error):
+                self._waiting.pop()
+                raise
+            raise RecordWaitsError(error.errno, error.strerror, str(self._path)) from error
+
+    def _write_waiting(self) -> None:
+        file = self._opened()
+        while self._waiting:
+            line, begin = self._waiting[0], os.fstat(file.fileno()).st_size
+            if file.write(line) != len(line):
+                file.truncate(begin)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            self._waiting.popleft()
+
+    def _opened(self) -> BinaryIO:
+        if self._file is not None and not is_same_file(self._file, self._path):
+            self.console.warning(f"{self._path} was removed or replaced; a new file begins there")
+            self._file.close()
+            self._file = None
         if self._file is None:
             self._file = self._path.open("ab", buffering=0)
-        begin = os.fstat(self._file.fileno()).st_size
-        if self._file.write(line) != len(line):
-            self._file.truncate(begin)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        return self._file
 
     def close(self) -> None:
-        """Close the file. A later record opens it again."""
+        """Write the records that wait, and close the file. A later record opens it again."""
+        try:
+            if self._waiting:
+                self._write_waiting()
+        except OSError as error:
+            self.console.warning(f"{len(self._waiting)} records of {self._path} were lost: {error}")
+            self._waiting.clear()
         if self._file is not None:
             self._file.close()
             self._file = None

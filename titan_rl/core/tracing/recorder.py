@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from zlib import crc32
 
 from titan_rl.core.console import Console
+from titan_rl.core.files import is_same_file
 
 FINE = b'{"cat":"fine'
 """Prefix of the lines of spans within a rollout. There are many, and the oldest of them are dropped first."""
@@ -60,6 +61,8 @@ class TraceFile:
             self._file = None
 
     def _open(self) -> BinaryIO:
+        if self._file is not None and not is_same_file(self._file, self._path):
+            self.close()  # a new file begins
         if self._file is None:
             self._file = self._path.open("ab", buffering=0)
             self._end_last_line(self._file)

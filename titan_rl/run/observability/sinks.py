@@ -16,6 +16,7 @@ from titan_rl.metrics.sinks.registry import SinkKind, find_sink
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.metrics.sinks.types import MetricSink, SinkSpec
 from titan_rl.run.directory import RunDirectory
+from titan_rl.run.json_lines import RecordWaitsError
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,19 @@ class BestEffort:
         self._what = what
         self._console = console
         self._in_a_row = 0
+        self._num_waiting = 0
 
     @contextlib.contextmanager
     def attempt(self) -> Generator[None]:
         """Note whether the block succeeds. Its errors are suppressed, except Ctrl-C."""
         try:
             yield
+        except RecordWaitsError as error:
+            self._num_waiting += 1
+            if self._num_waiting == 1:
+                self._console.warning(
+                    f"{self._what} waits: {summary(error.__cause__ or error)}; records are kept in memory"
+                )
         except BaseException as error:  # a client may even raise SystemExit
             if is_ctrl_c(error):
                 raise
@@ -51,9 +59,10 @@ class BestEffort:
                 logger.warning("%s failed", self._what, exc_info=error)
                 self._console.warning(f"{self._what} failed, and the run continues without it: {summary(error)}")
         else:
-            if self._in_a_row:
-                self._console.warning(f"{self._what} works again; {self._in_a_row} were lost meanwhile")
-                self._in_a_row = 0
+            if self._in_a_row or self._num_waiting:
+                kept = f"{self._num_waiting} had waited, " * bool(self._num_waiting)
+                self._console.warning(f"{self._what} works again; {kept}{self._in_a_row} were lost meanwhile")
+                self._in_a_row = self._num_waiting = 0
 
     def close(self) -> None:
         """Report the number of failures, if there were any."""
@@ -196,6 +205,7 @@ def open_sinks(
     kinds = {name: find_sink(name) for name in settings.sinks}
     for kind in kinds.values():
         kind.check()
+    run_dir.show_on(console)
     spec = SinkSpec(run_dir.run_id, run_dir.path, settings, step, console)
     named = {kind.title: BackgroundSink(kind, spec) for kind in kinds.values()}
     opened = Sinks({"metrics.jsonl": JSONLSink(run_dir), **named, **(others or {})}, console)
