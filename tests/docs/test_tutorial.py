@@ -20,6 +20,7 @@ from run.test_controller import FakeTrainer
 
 import titan_rl
 from titan_rl import Completion, FinishReason, VersionSpan
+from titan_rl.core.clusters import repeated_prompts
 
 PAGE = ROOT / "docs" / "tutorial.md"
 COINS = (20, 10, 5, 2, 1)
@@ -65,6 +66,17 @@ def test_tutorial_task_is_played_and_scored_in_a_run(folder: Path) -> None:
     assert {record["status"] for record in records} == {"completed"}
     assert max(record["reward"] for record in records) == 1.0
     assert min(record["reward"] for record in records) < 1.0
+
+
+def test_tutorial_holds_out_enough_different_amounts(folder: Path) -> None:
+    try:
+        (source,) = titan_rl.load_config("change.toml", check_files=False).tasks
+        held_out = source.task.validation_samples(64)
+    finally:
+        sys.modules.pop("change", None)
+    assert "64 prompts (20 distinct)" in PAGE.read_text()
+    assert len(set(held_out)) == 20
+    assert repeated_prompts(len(held_out), len(set(held_out))) is None
 
 
 @pytest.mark.skipif("TITAN_RL_TEST_DOCS" not in os.environ, reason="trains: make test-docs")

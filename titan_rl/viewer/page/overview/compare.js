@@ -26,7 +26,7 @@ export class Comparison {
     const order = this.runs.map((_, i) => i);
     if (by) order.sort((a, b) => (direction === "asc" ? 1 : -1) * compared(by.of(a), by.of(b)));
     const head = ({ label, title }) => h("th", { scope: "col", "aria-sort": by?.label === label ? (direction === "asc" ? "ascending" : "descending") : null },
-      h("button", { type: "button", class: "quiet", title: title ?? `Sort by ${label}`, onclick: () => this.#sort(label) }, label, by?.label === label ? (direction === "asc" ? " ▲" : " ▼") : ""));
+      h("button", { type: "button", class: label.includes(".") ? "quiet setting" : "quiet", title: title ?? `Sort by ${label}`, onclick: () => this.#sort(label) }, label.split(/(?<=\.)/).flatMap(part => [part, h("wbr")]), by?.label === label ? (direction === "asc" ? " ▲" : " ▼") : ""));
     this.element.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, columns.map(head))),
       h("tbody", {}, order.map(i => h("tr", {}, columns.map((column, place) => h(place ? "td" : "th", place ? {} : { scope: "row" }, column.show(i))))))));
   }
