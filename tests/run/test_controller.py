@@ -47,6 +47,7 @@ from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.scheduling.settings import SchedulingConfig
@@ -169,9 +170,11 @@ class Rig:
         replica: Any = None,
         trainer: FakeTrainer | None = None,
         training: dict[str, Any] | None = None,
+        keep: Any = 2,
+        start: RunState = RunState(),  # noqa: B008  frozen
     ) -> None:
         task = task or Counting()
-        config = RunConfig(
+        config = self.config = RunConfig(
             model=ModelConfig(path="unused", max_context=16),
             tasks=[TaskSource(task=task)],  # pyright: ignore[reportArgumentType]
             sampling=SamplingConfig(max_tokens=1),
@@ -181,7 +184,7 @@ class Rig:
             validation=ValidationConfig(
                 num_prompts=held_out, **{"samples_per_prompt": 2, "interval": 2} if held_out else {}
             ),
-            checkpoint=CheckpointConfig(interval=checkpoint_interval),
+            checkpoint=CheckpointConfig(interval=checkpoint_interval, keep=keep),
             generation=generation or GenerationConfig(),
         )
         self.trainer = trainer or FakeTrainer()
@@ -200,7 +203,8 @@ class Rig:
             run_dir=self.run_dir,
             sinks=self.records,
             progress=self.progress,
-            journal=RunJournal(self.run_dir.journal),
+            journal=RunJournal(self.run_dir.journal, start.position),
+            start=start,
         )
 
     async def run(self) -> Any:

@@ -30,13 +30,26 @@ def set_up(parser: Parser) -> None:
         help="write only the adapter of a run with [training.adapter], as a folder that PEFT loads; by default it is "
         "merged into its base",
     )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="write the checkpoint of a run with the highest held-out reward instead of the newest one; "
+        'checkpoint.keep = "best" keeps it',
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out).absolute()
     with status(f"exporting {arguments.policy}"):
-        exporting = export_policy(arguments.policy, out, arguments.dtype, StderrConsole(), as_adapter=arguments.adapter)
+        exporting = export_policy(
+            arguments.policy,
+            out,
+            arguments.dtype,
+            StderrConsole(),
+            as_adapter=arguments.adapter,
+            best=arguments.best,
+        )
         name = asyncio.run(exporting)
     subject = f"the adapter of {name}" if arguments.adapter else name
     print_stderr(f"titan-rl: {subject} is written and verified")

@@ -292,6 +292,14 @@ def background_validation_conflicts(run: RunTables) -> Iterator[str]:
         )
 
 
+def best_checkpoint_conflicts(run: RunTables) -> Iterator[str]:
+    if run.checkpoint.keep == "best" and not run.validation.is_repeated_in_full:
+        yield (
+            'checkpoint.keep = "best" without validations of all suites between steps: only the last step would be '
+            "validated; set validation.interval above 0, or keep to a number"
+        )
+
+
 def adapter_name_conflicts(run: RunTables) -> Iterator[str]:
     """Check the names of several adapters and of their tasks."""
     adapters, tasks = run.adapters, [source.name for source in run.tasks]
@@ -454,5 +462,6 @@ RULES = (
     effect_conflicts,
     suite_conflicts,
     background_validation_conflicts,
+    best_checkpoint_conflicts,
 )
 """Rules between the tables of a run, in the order of their messages."""

@@ -12,7 +12,7 @@ from titan_rl.config.unchecked_tables import fields_of, validated
 from titan_rl.config.validation_errors import ARGUMENTS, COMMAND_LINE, Origins, nearest, problems
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
-from titan_rl.training.settings import AdapterConfig, TrainingConfig
+from titan_rl.training.settings import AdapterConfig, StopAtConfig, TrainingConfig
 
 
 class AdapterRun(Section):
@@ -89,6 +89,7 @@ def _load_adapter(
         )
     extra_names = [f"training.{field}" for field in TrainingConfig.model_fields]
     extra_names += [f"training.adapter.{field}" for field in AdapterConfig.model_fields]
+    extra_names += [f"training.stop_at.{field}" for field in StopAtConfig.model_fields]
     return validated(AdapterRun, fields, origins, prefix, extra_names)
 
 

@@ -23,6 +23,7 @@ from titan_rl.training.settings import TrainingConfig
 RESUMABLE = (
     "training.steps",
     "training.decay_steps",
+    "training.stop_at.",
     "training.data_parallel",
     "training.context_parallel",
     "training.tensor_parallel",

@@ -248,6 +248,11 @@ class ValidationConfig(Section):
     """Validation suites; by default one for each task of the run."""
 
     @property
+    def is_repeated_in_full(self) -> bool:
+        """Whether all suites run between steps."""
+        return self.num_prompts > 0 and all(suite.interval or self.interval for suite in self.suites or [self])
+
+    @property
     def is_repeated(self) -> bool:
         """Whether a suite runs between steps."""
         own = [suite.interval for suite in self.suites] or [None]
@@ -261,10 +266,17 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 saves by time only, and at the end."""
     interval_s: NonNegativeFloat = 600.0
     """Seconds between checkpoints, at least 9 times the duration of the last one; 0 saves by steps only."""
-    keep: PositiveInt = 2
-    """Number of checkpoints to keep; the oldest is deleted first."""
+    keep: Annotated[PositiveInt | Literal["best"], one_of('must be a number above 0 or "best"')] = 2
+    """Number of checkpoints to keep; the oldest is deleted first. "best" keeps the newest one and the one with the
+    highest held-out reward (with `titan-rl sft`, the lowest held-out loss), and also saves after a validation that is
+    the best so far."""
     allow_changed_data: bool = False
     """Let a run be resumed although a task's data changed since its checkpoint. By default that is an error."""
+
+    @property
+    def num_newest(self) -> int:
+        """Number of checkpoints that are kept because they are the newest."""
+        return 1 if self.keep == "best" else self.keep
 
 
 class TinyModelConfig(Section):

@@ -15,6 +15,7 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import NoSpaceError
 from titan_rl.core.tracing.spans import span
 from titan_rl.run.checks.requirements import free_bytes, gigabytes, no_space, require_room, size_of
+from titan_rl.run.held_out import best_checkpoint
 from titan_rl.run.journal.state import FILE
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.stages.training import TrainerCalls
@@ -87,6 +88,11 @@ class SavedRun(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights."""
+        ...
+
+    @property
+    def held_out(self) -> Mapping[int, float]:
+        """Held-out rewards by version; higher is better."""
         ...
 
     async def copy_state(self) -> Mapping[str, Any]:
@@ -256,8 +262,12 @@ class CheckpointSaver:
             self._ended_at = asyncio.get_running_loop().time()
         self._wait_s = max(self._config.interval_s, (self._ended_at - copy.began_at) * (1 / SHARE - 1))
         self._saved, self._copy = copy.version, None
-        keep_last(self._root, self._config.keep)
-        self._run.forget_before(min(map(step_of, list_checkpoints(self._root)), default=0))
+        newest, best = self._config.num_newest, None
+        if self._config.keep == "best":
+            best = best_checkpoint(self._root, self._run.held_out)
+        keep_last(self._root, newest, best)
+        # The journal after an old checkpoint may be large, and only a run without newer ones would need it.
+        self._run.forget_before(min(map(step_of, list_checkpoints(self._root)[-newest:]), default=0))
 
     def _skip(self, version: int, error: NoSpaceError) -> None:
         self._ended_at = asyncio.get_running_loop().time()

@@ -42,6 +42,7 @@ from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.group.transcript import TokenRecords
 from titan_rl.rollout.renderer.tokenizer import TokenTexts
 from titan_rl.run.directory import RunDirectory, each_of
+from titan_rl.run.held_out import best_version, reason_to_stop
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState, train_index
 from titan_rl.run.observability.generation_status import GenerationStatus
@@ -139,7 +140,7 @@ class Controller(TrainingLoop[RunSummary]):
             trainer, published, router, "drain" if config.generation.pull_mode == "drain" else "hot_swap"
         )
         self._validation = Validation(
-            config, self._groups, self._transcripts, run_dir, reports=self._reports, progress=progress
+            config, self._groups, self._transcripts, run_dir, reports=self._reports, progress=progress, start=start
         )
         self._background_validation = BackgroundValidation(
             config, self._validation, trainer, published, router, progress
@@ -179,6 +180,10 @@ class Controller(TrainingLoop[RunSummary]):
                 run_dir=self._run_dir.path,
             )
 
+    @property
+    def held_out(self) -> Mapping[int, float]:
+        return self._validation.rewards
+
     def progress(self) -> object:
         """Progress counter for the watchdog: changes with every token, answer and step."""
         return self._generation.progress(), self.version, self._syncing
@@ -204,7 +209,7 @@ class Controller(TrainingLoop[RunSummary]):
         """Loop over the stages until all steps are trained, all generators have the last version, and no checkpoint is
         being written."""
         await self._freeze_if_due(self.version)  # a run that was stopped at the end of a step has not done this yet
-        while self.version < self._config.training.steps:
+        while self.version < self._config.training.steps and not self._stops_early():
             self._stages.enter(Stage.BATCH, self.version + 1)
             with self._progress.working(f"waiting for the rollouts of step {self.version + 1}", self._progress.slots):
                 batch = await self._next_batch(background)
@@ -217,8 +222,8 @@ class Controller(TrainingLoop[RunSummary]):
                     await self._pulled(step)
             await self._freeze_if_due(step)
             if step < self._config.training.steps:  # the end has its own validation and checkpoint
-                await self._validate_if_due(step, background)
-                if self._saver.is_due(step):
+                may_be_best = await self._validate_if_due(step, background)
+                if self._saver.is_due(step) or (may_be_best and self._config.checkpoint.keep == "best"):
                     await self._save(background)
         await self._pulled(self.version)
         if self._config.validates_beside_training:
@@ -290,13 +295,23 @@ class Controller(TrainingLoop[RunSummary]):
             with self._progress.working(f"freezing version {step}"):
                 await self._calls.finish(self._league.freeze(step))
 
-    async def _validate_if_due(self, step: int, background: asyncio.TaskGroup) -> None:
-        """Run VALIDATE if it is due."""
+    async def _validate_if_due(self, step: int, background: asyncio.TaskGroup) -> bool:
+        """Run VALIDATE if it is due. Return whether the version may have the highest held-out reward so far: a
+        validation that continues alongside training will show it."""
         if suites := self._validation.due(step):
             await self._pulled(step)
             self._stages.enter(Stage.VALIDATION, step)
-            if not await self._background_validation.begin(step, suites, background):
-                await self._validation.run(step, suites)
+            if await self._background_validation.begin(step, suites, background):
+                return self._validation.is_whole(suites)
+            await self._validation.run(step, suites)
+        return best_version(self.held_out) == step
+
+    def _stops_early(self) -> bool:
+        """Return whether the run ends before its last step, and say why."""
+        reason = reason_to_stop(self._config.training.stop_at, self.held_out)
+        if reason is not None:
+            self._progress.message(f"stopping at step {self.version}: {reason}")
+        return reason is not None
 
     async def _save(self, background: asyncio.TaskGroup) -> None:
         """Run SAVE, and begin WRITE in the background."""
@@ -330,9 +345,11 @@ class Controller(TrainingLoop[RunSummary]):
         """
         await self._groups.send_answers()
         state, tasks = self._state, self._mix.state()  # before the first await: later events belong to the new segment
-        tokens = self._router.tokens_so_far()
+        tokens, held_out = self._router.tokens_so_far(), dict(self.held_out)
         position = await self._journal.checkpoint(state.step, self._scheduler.next_index, tokens)
-        run_state = asdict(replace(state, next_index=position.next_index, unsettled=position.unsettled, tasks=tasks))
+        run_state = asdict(
+            replace(state, next_index=position.next_index, unsettled=position.unsettled, tasks=tasks, held_out=held_out)
+        )
         saved = await self._trainer.begin_save(self._run_dir.checkpoints, run_state)
         if saved != state.step:
             raise CheckpointError(f"the trainer saves version {saved}, but the journal is for version {state.step}")

@@ -26,9 +26,11 @@ from titan_rl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from titan_rl.core.run_files import ADAPTERS
 from titan_rl.run.checks.requirements import check_room, size_of
 from titan_rl.run.directory import RunDirectory, check_files
+from titan_rl.run.held_out import reason_to_stop
 from titan_rl.run.journal.state import FILE, JournalContents, RunState, list_segments, read_segments
 from titan_rl.run.observability.progress import Progress
 from titan_rl.scheduling.task_mix import MixState
+from titan_rl.training.settings import StopAtConfig
 from titan_rl.training.state.checkpoint import latest, list_checkpoints, step_of, verify
 from titan_rl.training.trainer_protocol import Trainer
 
@@ -124,6 +126,11 @@ def find_resumption(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     is_adapter = run_dir.path.parent.name == ADAPTERS
     check_schedule(config, state.settings, f"adapters.{run_dir.path.name}.training" if is_adapter else "training")
     if is_finished(config, run_dir, checkpoint):
+        if state.step < config.training.steps and checkpoint is not None:
+            raise CheckpointError(
+                f"{run_dir.path} stopped at step {state.step}: {_stopped_early(config, checkpoint)}; to continue, "
+                "raise the limit, or set it to none: --training.stop_at.reward none --training.stop_at.patience none"
+            )
         raise CheckpointError(
             f"{run_dir.path} has trained all its {state.step} steps; give it more with "
             f"{_more_steps(config, 'training')}"
@@ -244,10 +251,16 @@ def is_finished(config: RunConfig, run_dir: RunDirectory, newest: Path | None = 
         newest: Newest checkpoint that is whole, if others may be damaged.
     """
     newest = newest or latest(run_dir.checkpoints)
-    if newest is None or step_of(newest) < config.training.steps:
+    if newest is None or (step_of(newest) < config.training.steps and _stopped_early(config, newest) is None):
         return False
     export = run_dir.export
     return export.exists() and export.stat().st_mtime >= newest.stat().st_mtime
+
+
+def _stopped_early(config: RunConfig, newest: Path) -> str | None:
+    """Reason for which a run has ended before its last step; None if it has not."""
+    stop_at = config.training.stop_at
+    return reason_to_stop(stop_at, RunState.read(newest).held_out) if stop_at != StopAtConfig() else None
 
 
 def newest_complete(root: Path) -> tuple[Path | None, dict[Path, str]]:

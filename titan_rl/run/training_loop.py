@@ -69,6 +69,11 @@ class TrainingLoop(ABC, Generic[S]):
         """Version of the weights after the step that was trained last, as reported by the trainer."""
         return self._state.step
 
+    @property
+    @abstractmethod
+    def held_out(self) -> Mapping[int, float]:
+        """Held-out rewards by version; higher is better."""
+
     @abstractmethod
     async def run(self) -> S:
         """Train all remaining steps, export the policy, and return the summary of the run.

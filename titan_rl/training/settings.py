@@ -138,6 +138,24 @@ class AdapterConfig(Section):
         return self
 
 
+_VALIDATED = TakesEffect(
+    "validation.is_repeated_in_full",
+    one_of=(True,),
+    without="without validations of all suites between steps",
+    fix="set validation.interval above 0",
+)
+
+
+class StopAtConfig(Section):
+    """Early stopping: the end of a run before its last step. Validations of all suites together count, without those
+    before training for `reward`. The last checkpoint is saved, and its policy exported, as at the last step."""
+
+    reward: Annotated[float | None, _VALIDATED] = None
+    """Held-out reward at which the run ends."""
+    patience: Annotated[PositiveInt | None, _VALIDATED] = None
+    """Number of validations in a row without a new highest held-out reward after which the run ends."""
+
+
 class TrainingConfig(Section):
     """The optimizer and the loss."""
 
@@ -249,6 +267,7 @@ class TrainingConfig(Section):
     """Tokens in one packed row; at least `model.max_context`, so that every sample fits."""
     rows_per_micro_batch: PositiveInt = 8
     """Packed rows in one forward and backward pass."""
+    stop_at: StopAtConfig = StopAtConfig()
     max_skipped_steps: NonNegativeInt = 3
     """Steps that may be skipped before the run ends, because their loss or gradient is not finite or they have no token
     to train on; counted since the run was started or resumed."""

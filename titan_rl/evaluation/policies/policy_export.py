@@ -14,7 +14,13 @@ from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.serve import load_serve_config
 from titan_rl.core.console import Console
 from titan_rl.core.errors import CheckpointError, ConfigError
-from titan_rl.evaluation.policies.policy_source import PolicySource, find_policy, newest_checkpoint, single_policy
+from titan_rl.evaluation.policies.policy_source import (
+    PolicySource,
+    best_of_run,
+    find_policy,
+    newest_checkpoint,
+    single_policy,
+)
 from titan_rl.run.checks.requirements import require_modules
 from titan_rl.training.choices import DType
 from titan_rl.training.settings import ModelConfig
@@ -63,13 +69,14 @@ def _last_line(log: Path) -> str:
 
 
 async def export_policy(
-    given: str, out: Path, dtype: DType | None, console: Console, *, as_adapter: bool = False
+    given: str, out: Path, dtype: DType | None, console: Console, *, as_adapter: bool = False, best: bool = False
 ) -> str:
     """Export the newest checkpoint of a run, or a given checkpoint, as a Hugging Face folder, and verify the folder.
 
     Args:
         dtype: Dtype of the weights; by default, that of the run.
         as_adapter: Whether to write only the adapter, in PEFT's format.
+        best: Whether to export a run's checkpoint with the highest held-out reward instead of the newest one.
 
     Returns:
         The policy's name for messages, such as "step 80 of runs/latest".
@@ -79,7 +86,7 @@ async def export_policy(
         CheckpointError: The checkpoint is damaged, or the folder cannot be written.
     """
     require_modules("torch", "torchtitan", "transformers")
-    source = _saved(given)
+    source = _saved(given, best=best)
     _check_free(out)
     assert source.toml is not None
     assert source.checkpoint is not None
@@ -95,11 +102,15 @@ async def export_policy(
     return source.name
 
 
-def _saved(given: str) -> PolicySource:
+def _saved(given: str, *, best: bool) -> PolicySource:
     path = Path(given)
     if is_run := (path / "config.toml").is_file():
         path = single_policy(path)
     source = newest_checkpoint(path) if is_run else find_policy(given)
+    if best and is_run and source is not None:
+        return best_of_run(path)
+    if best and source is not None:
+        raise ConfigError(f"{given} is not a run, of which --best chooses a checkpoint; leave --best out")
     if source is None or source.checkpoint is None or source.toml is None:
         what = "has no checkpoint yet" if source is None else "is neither a run nor a checkpoint"
         raise ConfigError(f"{given} {what}; name a run's folder, or one below its checkpoints")

@@ -8,6 +8,7 @@ from pathlib import Path
 from titan_rl.config.model_folder import check_adapter_weights
 from titan_rl.core.errors import ConfigError
 from titan_rl.run.directory import adapters_of_run
+from titan_rl.run.held_out import best_of
 from titan_rl.training.models.peft_settings import CONFIG as ADAPTER_FILE
 from titan_rl.training.models.peft_settings import peft_settings, read_adapter_config
 from titan_rl.training.state.checkpoint import latest, step_of
@@ -105,6 +106,22 @@ def newest_checkpoint(run: Path) -> PolicySource | None:
     """Find the policy of a run's newest checkpoint; None if the run has no checkpoint."""
     checkpoint = latest(run / "checkpoints")
     return None if checkpoint is None else _of_step(checkpoint, run, str(run))
+
+
+def best_of_run(run: Path) -> PolicySource:
+    """Find the policy of a run's checkpoint with the highest held-out reward.
+
+    Raises:
+        ConfigError: No checkpoint of the run has been validated.
+        CheckpointError: The state of the newest checkpoint cannot be read.
+    """
+    best = best_of(run / "checkpoints")
+    if best is None:
+        raise ConfigError(
+            f"no checkpoint of {run} was validated, so that none is the best: a run needs validation.interval and "
+            'checkpoint.keep = "best" for that. Leave --best out to export the newest one'
+        )
+    return _of_step(best[0], run, str(run))
 
 
 def _of_step(checkpoint: Path, run: Path, run_name: str) -> PolicySource:

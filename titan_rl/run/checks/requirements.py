@@ -59,13 +59,16 @@ def check_room(config: RunConfig, folder: Path, held: int = 0) -> None:
     policies = [*config.experiments.values()] or [config]
     each = sum(map(checkpoint_bytes, policies))
     export = count_parameters(Path(config.model.path)) * BYTES[config.model.dtype] * len(policies)
-    needed = each * (config.checkpoint.keep + 1) + export + LEFT_FREE
+    keeps_best = config.checkpoint.keep == "best"
+    num_kept = config.checkpoint.num_newest + keeps_best
+    kept = f'"best": {num_kept}' if keeps_best else num_kept
+    needed = each * (num_kept + 1) + export + LEFT_FREE
     free = free_bytes(folder)
     if needed > free + held:
         more = f" more than the {gigabytes(held)} of its checkpoints" if held else ""
         raise ConfigError(
             f"run_dir = {config.run_dir!r}: {folder} has {gigabytes(free)} free, and this run needs "
-            f"{gigabytes(needed - held)}{more}: checkpoint.keep = {config.checkpoint.keep} checkpoints of "
+            f"{gigabytes(needed - held)}{more}: checkpoint.keep = {kept} checkpoints of "
             f"{gigabytes(each)} each, the one that is being written, {gigabytes(export)} of the exported policy, and "
             f"{_RESERVE}; free some space, lower checkpoint.keep, or set run_dir to a folder on another disk"
         )

@@ -84,6 +84,7 @@ class RunState:
     tasks: Mapping[str, Any] = field(default_factory=dict[str, Any])  # state of the task mix, see `TaskMix.state`
     advantages: Mapping[str, Any] = field(default_factory=dict[str, Any])  # see `SampleMaker.state`
     inputs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what the run reads, see `inputs_of`
+    held_out: Mapping[int, float] = field(default_factory=dict[int, float])  # rewards by version; higher is better
 
     @property
     def position(self) -> DataPosition:
@@ -111,6 +112,7 @@ class RunState:
                 advantages=dict(values.get("advantages", {})),
                 # Runs of older versions of the library have only the identity of the initial model, or nothing.
                 inputs=dict(values.get("inputs") or {"models": {"model.path": values.get("model", {})}}),
+                held_out={int(step): float(reward) for step, reward in values.get("held_out", {}).items()},
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(

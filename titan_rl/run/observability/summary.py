@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,10 +12,13 @@ from typing import Protocol, TextIO
 
 from rich.text import Text
 
+from titan_rl.core.errors import CheckpointError
 from titan_rl.core.run_files import ADAPTERS
 from titan_rl.metrics.bottleneck import bottleneck
 from titan_rl.run.directory import each_of
+from titan_rl.run.held_out import best_of
 from titan_rl.run.terminal.live_display import ForgivingConsole, format_seconds
+from titan_rl.training.state.checkpoint import step_of
 from titan_rl.viewer.metric_columns import MetricColumns
 from titan_rl.viewer.summary import judge, read_config
 from titan_rl.viewer.verdicts import Verdict
@@ -72,6 +77,7 @@ class RunSummary:
             "time": format_seconds(self.seconds),
             **self._faults,
             **self._held_up_by,
+            **self._best,
             **({"policy": f"{export}"} if (export := self.run_dir / "export").is_dir() else {}),
             **({"policies": f"{self.run_dir / ADAPTERS / 'NAME' / 'export'}"} if self.adapters else {}),
             "report": f"{self.run_dir / 'report.html'}",
@@ -105,6 +111,17 @@ class RunSummary:
         num_faults = round(sum(count * share for count, share in found))
         rollouts = f"{round(sum(count for count, _ in found)):,} rollouts"
         return {"faults": f"{num_faults:,} of {rollouts}, which no reward above includes"} if num_faults else {}
+
+    @property
+    def _best(self) -> Mapping[str, str]:
+        """Row of the best checkpoint, if a later one was validated as well."""
+        with contextlib.suppress(CheckpointError):
+            if (best := best_of(self.run_dir / "checkpoints")) is not None and step_of(best[0]) < self.steps:
+                command = shlex.join(["titan-rl", "export", str(self.run_dir), "OUT", "--best"])
+                return {
+                    "best": f"step {step_of(best[0])}, with validation reward {best[1]:.3f}; to export it: {command}"
+                }
+        return {}
 
     @property
     def _held_up_by(self) -> Mapping[str, str]:

@@ -18,6 +18,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.run.directory import RunDirectory
+from titan_rl.run.held_out import best_version
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.processor_meter import ProcessorMeter, ProcessorSource
 from titan_rl.run.observability.progress import Progress, ShownStep
@@ -159,6 +160,11 @@ class SupervisedLoop(TrainingLoop[SupervisedSummary]):
         self._hosts = hosts or HostHistory()
         self._processor = ProcessorMeter(processes)
         self._num_too_long = 0
+        self._held_out_rewards = dict(start.held_out)
+
+    @property
+    def held_out(self) -> Mapping[int, float]:
+        return self._held_out_rewards
 
     async def run(self) -> SupervisedSummary:
         """Run the remaining steps of the plan, export the model, and copy it to `sft.out`.
@@ -200,7 +206,8 @@ class SupervisedLoop(TrainingLoop[SupervisedSummary]):
                 break
             if self._config.sft.interval and step % self._config.sft.interval == 0:
                 await self._measure(held_out)
-            if self._saver.is_due(step):
+            keeps_best = self._config.checkpoint.keep == "best" and best_version(self.held_out) == step
+            if self._saver.is_due(step) or keeps_best:
                 self._stages.enter(Stage.CHECKPOINT, step)
                 await self._saver.begin(background)
         await self._saver.written()
@@ -243,11 +250,12 @@ class SupervisedLoop(TrainingLoop[SupervisedSummary]):
         with self._progress.working("measuring the held-out loss"):
             loss = await self._trainer.measure(held_out)
         self._sinks.log(self.version, {"validation/loss": loss})
+        self._held_out_rewards[self.version] = -loss
         self._progress.message(f"held-out loss {loss:.3f} after step {self.version}")
         return loss
 
     async def copy_state(self) -> Mapping[str, Any]:
-        run_state = asdict(self._state)
+        run_state = asdict(replace(self._state, held_out=dict(self.held_out)))
         await self._trainer.begin_save(self._run_dir.checkpoints, run_state)
         return run_state
 

@@ -33,6 +33,7 @@ from titan_rl.rollout.group.transcript import ErrorCounts
 from titan_rl.rollout.task import measured, sample_id
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory
+from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.run.observability.step_metrics import StepReports, validation_metrics
@@ -61,6 +62,7 @@ class Validation:
         run_dir: Folder of the run, with the metrics of earlier processes of the run.
         reports: Reports of the run's steps, to which the metrics are added.
         progress: Display for the progress and the result.
+        start: State of the run, with the rewards of earlier validations.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Validation:
         *,
         reports: StepReports,
         progress: Progress,
+        start: RunState,
     ) -> None:
         self._suites = config.suites
         self._max_lost = config.scheduling.max_failed_groups
@@ -80,18 +83,25 @@ class Validation:
         self._run_dir = run_dir
         self._reports = reports
         self._progress = progress
+        self.rewards = dict(start.held_out)  # of all suites together, by version
+        if start.step and (reward := run_dir.metric(start.step, MEAN)) is not None:
+            self.rewards[start.step] = reward  # it ended alongside training, after the checkpoint had been written
         self._warned: set[str] = set()  # suites of which few prompts are distinct
         self._num_lost = self._most_lost = 0  # groups in a row whose reward failed, and the number that is too many
 
     async def run_once(self, version: int) -> float | None:
         """Run all suites, or return the earlier result if a process of this run has already validated the version."""
-        reward = self._run_dir.metric(version, MEAN)
+        reward = self.rewards.get(version)
         return await self.run(version) if reward is None else reward
 
     def due(self, step: int) -> list[ResolvedSuite]:
         """List the suites that are due after a step and that no process of this run has already run."""
         due = [suite for suite in self._suites if suite.is_due(step)]
         return [suite for suite in due if self._run_dir.metric(step, _mean_of(suite)) is None]
+
+    def is_whole(self, suites: Sequence[ResolvedSuite]) -> bool:
+        """Whether these are all suites, whose mean is the held-out reward of a version."""
+        return bool(suites) and len(suites) == len(self._suites)
 
     async def run(
         self, version: int, suites: Sequence[ResolvedSuite] | None = None, *, beside_training: bool = False
@@ -118,8 +128,8 @@ class Validation:
             figures |= self._report(version, suite, groups[suite.name])
         mean = fmean(figures[_mean_of(suite)] for suite in suites)
         errors = [figures.get(f"{suite.prefix}/reward_error", math.nan) for suite in suites]
-        if len(suites) == len(self._suites):
-            figures[MEAN] = mean
+        if self.is_whole(suites):
+            figures[MEAN] = self.rewards[version] = mean
             if math.isfinite(error := math.hypot(*errors) / len(errors)):
                 figures[ERROR] = error
         self._reports.validated(version, figures)

@@ -128,10 +128,11 @@ def latest(root: Path) -> Path | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def keep_last(root: Path, count: int) -> None:
-    """Delete all but the newest `count` checkpoints, at least one. Errors of deletion are ignored."""
+def keep_last(root: Path, count: int, best: Path | None = None) -> None:
+    """Delete all but the newest `count` checkpoints, at least one, and `best`. Errors of deletion are ignored."""
     for path in list_checkpoints(root)[:-count]:
-        shutil.rmtree(path, ignore_errors=True)
+        if path != best:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:
