@@ -162,4 +162,4 @@ def test_each_row_names_an_existing_setting_and_no_name_of_titan_rl():
 
 
 def test_number_of_settings_does_not_grow():
-    assert len([entry for table in tables() for entry in table.settings]) <= 207
+    assert len([entry for table in tables() for entry in table.settings]) <= 209

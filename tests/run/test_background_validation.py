@@ -18,7 +18,7 @@ from test_controller import Counting
 from test_killed_run import SavingTrainer, at_each_record
 from test_readme_examples import CountDown, count_down
 
-from titan_rl import Completion, FinishReason, GeneratorRouter, Reward, Rollouter, Rubric, VersionSpan
+from titan_rl import Completion, FinishReason, GeneratorRouter, Reward, Rollout, Rollouter, Rubric, VersionSpan
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig, GenerationConfig, SamplingConfig, ValidationConfig
 from titan_rl.config.tasks import TaskSource
@@ -27,13 +27,14 @@ from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory, read_jsonl
+from titan_rl.run.held_out import best_of
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import JSONLSink
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.settings import AdapterConfig, ModelConfig, TrainingConfig
-from titan_rl.training.state.checkpoint import latest
+from titan_rl.training.state.checkpoint import latest, list_checkpoints, step_directory, step_of
 from titan_rl.weights.types import PublishedWeights
 
 STEPS, INTERVAL = 8, 2
@@ -44,6 +45,10 @@ class Versions(Counting):
 
     def rubric(self) -> Rubric:
         return Rubric([Reward(lambda rollout: rollout.turns[-1].completion.version_spans[0].version, name="version")])
+
+
+def _near(best: int) -> Callable[[Rollout], float]:
+    return lambda rollout: -abs(rollout.turns[-1].completion.version_spans[0].version - best)
 
 
 class HoldingTrainer(SavingTrainer):
@@ -118,6 +123,7 @@ class Rig:
     Args:
         mode: "held", "pinned", or "waits" for validation that blocks training.
         generators: Number of generators.
+        best: Version with the highest reward; by default the newest.
     """
 
     def __init__(
@@ -129,6 +135,8 @@ class Rig:
         generators: int = 2,
         checkpoint_interval: int = 0,
         trainer_of: Callable[[Path | None], Any] = HoldingTrainer,
+        keep: Any = 2,
+        best: int | None = None,
     ) -> None:
         self.folder, self.random = folder, random.Random(seed)
         run_dir = self.run_dir = RunDirectory(folder)
@@ -142,9 +150,10 @@ class Rig:
             validation=ValidationConfig(
                 num_prompts=3, samples_per_prompt=1, interval=INTERVAL, beside_training=mode != "waits"
             ),
-            checkpoint=CheckpointConfig(interval=checkpoint_interval),
+            checkpoint=CheckpointConfig(interval=checkpoint_interval, keep=keep),
             generation=GenerationConfig(adapter_swap="pinned" if mode == "pinned" else "hot"),
         )
+        rubric = Versions().rubric() if best is None else Rubric([Reward(_near(best), name="near")])
         checkpoint = latest(run_dir.checkpoints)
         start = RunState() if checkpoint is None else RunState.read(checkpoint)
         self.journal = RunJournal(run_dir.journal, start.position)
@@ -162,7 +171,7 @@ class Rig:
         progress.step = lambda *_: None  # pyright: ignore
         self.controller = Controller(
             config,
-            group_runners={config.tasks[0].name: Rollouter(CountDown, Versions().rubric(), max_context=16)},
+            group_runners={config.tasks[0].name: Rollouter(CountDown, rubric, max_context=16)},
             router=self.router,
             trainer=self.trainer,
             stop_token_ids=[],
@@ -398,3 +407,31 @@ async def test_kill_at_any_moment_neither_loses_nor_repeats_a_validation(tmp_pat
         assert again.validated() == EACH
         assert {step: json.dumps(metrics) for step, metrics in again.validations()} == undisturbed
         assert again.trainer.weights == first.trainer.weights
+
+
+@MODES
+async def test_best_checkpoint_is_kept_although_its_validation_ends_later(tmp_path, mode):
+    rig = Rig(tmp_path, mode, keep="best", best=4)
+    rig.gates[4] = asyncio.Event()
+    running = asyncio.ensure_future(rig.run())
+    await asyncio.wait_for(rig.begun[4].wait(), HANG_S)
+    await rig.trainer.until(5)
+    rig.gates[4].set()
+    await running
+    assert [step_of(path) for path in list_checkpoints(rig.run_dir.checkpoints)] == [4, STEPS]
+    assert best_of(rig.run_dir.checkpoints) == (step_directory(rig.run_dir.checkpoints, 4), 0.0)
+    assert rig.controller.held_out == {0: -4.0, 2: -2.0, 4: 0.0, 6: -2.0, 8: -4.0}
+
+
+@MODES
+async def test_validation_that_ended_after_its_checkpoint_counts_after_a_resume(tmp_path, mode):
+    rig = Rig(tmp_path, mode, keep="best", best=4)
+    await rig.run()
+    checkpoints = rig.run_dir.checkpoints
+    for path in list_checkpoints(checkpoints)[1:]:
+        shutil.rmtree(path)  # the state of step 4 was written before its validation ended
+    assert 4 not in RunState.read(step_directory(checkpoints, 4)).held_out
+    again = Rig(tmp_path, mode, keep="best", best=4)
+    assert again.controller.held_out == {0: -4.0, 2: -2.0, 4: 0.0}
+    await again.run()
+    assert [step_of(path) for path in list_checkpoints(checkpoints)] == [4, STEPS]

@@ -54,6 +54,7 @@ class Disk:
         self.progress = RecordingProgress(0, io.StringIO())
         self.messages = self.progress.messages
         self.version = 0
+        self.held_out: dict[int, float] = {}
         self._copied = 0
 
     def saver(self, **settings: Any) -> CheckpointSaver:
@@ -236,3 +237,24 @@ def test_check_room_rejects_a_run_that_cannot_fit(tmp_path: Path, disk: Disk):
     assert "checkpoint.keep = 2 checkpoints of 6.0 MB each, the one that is being written, " in str(caught.value)
     assert "2.0 MB of the exported policy, and 16.8 MB for journal, metrics and logs" in str(caught.value)
     check_room(config, tmp_path / "not" / "yet", held=7_000_000)
+
+
+async def test_journal_is_kept_for_the_newest_checkpoint_and_not_for_the_best(disk: Disk):
+    """The best checkpoint may be thousands of steps old, with a journal that grows ever since."""
+    disk.held_out = {1: 0.9, 2: 0.5, 3: 0.5}
+    saver = disk.saver(keep="best")
+    for version in (1, 2, 3):
+        disk.version = version
+        await saver.save_last()
+    assert [path.name for path in sorted(disk.root.iterdir())] == ["step-000001", "step-000003"]
+    assert disk.forgotten == [1, 2, 3]
+
+
+def test_room_for_the_best_checkpoint_is_checked(tmp_path: Path, disk: Disk):
+    config = make_config(tmp_path, keep=2)
+    best = config.model_copy(update={"checkpoint": CheckpointConfig(keep="best")})
+    disk.free = 30_000_000
+    with pytest.raises(
+        ConfigError, match=r'this run needs 36\.8 MB: checkpoint.keep = "best": 2 checkpoints of 6\.0 MB'
+    ):
+        check_room(best, tmp_path)

@@ -20,6 +20,7 @@ from titan_rl.core.console import LOG
 from titan_rl.core.errors import ActorDiedError, CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from titan_rl.core.tracing import spans
 from titan_rl.run.directory import RunDirectory, read_jsonl, run_name
+from titan_rl.run.held_out import best_of
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import JSONLSink
@@ -28,7 +29,7 @@ from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop
 from titan_rl.run.sft.train import check, find_demonstrations, plan_run
 from titan_rl.run.trainer_recovery import RecoveringTrainer, recovering
 from titan_rl.training.settings import MADE_BY_SFT
-from titan_rl.training.state.checkpoint import step_directory, step_of, write_checksums, write_summed
+from titan_rl.training.state.checkpoint import list_checkpoints, step_directory, step_of, write_checksums, write_summed
 from titan_rl.training.tiny_model import make_tiny_model
 from titan_rl.training.trainer_protocol import SkippedMinibatch, StepResult
 from titan_rl.viewer.trace import Traces
@@ -226,6 +227,22 @@ async def test_sft_trains_measures_held_out_loss_and_exports_the_model(
     assert (summary.out / "model.safetensors").read_text() == "9"
     assert json.loads((summary.out / "sft.json").read_text())["held_out_loss"] == {"before": 2.0, "after": 0.2}
     load_sft_config(toml)  # sft may replace its own output
+
+
+async def test_checkpoint_with_the_lowest_held_out_loss_is_kept(toml: Path) -> None:
+    class Overfitting(CountingTrainer):
+        async def measure(self, samples: Sequence[Any]) -> float:
+            return {0: 2.0, 4: 0.5, 8: 0.8, 9: 0.9}[self.version]
+
+    options = [("checkpoint.keep", "best"), ("validation.interval", "4"), ("training.stop_at.reward", "-9")]
+    config = load_sft_config(toml, options)
+    loop = make_loop(config, toml.parent / "run", Overfitting())
+    summary = await loop.run()
+    assert summary.steps == 9, "training.stop_at is for held-out rewards"
+    checkpoints = toml.parent / "run" / "checkpoints"
+    assert [step_of(path) for path in list_checkpoints(checkpoints)] == [4, 9]
+    assert best_of(checkpoints) == (step_directory(checkpoints, 4), -0.5)
+    assert summary.rows["verdict"].startswith("It memorizes its demonstrations")
 
 
 async def test_file_of_chats_needs_no_task(tmp_path: Path) -> None:

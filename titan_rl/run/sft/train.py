@@ -270,6 +270,7 @@ def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
             "average": "token",
             "kl_coef": 0.0,
             "reference_interval": 0,
+            "stop_at": {},
             "distill_coef": 0.0,
             "critic": "none",
             "offload": tuple(part for part in config.training.offload if part != "reference"),

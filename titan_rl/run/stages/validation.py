@@ -91,7 +91,7 @@ class Validation:
 
     async def run_once(self, version: int) -> float | None:
         """Run all suites, or return the earlier result if a process of this run has already validated the version."""
-        reward = self.rewards.get(version)
+        reward = self.rewards.get(version, self._run_dir.metric(version, MEAN))
         return await self.run(version) if reward is None else reward
 
     def due(self, step: int) -> list[ResolvedSuite]:
