@@ -12,6 +12,7 @@ from peft_files import write_adapter
 from titan_rl.cli.main import main
 from titan_rl.core.errors import CheckpointError
 from titan_rl.evaluation.policies import policy_export
+from titan_rl.run.journal.state import RunState
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "alphabet_sort"
 
@@ -53,6 +54,22 @@ def test_newest_checkpoint_is_exported(
     printed = capfd.readouterr()
     assert printed.out == f"{tmp_path / 'out'}\n"
     assert f"step 12 of {run} is written and verified" in printed.err
+
+
+def test_best_checkpoint_is_exported(
+    run: Path, tmp_path: Path, written: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "step-000003").rename(run / "checkpoints" / "step-000006")
+    state = RunState(step=12, held_out={0: 0.1, 3: 0.99, 6: 0.9, 12: 0.4})
+    state.write(run / "checkpoints" / "step-000012")
+    assert main(["export", str(run), str(tmp_path / "out"), "--best"]) == 0
+    assert [name for _, name, _ in written] == ["step-000006"], "the best one that is kept"
+    assert f"step 6 of {run} is written and verified" in capfd.readouterr().err
+    assert main(["export", str(run / "checkpoints" / "step-000012"), str(tmp_path / "other"), "--best"]) == 2
+    assert "is not a run, of which --best chooses a checkpoint; leave --best out" in capfd.readouterr().err
+    RunState(step=12).write(run / "checkpoints" / "step-000012")
+    assert main(["export", str(run), str(tmp_path / "other"), "--best"]) == 2
+    assert f"no checkpoint of {run} was validated" in capfd.readouterr().err
 
 
 def test_named_checkpoint_is_exported(
