@@ -18,11 +18,12 @@ __all__ = ["project"]
 
 ELSEWHERE = {"hosts.addresses": ("10.0.0.1:22222", "10.0.0.2:22222")}
 COMPUTED = ("hosts.elsewhere", "transport_may_be_tcp")
+REPEATED = "validation.is_repeated_in_full"
 MADE_TRUE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(COMPUTED, ELSEWHERE),
     "hosts.provider": {"hosts.provider": "mine:workers"},
     "training.num_ranks": {"training.data_parallel": 2},
-    "validation.is_repeated_in_full": {"validation.interval": 2},
+    REPEATED: {"validation.interval": 2},
 }
 """Settings to change so that a computed condition holds."""
 
@@ -74,7 +75,7 @@ def other_value(setting: Setting) -> Any:
 
 def made_true(config: Section, condition: TakesEffect) -> Section:
     changes = MADE_TRUE.get(condition.setting)
-    if condition.one_of and changes is None and condition.setting not in COMPUTED:
+    if condition.one_of and condition.setting not in (*COMPUTED, REPEATED):
         value: Any = condition.one_of[0]
         changes = {condition.setting: (value,) if condition.setting == "logging.sinks" else value}
     elif changes is None:
@@ -91,7 +92,7 @@ def made_false(config: Section, condition: TakesEffect) -> Section:
         return config
     if condition.setting == "training.num_ranks":
         return with_value(config, "training.data_parallel", 1)
-    if condition.setting == "validation.is_repeated_in_full":
+    if condition.setting == REPEATED:
         return with_value(config, "validation.interval", 0)
     if condition.none_of:
         return with_value(config, condition.setting, condition.none_of[0])
