@@ -91,3 +91,23 @@ print("last line", file=sys.stderr)
 def test_end_of_the_process_prints_nothing_even_if_monarch_does_not_shut_down_in_time(tmp_path: Path) -> None:
     done = started(tmp_path, ENDING)
     assert (done.returncode, done.stderr) == (0, "last line\n")
+
+
+REMOVING = """
+import sys
+from pathlib import Path
+from titan_rl.cluster.processes.sockets import listen_below, removed_sockets
+
+folder = Path(sys.argv[1])
+print(repr(removed_sockets()))
+listen_below(folder)
+print(repr(removed_sockets()))
+(folder / "monarch").unlink()
+print(removed_sockets())
+"""
+
+
+def test_removed_sockets_are_named(tmp_path: Path):
+    before, there, removed = started(tmp_path, REMOVING).stdout.splitlines()
+    assert before == there == "''"
+    assert removed.startswith(f"sockets in {tmp_path / 's'} were removed, as cleaners of temporary files do, and no")

@@ -217,6 +217,50 @@ async def test_death_past_max_respawns_ends_the_run(tmp_path: Path, limit: int):
     ]
 
 
+@pytest.mark.looptime
+async def test_starts_that_fail_at_once_wait_between_them(tmp_path: Path):
+    clock, supervisor = asyncio.get_running_loop().time, Supervisor()
+    supervisor.problems["there"] = OSError("no such socket")
+    processes = cluster_of(
+        tmp_path,
+        supervisor,
+        ConsoleLines(),
+        rollout=RolloutConfig(num_workers=1),
+        hosts=HostsConfig(max_respawns=4),
+        generation=GenerationConfig(num_generators=1),
+    )
+    began = clock()
+    with pytest.raises(ActorDiedError, match="no such socket"):
+        await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(ExceptionGroup) as caught:
+        await processes.watch()
+    assert "rollout-worker-0 died: it did not start: OSError: no such socket" in str(caught.value.exceptions[0])
+    assert supervisor.started.qsize() == 5
+    assert clock() - began == pytest.approx(1 + 2 + 4 + 8, abs=1)
+
+
+@pytest.mark.looptime
+async def test_processes_that_die_after_their_start_are_replaced_without_a_pause(tmp_path: Path):
+    clock, supervisor = asyncio.get_running_loop().time, Supervisor()
+    processes = cluster_of(
+        tmp_path,
+        supervisor,
+        ConsoleLines(),
+        rollout=RolloutConfig(num_workers=1),
+        hosts=HostsConfig(max_respawns=4),
+        generation=GenerationConfig(num_generators=1),
+    )
+    await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
+    async with in_background(processes.watch()):
+        process_id = await supervisor.started.get()
+        for _ in range(3):
+            await asyncio.sleep(5)
+            died = clock()
+            supervisor.failures.put_nowait(ProcessFailure(process_id, "was killed by SIGKILL"))
+            process_id = await supervisor.started.get()
+            assert clock() - died < 0.5
+
+
 async def test_processor_times_include_processes_that_have_ended(tmp_path: Path):
     processes = cluster_of(tmp_path, Supervisor(), ConsoleLines(), rollout=RolloutConfig(num_workers=1))
     for _ in range(2):

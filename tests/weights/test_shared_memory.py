@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -343,3 +344,53 @@ class Sequences(PublishedVersions):
 
 
 TestSequences = Sequences.TestCase
+
+
+def test_removed_folder_is_made_again_with_the_published_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """As by systemd at the logout of the user, unless RemoveIPC=no."""
+    with SharedMemoryTransport("test", root=tmp_path) as transport:
+        first, second = (transport.publish(version, weights(version).items()) for version in (1, 2))
+        (folder,) = tmp_path.iterdir()
+        shutil.rmtree(folder)
+        third = transport.publish(3, weights(3).items())
+        assert folder.is_dir()
+        assert clean_dead_shards(tmp_path) == [], "its owner has the lock of the new folder"
+        for version, manifest in ((2, second), (3, third)):
+            assert_equal(pulled(manifest), weights(version))
+        with pytest.raises(StateDictError, match="released"):
+            pulled(first)
+        for version in (4, 5, 6):
+            assert_equal(pulled(transport.publish(version, weights(version).items())), weights(version))
+    assert list(tmp_path.iterdir()) == []
+    assert caplog.text.count("were removed, and are made again; systemd removes a user's shared memory") == 1
+
+
+def test_removed_files_are_made_again(tmp_path: Path):
+    with SharedMemoryTransport("test", root=tmp_path) as transport:
+        manifests = {version: transport.publish(version, weights(version).items()) for version in range(4)}
+        for path in next(tmp_path.iterdir()).iterdir():
+            path.unlink()
+        manifests[4] = transport.publish(4, weights(4).items())
+        for version in (3, 4):
+            assert_equal(pulled(manifests[version]), weights(version))
+
+
+def test_folder_that_is_removed_while_a_version_is_written_is_made_again(tmp_path: Path):
+    with SharedMemoryTransport("test", root=tmp_path) as transport:
+        transport.publish(1, weights(1).items())
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            shutil.rmtree(next(tmp_path.iterdir()))
+            yield from weights(2).items()
+
+        assert_equal(pulled(transport.publish(2, tensors())), weights(2))
+
+
+def test_folder_that_cannot_be_made_again_is_named_and_not_a_lack_of_room(tmp_path: Path):
+    root = tmp_path / "root"
+    root.mkdir()
+    with SharedMemoryTransport("test", root=root) as transport:
+        transport.publish(1, weights(1).items())
+        shutil.rmtree(root)
+        with pytest.raises(StateDictError, match=r"no file can be made for version 2, .*No such file or directory"):
+            transport.publish(2, weights(2).items())

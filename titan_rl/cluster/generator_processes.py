@@ -17,7 +17,8 @@ from titan_rl.cluster.hosts.placement import GeneratorPlaces, ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessFiles, ProcessSpec, policy_run_id, transport_of
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
-from titan_rl.cluster.processes.roles import ProcessId, Respawns, Role
+from titan_rl.cluster.processes.roles import FIRST_PAUSE_S, LONGEST_PAUSE_S, ProcessId, Respawns, Role
+from titan_rl.cluster.processes.sockets import removed_sockets
 from titan_rl.cluster.supervision import ProcessFailure, SupervisedProcesses, started
 from titan_rl.config.function_names import named_modules
 from titan_rl.config.hosts import HostsConfig, Roles, own_address
@@ -103,6 +104,7 @@ class GeneratorProcesses(SupervisedProcesses):
         self._published = published
         self._notify = hosts.notify
         self._respawns = Respawns(hosts.config.max_respawns)
+        self._pauses: dict[ProcessId, float] = {}  # before the last start of each process, in seconds
         self._ended: asyncio.Queue[RemoteProcess] = asyncio.Queue()
         self.opened: list[ActorReplica] = []
 
@@ -228,6 +230,7 @@ class GeneratorProcesses(SupervisedProcesses):
         """Start a process in place of one that ended, or on another host if its host is gone."""
         process, clock = gone.process, asyncio.get_running_loop().time
         began, host = clock(), self._host_of(process)
+        await self._pause(gone)
         clearing = background.create_task(self.clear(gone))
         while not clearing.done() and self.hosts.takes(host):  # a host that is gone does not answer
             await asyncio.wait([clearing], timeout=LOOK_S)
@@ -241,6 +244,13 @@ class GeneratorProcesses(SupervisedProcesses):
             if await self._restart(process):
                 self._notify(f"{process} is running again after {clock() - began:.0f} s")
 
+    async def _pause(self, gone: RemoteProcess) -> None:
+        """Wait before the replacement of a process that ended before it had started: its cause may pass."""
+        before = self._pauses.pop(gone.process, 0.0)
+        if not gone.has_started and self.hosts.takes(self._host_of(gone.process)):
+            self._pauses[gone.process] = min(max(2 * before, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            await asyncio.sleep(self._pauses[gone.process])
+
     def _count_death(self, remote: RemoteProcess) -> None:
         """Count the death of a process. If there are more deaths than allowed and all have the same adapter as their
         cause, that adapter is stopped.
@@ -252,6 +262,8 @@ class GeneratorProcesses(SupervisedProcesses):
         routers = self.router if role is Role.GENERATOR and isinstance(self.router, AdaptersRouter) else None
         if routers is not None:
             routers.note_death(next((each.at_work for each in self.opened if each.remote is remote), frozenset()))
+        if not remote.has_started and removed_sockets():  # further attempts would fail, too
+            raise ActorDiedError(f"{remote.name} died: {remote.reason}")
         replaced, count = self._respawns.take(role)
         if replaced:
             self._notify(f"{remote.name} died: {remote.reason}; starting another{count}")

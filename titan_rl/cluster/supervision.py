@@ -35,6 +35,7 @@ from titan_rl.cluster.processes.fork_server import bootstrap_command, servers_of
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessFiles, ProcessSpec, stderr_into
 from titan_rl.cluster.processes.remote_process import NoAnswerError, RemoteProcess, call, last_line
 from titan_rl.cluster.processes.roles import ProcessId, Role
+from titan_rl.cluster.processes.sockets import removed_sockets
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.core.calls.recorded_code import loaded_code
 from titan_rl.core.calls.user_code import reason
@@ -231,7 +232,7 @@ class SupervisedProcesses(HostListener):
             await self.clear(remote)
             raise ActorDiedError(f"{process} died: {late}", excused=remote.excused) from error
         except Exception as error:
-            remote.end(f"it did not start: {reason(error)}")
+            remote.end(f"it did not start: {removed_sockets() or reason(error)}")
             await self.clear(remote)
             if isinstance(error, TitanRLError):
                 raise

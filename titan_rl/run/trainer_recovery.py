@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_rl.cluster.processes.roles import Respawns, Role
+from titan_rl.cluster.processes.roles import FIRST_PAUSE_S, LONGEST_PAUSE_S, Respawns, Role
 from titan_rl.config.build import make_sample_maker
 from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.retries import Backoff
 from titan_rl.core.errors import ActorDiedError, DamagedCheckpointError, StateDictError, TrainingError
 from titan_rl.core.tracing.spans import span
 from titan_rl.run.directory import RunDirectory
@@ -320,7 +321,7 @@ class RecoveringTrainer:
 
     async def _recover(self, why: str) -> None:
         self._is_up = False
-        excused = self._trainer.excused
+        excused, backoff = self._trainer.excused, Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         with span("trainer recovery", "trainer", lane="trainer recovery") as recovery:
             while True:
                 trainer: EndingTrainer | None = None
@@ -333,7 +334,9 @@ class RecoveringTrainer:
                     description = await self._bring_back(trainer)
                 except ActorDiedError as error:
                     why, excused = str(error), error.excused
-                    if trainer is not None:
+                    if trainer is None:
+                        await backoff.pause()  # the cause may pass
+                    else:
                         trainer.end(why)
                         why, excused = await trainer.ended(), trainer.excused
                 else:

@@ -13,7 +13,9 @@ version is reused. `flock` on the file keeps that safe:
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import mmap
 import os
 import shutil
@@ -32,6 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_rl.core.errors import StateDictError
+
+logger = logging.getLogger(__name__)
 
 
 class OwnedFolder:
@@ -52,6 +56,20 @@ class OwnedFolder:
             if self.path.exists():
                 return
             os.close(self._lock)
+
+    def restore(self) -> None:
+        """Make the folder again if it was removed.
+
+        Raises:
+            OSError: The folder cannot be made.
+        """
+        if self.path.exists():
+            return
+        self.path.mkdir(mode=0o700)
+        lock = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.close(self._lock)
+        self._lock = lock
 
     def remove(self) -> None:
         """Delete the folder and its contents, then release the lock."""
@@ -171,13 +189,36 @@ class ShardFile:
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._file = self._new_file()
         try:
             self.resize(num_bytes)
         except BaseException:
             self.unlink()
             raise
+
+    def _new_file(self) -> int:
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return file
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the file still has its name."""
+        return os.fstat(self._file).st_nlink > 0
+
+    def restore(self, path: Path) -> None:
+        """Publish a file with the same content, after the name of this one was removed.
+
+        Raises:
+            OSError: See `ShardFile`.
+        """
+        data, before = self.data, self._file
+        self.path = path
+        self._file = self._new_file()
+        os.close(before)
+        ShardFile.resize(self, len(data))
+        self.data[:] = data
+        fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def resize(self, num_bytes: int) -> None:
         """Make `data` an array over the file. Its memory is allocated, so writing to it cannot fail.  # [num_bytes]"""
@@ -242,6 +283,8 @@ def lock_published(path: Path) -> int:
     return file
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+
 S = TypeVar("S", bound=ShardFile)
 
 
@@ -300,11 +343,17 @@ class ShardStore(Generic[S]):
         try:
             shard = self._take(version, num_bytes)
         except OSError as error:
-            raise StateDictError(f"no room for version {version}, {num_bytes / 1e6:.1f} MB: {error}") from error
+            problem = "no room for" if error.errno in NO_ROOM else "no file can be made for"
+            raise StateDictError(f"{problem} version {version}, {num_bytes / 1e6:.1f} MB: {error}") from error
         try:
             yield shard
             with self._lock:
-                shard.publish(self._folder_for(version).path / str(version))
+                folder = self._folder_for(version)
+                if shard.is_linked:
+                    shard.publish(folder.path / str(version))
+                else:
+                    folder.restore()
+                    shard.restore(folder.path / str(version))
                 self._published[version] = shard
         except BaseException:
             shard.unlink()
@@ -362,6 +411,7 @@ class ShardStore(Generic[S]):
         """A shard for writing, which no reader has locked: a spare one if possible, otherwise a new one."""
         with self._lock:
             folder = self._folder_for(version)
+            self._restore(folder)
             others = [published for published in self._published if published != self._held]
             for oldest in others[: max(0, len(others) + 1 - self._keep)]:
                 self._retire(oldest)
@@ -376,6 +426,22 @@ class ShardStore(Generic[S]):
                     raise
                 shard.unlink()
             return self._make(self._hidden_name(folder), num_bytes)
+
+    def _restore(self, folder: OwnedFolder) -> None:
+        """Make again what was removed. The content is still in memory."""
+        removed = [shard for shard in self._published.values() if not shard.is_linked]
+        folder.restore()
+        for shard in [shard for shard in self._spares if not shard.is_linked]:
+            self._spares.remove(shard)
+            shard.unlink()
+        for shard in removed:
+            shard.restore(shard.path)
+        if removed:
+            logger.warning(
+                "published weights in %s were removed, and are made again; systemd removes a user's shared memory at "
+                "the logout unless RemoveIPC=no is set in logind.conf",
+                folder.path,
+            )
 
     def _retire(self, version: int) -> None:
         shard = self._published.pop(version, None)

@@ -7,6 +7,8 @@ import os
 import secrets
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ ENVIRONMENT = {
 
 SCRATCH = "titan_rl-run-"
 WORKER = "titan_rl-host-"
+YOUNG_S = 3600.0  # cleaners remove what is some days old
 LONGEST_TMPDIR = 28  # Monarch makes sockets below it, and the path of a socket has at most 107 characters
 
 
@@ -35,14 +38,34 @@ def scratch_root() -> Path:
     return root if len(str(root)) <= LONGEST_TMPDIR else Path("/tmp")
 
 
-def make_scratch() -> OwnedFolder:
-    """Create a scratch folder for the lifetime of this process."""
-    return OwnedFolder(SCRATCH, scratch_root())
+def make_scratch(prefix: str = SCRATCH) -> OwnedFolder:
+    """Create a scratch folder for the lifetime of this process.
+
+    Cleaners of temporary files leave it alone: systemd-tmpfiles, because the folder is locked, and others, which go by
+    age, because a thread keeps it young.
+    """
+    folder = OwnedFolder(prefix, scratch_root())
+    threading.Thread(target=_keep_young, args=(folder.path,), name="keep young", daemon=True).start()
+    return folder
 
 
 def make_worker_folder() -> OwnedFolder:
     """Create the scratch folder of a worker; see `make_scratch`."""
-    return OwnedFolder(WORKER, scratch_root())
+    return make_scratch(WORKER)
+
+
+def _keep_young(folder: Path) -> None:
+    while folder.exists():
+        time.sleep(YOUNG_S)
+        make_young(folder)
+
+
+def make_young(folder: Path) -> None:
+    """Set the times of all files, sockets and folders in a folder to now."""
+    for parent, _, files in os.walk(folder):
+        for name in (".", *files):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                os.utime(os.path.join(parent, name), follow_symlinks=False)
 
 
 def clean_up_after_dead_runs(root: Path) -> None:

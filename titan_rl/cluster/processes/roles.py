@@ -6,6 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Pauses before the replacement of a process that never started, each twice as long as the one before, in seconds."""
+
 
 class Role(StrEnum):
     """Purpose of a process in a run. The name of the process begins with the value."""

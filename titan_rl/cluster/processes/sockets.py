@@ -122,6 +122,20 @@ def _put(libc: ctypes.CDLL, slot: int, value: int, writable: bool) -> bool:
     return True
 
 
+_own = list[Path]()
+"""Sockets on which this process listens, through which the processes that it starts reach it."""
+
+
+def removed_sockets() -> str:
+    """Explain that sockets of this process were removed, so that it can start no process; "" if they are there."""
+    if all(path.exists() for path in _own):
+        return ""
+    return (
+        f"sockets in {_own[0].parent} were removed, as cleaners of temporary files do, and no process can be started "
+        "without them; exclude the folder from cleaning, and resume the run"
+    )
+
+
 LOG_NOTICE = b"Monarch internal logs are being written to "
 UNAWAITED = r"coroutine '(ProcMesh|HostMesh|ActorMesh)\b.* was never awaited"
 """Warning about Monarch's calls that are in progress when the process ends."""
@@ -192,6 +206,7 @@ def _start(folder: Path) -> None:
     try:
         with without_log_notice():
             context()
+        _own.extend([] if _own else filter(Path.is_socket, folder.iterdir()))
         warnings.filterwarnings("ignore", UNAWAITED, RuntimeWarning)
         atexit.unregister(_shut_down)
         atexit.register(_shut_down)
