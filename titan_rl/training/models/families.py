@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Literal
 
 from titan_rl.core.errors import ModelError
@@ -33,91 +35,38 @@ TORCHTITAN_ROPE: Mapping[str, tuple[str, ...]] = {
 }
 """Types of rotary embeddings that torchtitan's models support, by `model_type`."""
 
-PROVED = frozenset(
-    {
-        "apertus", "arcee", "bamba", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4",
-        "falcon_h1", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox",
-        "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "jamba", "kimi_linear",
-        "lfm2", "lfm2_moe", "llama", "mamba", "mamba2", "minimax_m2", "ministral3", "mistral", "mixtral", "nanochat",
-        "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi", "phi3", "phimoe", "qwen2",
-        "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
-        "stablelm", "starcoder2", "vaultgemma",
-    }
-)  # fmt: skip
-"""Families, by `model_type`, whose transformers implementation the tests check. For any other family the trainer checks
-a tiny model before it starts."""
+_FAMILIES = tomllib.loads(files("titan_rl.training.models").joinpath("families.toml").read_text("utf-8"))
 
-ADAPTED = frozenset(
-    {
-        "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "ministral3",
-        "mistral", "mixtral", "nemotron", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    }
-)  # fmt: skip
-"""Families, by `model_type`, whose adapters the tests check in transformers' implementation and in vLLM."""
 
-UNADAPTED: Mapping[str, str] = {
-    "apertus": "vLLM does not compute the trainer's logprobs for it",
-    "gpt2": "vLLM's model does not support LoRA",
-    "phi3": "its layers qkv_proj and gate_up_proj are fused, and generators load a matrix A for each of their parts",
-    "stablelm": "vLLM's model does not support LoRA",
-}
+def _values(field: str) -> dict[str, Any]:
+    return {family: entry[field] for family, entry in _FAMILIES.items() if field in entry}
+
+
+REFUSED: Mapping[str, str] = _values("refused")
+"""Families that transformers has but that cannot be trained, by `model_type`, with the reason."""
+
+PROVED = frozenset(_FAMILIES.keys() - REFUSED.keys())
+"""Families whose transformers implementation the tests check. For any other family the trainer checks a tiny model
+before it starts."""
+
+ADAPTED = frozenset(family for family, tested in _values("adapters").items() if tested is True)
+"""Families whose adapters the tests check in transformers' implementation and in vLLM."""
+
+UNADAPTED: Mapping[str, str] = {family: why for family, why in _values("adapters").items() if why is not True}
 """Families without adapters, with the reason."""
+
+DIVIDED = frozenset(_values("divided"))
+"""Mixtures whose experts the tests divide over ranks in transformers' implementation."""
+
+RECURRENT: Mapping[str, str] = _values("mixer")
+"""Families with layers that pass a state from token to token, and the class of transformers that computes these layers.
+`recurrent.py` gives this class one document at a time."""
 
 UNTESTED = "its adapters have not been compared between transformers and vLLM"
 """Reason for families in neither `ADAPTED` nor `UNADAPTED`."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Names of the number of experts per layer in config.json."""
-
-DIVIDED = frozenset(
-    {
-        "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoehybrid", "jamba", "kimi_linear",
-        "lfm2_moe", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
-        "qwen3_moe", "qwen3_next",
-    }
-)  # fmt: skip
-"""Mixtures, by `model_type`, whose experts the tests divide over ranks in transformers' implementation."""
-
-RECURRENT: Mapping[str, str] = {
-    "bamba": "BambaMixer",
-    "falcon_h1": "FalconH1Mixer",
-    "falcon_mamba": "FalconMambaMixer",
-    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
-    "jamba": "JambaMambaMixer",
-    "kimi_linear": "KimiLinearDeltaAttention",
-    "lfm2": "Lfm2ShortConv",
-    "lfm2_moe": "Lfm2MoeShortConv",
-    "mamba": "MambaMixer",
-    "mamba2": "Mamba2Mixer",
-    "nemotron_h": "NemotronHMamba2Mixer",
-    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
-    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
-    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
-    "qwen3_next": "Qwen3NextGatedDeltaNet",
-}
-"""Families with layers that pass a state from token to token, by `model_type`, and the class of transformers that
-computes these layers. `recurrent.py` gives this class one document at a time."""
-
-_UNDIVIDED = "its {} pass a state from token to token, and titan_rl does not compute them one document at a time"
-
-REFUSED: Mapping[str, str] = {
-    "minimax": _UNDIVIDED.format("lightning attentions"),
-    "recurrent_gemma": _UNDIVIDED.format("recurrent blocks"),
-    "rwkv": _UNDIVIDED.format("blocks"),
-    "xlstm": _UNDIVIDED.format("blocks"),
-    "zamba": "several of its layers share the parameters of one block",
-    "zamba2": "several of its layers share the parameters of one block",
-    "zaya": _UNDIVIDED.format("convolutions"),
-    "gemma3n_text": "transformers computes its sparse activations and per-layer inputs outside the attention interface",
-    "llama4_text": "chunked attention is not supported",
-    "falcon": "its modeling code in transformers does not use the attention interface",
-    "gptj": "its modeling code in transformers does not use the attention interface",
-    "codegen": "its modeling code in transformers does not use the attention interface",
-    "gpt_neo": "its modeling code in transformers does not use the attention interface",
-    "bloom": "its modeling code in transformers does not use the attention interface",
-    "mpt": "its modeling code in transformers does not use the attention interface",
-}
-"""Families that transformers has but that cannot be trained, with the reason."""
 
 TOP_KS = ("num_experts_per_tok", "moe_topk", "moe_k")
 """Names of the number of experts per token in config.json."""
