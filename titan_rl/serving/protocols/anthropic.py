@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from pydantic import Field, WithJsonSchema
+from pydantic import Field
 from starlette.requests import Request
 
 from titan_rl.rollout.types import Message
@@ -25,30 +25,9 @@ from titan_rl.serving.http.request import Body, Many, read
 from titan_rl.serving.protocols import wire
 from titan_rl.types import FinishReason
 
-_TEXT_BLOCK = wire.tagged_schema("text", ["text"], text=wire.STRING)
-_TEXT_BLOCKS = wire.union_schema(wire.STRING, wire.array_schema(_TEXT_BLOCK))
-_BLOCK = wire.union_schema(
-    _TEXT_BLOCK,
-    wire.tagged_schema("thinking", ["thinking"], thinking=wire.STRING, signature=wire.STRING),
-    wire.tagged_schema("tool_use", ["id", "name", "input"], id=wire.STRING, name=wire.STRING, input={"type": "object"}),
-    wire.tagged_schema("tool_result", ["tool_use_id"], tool_use_id=wire.STRING, content=_TEXT_BLOCKS),
-)
-_MESSAGE = wire.object_schema(
-    ["role", "content"],
-    role={"enum": ["user", "assistant", "system"]},
-    content=wire.union_schema(wire.STRING, wire.array_schema(_BLOCK)),
-)
-_TOOL = wire.object_schema(
-    ["name", "input_schema"], name=wire.STRING, description=wire.STRING, input_schema={"type": "object"}
-)
-_THREAD = wire.union_schema(
-    wire.tagged_schema("create"),
-    wire.tagged_schema("continue", ["previous_message_id"], previous_message_id=wire.STRING),
-)
-
-AnthropicMessage = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
-TextBlock = Annotated[dict[str, Any], WithJsonSchema(_TEXT_BLOCK)]
-Tool = Annotated[dict[str, Any], WithJsonSchema(_TOOL)]
+AnthropicMessage = Annotated[dict[str, Any], wire.described("AnthropicMessage")]
+TextBlock = Annotated[dict[str, Any], wire.described("AnthropicTextBlock")]
+Tool = Annotated[dict[str, Any], wire.described("AnthropicTool")]
 
 
 class ToolChoice(Body):
@@ -99,7 +78,7 @@ class MessagesBody(ConversationBody):
     stop_sequences: Annotated[Many[wire.StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     return_token_ids: bool = False
-    thread: Annotated[dict[str, Any], WithJsonSchema(_THREAD)] | None = None
+    thread: Annotated[dict[str, Any], wire.described("AnthropicThread")] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: str | None = None

@@ -24,7 +24,7 @@ from titan_rl.serving.policy import ServedPolicy
 from titan_rl.serving.protocols.anthropic import ConversationBody, MessagesBody
 from titan_rl.serving.protocols.openai.bodies import ChatBody, CompletionBody, ResponsesBody
 from titan_rl.serving.protocols.tokens import DetokenizeBody, GenerateBody, TokenizeBody
-from titan_rl.serving.protocols.wire import STRING, object_schema, tagged_schema
+from titan_rl.serving.protocols.wire import SCHEMAS
 
 
 def status_routes(
@@ -193,16 +193,7 @@ _OPERATIONS = {
     "/admin/pull": EndpointDescription("Pull a policy version.", PullBody, ()),
     "/admin/abort": EndpointDescription("Abort the requests in flight.", Nothing, ()),
 }
-_OPTIONAL = {"type": ["string", "null"]}
-_OPENAI_ERROR = object_schema(
-    ["message", "type", "param", "code"], message=STRING, type=STRING, param=_OPTIONAL, code=_OPTIONAL
-)
-_ERRORS = {
-    "OpenAIError": object_schema(["error"], error=_OPENAI_ERROR),
-    "AnthropicError": tagged_schema(
-        "error", ["error"], error=object_schema(["type", "message"], type=STRING, message=STRING)
-    ),
-}
+_ERRORS = {name: SCHEMAS[name] for name in ("OpenAIError", "AnthropicError")}
 _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},

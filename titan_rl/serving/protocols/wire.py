@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Annotated, Any, Literal, cast
 
 from cachetools import LRUCache
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 
 from titan_rl.serving import LEAST_LOGPROB
@@ -109,24 +111,15 @@ TemplateKwargs = Annotated[dict[str, Any], Field(max_length=64)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-def object_schema(required: Sequence[str], **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "required": list(required), "properties": properties}
+SCHEMAS: Mapping[str, Mapping[str, Any]] = json.loads(
+    files("titan_rl.serving.protocols").joinpath("schemas.json").read_text("utf-8")
+)
+"""JSON schemas of objects that are checked by functions, for `/openapi.json`."""
 
 
-def tagged_schema(tag: str, required: Sequence[str] = (), **properties: Any) -> dict[str, Any]:
-    """Make the schema of an object whose field `type` has this value."""
-    return object_schema(["type", *required], type={"const": tag}, **properties)
-
-
-def array_schema(items: Any) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-def union_schema(*schemas: Any) -> dict[str, Any]:
-    return {"anyOf": list(schemas)}
-
-
-STRING = {"type": "string"}
+def described(name: str) -> WithJsonSchema:
+    """Annotation of a field whose schema is in `SCHEMAS`."""
+    return WithJsonSchema(dict(SCHEMAS[name]))
 
 
 class StreamOptions(Body):

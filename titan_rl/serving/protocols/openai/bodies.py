@@ -5,55 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field
 
 from titan_rl.serving.http.request import Body, Many
 from titan_rl.serving.protocols import wire
 
-_TEXT_PART = wire.tagged_schema("text", ["text"], text=wire.STRING)
-_CONTENT = wire.union_schema(wire.STRING, {"type": "null"}, wire.array_schema(_TEXT_PART))
-_FUNCTION = wire.object_schema(["name"], name=wire.STRING, description=wire.STRING, parameters={"type": "object"})
-_CALLED = wire.object_schema(["name"], name=wire.STRING, arguments=wire.STRING)
-_CALL = wire.object_schema(["function"], id=wire.STRING, type={"const": "function"}, function=_CALLED)
-_MESSAGE = wire.object_schema(
-    ["role"],
-    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
-    content=_CONTENT,
-    tool_calls=wire.array_schema(_CALL),
-    tool_call_id=wire.STRING,
-    reasoning_content=wire.STRING,
-)
-_INPUT_PART = wire.object_schema(["type", "text"], type={"enum": ["input_text", "output_text"]}, text=wire.STRING)
-_INPUT_CONTENT = wire.union_schema(wire.STRING, wire.array_schema(_INPUT_PART))
-_INPUT_MESSAGE = wire.object_schema(
-    ["role", "content"],
-    type={"const": "message"},
-    role={"enum": ["system", "developer", "user", "assistant"]},
-    content=_INPUT_CONTENT,
-)
-_REASONING_PART = wire.tagged_schema("reasoning_text", ["text"], text=wire.STRING)
-_ITEM = wire.union_schema(
-    _INPUT_MESSAGE,
-    wire.tagged_schema(
-        "function_call", ["call_id", "name", "arguments"], call_id=wire.STRING, name=wire.STRING, arguments=wire.STRING
-    ),
-    wire.tagged_schema("function_call_output", ["call_id", "output"], call_id=wire.STRING, output=_INPUT_CONTENT),
-    wire.tagged_schema("reasoning", content=wire.array_schema(_REASONING_PART)),
-)
-_TOOL = wire.tagged_schema("function", ["function"], function=_FUNCTION)
-_RESPONSES_TOOL = wire.tagged_schema(
-    "function", ["name"], name=wire.STRING, description=wire.STRING, parameters={"type": "object"}
-)
-_MODES = {"enum": ["auto", "none", "required"]}
-_NAMED = wire.tagged_schema("function", ["function"], function=wire.object_schema(["name"], name=wire.STRING))
-_RESPONSES_NAMED = wire.tagged_schema("function", ["name"], name=wire.STRING)
-
-Chat = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
-Tool = Annotated[dict[str, Any], WithJsonSchema(_TOOL)]
-Item = Annotated[dict[str, Any], WithJsonSchema(_ITEM)]
-ResponsesTool = Annotated[dict[str, Any], WithJsonSchema(_RESPONSES_TOOL)]
-ToolChoice = Annotated[str | dict[str, Any], WithJsonSchema(wire.union_schema(_MODES, _NAMED))]
-ResponsesToolChoice = Annotated[str | dict[str, Any], WithJsonSchema(wire.union_schema(_MODES, _RESPONSES_NAMED))]
+Chat = Annotated[dict[str, Any], wire.described("Chat")]
+Tool = Annotated[dict[str, Any], wire.described("Tool")]
+Item = Annotated[dict[str, Any], wire.described("Item")]
+ResponsesTool = Annotated[dict[str, Any], wire.described("ResponsesTool")]
+ToolChoice = Annotated[str | dict[str, Any], wire.described("ToolChoice")]
+ResponsesToolChoice = Annotated[str | dict[str, Any], wire.described("ResponsesToolChoice")]
 T = TypeVar("T")
 Prompts = Annotated[Many[T], Field(max_length=4096)]
 
