@@ -17,8 +17,10 @@ from user_project import project, write_tensors
 
 from titan_rl.cli.main import main
 from titan_rl.config import run_inputs
+from titan_rl.config.build import open_rollouters
 from titan_rl.config.load import load_config
-from titan_rl.core.errors import CheckpointError
+from titan_rl.core.console import LOG
+from titan_rl.core.errors import CheckpointError, ModelError
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.resumption import Resumption, begin_run, resume_from_newest
@@ -40,6 +42,16 @@ reward = "my_rewards:is_right"
 
 [training]
 steps = 5
+"""
+
+JUDGED = """
+from titan_rl import Rubric
+from titan_rl.tasks import Rows
+from titan_rl.tasks.reward_model import LocalClassifier, RewardModel
+
+class Judged(Rows):
+    def rubric(self):
+        return Rubric([RewardModel(LocalClassifier("judge"), lambda rollout: "")])
 """
 
 SEATS = '''
@@ -265,6 +277,31 @@ def test_replaced_initial_adapter_is_reported_if_a_checkpoint_replaces_it(adapte
     assert "has other weights than the run began with; those of" in note
     with pytest.raises(CheckpointError, match=r"weights changed, and training.kl_coef = 0.1 holds the policy to them"):
         resume(with_kl)
+
+
+def test_teacher_at_another_address_is_reported(rows: Path):
+    run_dir = begin(TEACHER[0], ("training.teacher", "http://127.0.0.1:8000#large"))
+    assert about_inputs(resume(run_dir)) == []
+    (note,) = about_inputs(resume(run_dir, ("training.teacher", "http://127.0.0.1:8000#small")))
+    assert note.endswith("#small' is another teacher than 'http://127.0.0.1:8000#large', with which the run began")
+
+
+async def test_replaced_reward_model_is_refused_when_the_tasks_are_opened_again(rows: Path):
+    make_model("judge")
+    (rows / "config.toml").write_text(CONFIG.replace("titan_rl.tasks:Rows", "judged:Judged"))
+    (rows / "judged.py").write_text(JUDGED)
+    run_dir = begin()
+    config = load_config(run_dir.config)
+    for _ in range(2):
+        async with open_rollouters(config, run_dir.path, LOG):
+            pass
+    exchange("judge")
+    with pytest.raises(ModelError, match="judge is not the model that the run began with: weights changed"):
+        async with open_rollouters(config, run_dir.path, LOG):
+            pytest.fail("opened")
+    async with open_rollouters(config, rows / "elsewhere", LOG):  # no run
+        pass
+    sys.modules.pop("judged", None)
 
 
 def test_inputs_of_the_start_are_in_the_state_of_the_run(rows: Path):

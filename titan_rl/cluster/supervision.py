@@ -260,16 +260,8 @@ class SupervisedProcesses(HostListener):
             tracing = replace(tracing, folder=str(host.path(tracing.folder)))
             if host.clocks is not None:
                 tracing = tracing.on_host(host.clocks.steady_ns)
-        spec = ProcessSpec(
-            remote.name,
-            host.name,
-            host.address,
-            host.path(self._files.logs),
-            rank,
-            tracing,
-            host.ping_socket,
-            self._code,
-        )
+        logs, code = host.path(self._files.logs), self._code
+        spec = ProcessSpec(remote.name, host.name, host.address, logs, rank, tracing, host.ping_socket, code)
         environment = {**host.environment, **group, **_variables_of(place)}
         if group:
             environment["RANK"] = str(rank)

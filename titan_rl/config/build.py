@@ -13,9 +13,11 @@ from typing_extensions import get_protocol_members
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.pulse import PULSE
+from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import describe
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, MissingExtraError, ModelError
+from titan_rl.core.model_identity import check_opened_models
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.registry import find_renderer, fit_template, load_tokenizer_for
@@ -129,6 +131,9 @@ async def open_rollouters(
         folder: Folder of the run.
         console: Console for messages of the tasks, and for outages of their judges.
         dry: Whether the tasks must not start anything.
+
+    Raises:
+        ModelError: A reward loads another model than at the beginning of the run.
     """
     renderer = renderer or make_renderer(config.model, single_turn=is_single_turn(config))
     versions = folder.absolute() / VERSIONS  # noqa: ASYNC240  reads no file
@@ -138,6 +143,7 @@ async def open_rollouters(
             await tasks.enter_async_context(opened(source.task, run))
         rollouters = {source.name: make_rollouter(config, source, renderer) for source in config.sources}
         for rollouter in rollouters.values():
+            await in_thread(check_opened_models, rollouter.rubric.model_folders, folder)
             rollouter.rubric.show_on(console)
             tasks.push_async_callback(rollouter.rubric.close)
         yield rollouters

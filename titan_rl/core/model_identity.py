@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from titan_rl.core.calls.parsing import parse_json
@@ -84,6 +85,32 @@ def recorded_identity(folder: Path, run: Path) -> dict[str, str]:
         return next((each for each in models.values() if each.get("folder") == str(folder)), {})
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no run, or one of an older version
         return {}
+
+
+def check_opened_models(folders: Sequence[str], run: Path) -> None:
+    """Compare models that the user's code opens with those that it opened first in a run. The first identity of each is
+    recorded in `models.json` in the run's folder.
+
+    Args:
+        run: Folder of the run. Nothing is compared if it is not one.
+
+    Raises:
+        ModelError: A folder has another model than before.
+    """
+    if not folders or not (run / "run_state.json").is_file():
+        return
+    path = run / "models.json"
+    known: dict[str, dict[str, str]] = json.loads(path.read_text()) if path.is_file() else {}
+    for folder in folders:
+        began_with = known.setdefault(folder, model_identity(Path(folder)))
+        if changed := changed_parts(Path(folder), began_with):
+            raise ModelError(
+                f"{folder} is not the model that the run began with: {', '.join(changed)} changed; put that model "
+                "back, or start a new run"
+            )
+    fresh = path.with_name(f".models-{os.getpid()}")
+    fresh.write_text(json.dumps(known))
+    fresh.replace(path)
 
 
 def _contents(folder: Path, patterns: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:

@@ -184,7 +184,10 @@ def _check_models(config: RunConfig, state: RunState, checkpoint: Path | None) -
     Raises:
         CheckpointError: A part of a model that the run needs has changed.
     """
-    folders, notes = model_folders(config), list[str]()
+    folders, notes, now = model_folders(config), list[str](), settings_of(config)
+    for key, before in state.settings.items():
+        if key.endswith("teacher") and "://" in f"{before} {now.get(key)}" and now.get(key) != before:
+            notes.append(f"{key} = {now.get(key)!r} is another teacher than {before!r}, with which the run began")
     for key, changed in changed_models(config, state.inputs).items():
         shown, what = shown_name(config, key), ", ".join(changed)
         where = f"{shown} = {folders[key]!r}"

@@ -109,7 +109,7 @@ class LocalClassifier:
 
     def __init__(self, folder: str | Path, *, label: int | None = None) -> None:
         self.name = f"{folder}, {_describe_label(label)}"
-        self._folder, self._label = str(folder), label
+        self.folder, self._label = str(folder), label
 
     async def __call__(self, texts: Sequence[str]) -> Sequence[float]:
         return await in_thread(self._score, list(texts))
@@ -120,8 +120,8 @@ class LocalClassifier:
 
         tokenizers: Any = transformers.AutoTokenizer
         models: Any = transformers.AutoModelForSequenceClassification
-        tokenizer = tokenizers.from_pretrained(self._folder, local_files_only=True)
-        return tokenizer, models.from_pretrained(self._folder, local_files_only=True).eval()
+        tokenizer = tokenizers.from_pretrained(self.folder, local_files_only=True)
+        return tokenizer, models.from_pretrained(self.folder, local_files_only=True).eval()
 
     def _score(self, texts: Sequence[str]) -> list[float]:
         import torch
@@ -276,6 +276,7 @@ class RewardModel(ModelReward):
         self._score = score
         self._model = function_identity(score)
         self._batches = Batches(score, batch)
+        self.model_folder = score.folder if isinstance(score, LocalClassifier) else None
 
     async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
         """See `WeightedReward.values`. The model's own `outage_s` is the limit."""

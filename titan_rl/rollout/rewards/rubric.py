@@ -119,6 +119,12 @@ class Rubric:
         """Weights of the environment's rewards in the combined reward, by name."""
         return {each.name: each.weight / self._divisor for each in self.rewards if isinstance(each, EnvReward)}
 
+    @property
+    def model_folders(self) -> list[str]:
+        """Folders of the models that rewards load."""
+        folders = (getattr(reward, "model_folder", None) for reward in self.rewards)
+        return [folder for folder in folders if isinstance(folder, str)]
+
     def limit_calls(self, timeout_s: float) -> None:
         """Lower the time limit of every call to `timeout_s`, also of rewards with their own limits."""
         self.timeout_s = min(self.timeout_s, timeout_s)
