@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import signal
 from collections.abc import Generator
 from pathlib import Path
@@ -20,6 +21,8 @@ settings.load_profile("titan_rl")
 # A shell starts background processes with SIGINT ignored, and their children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+os.environ.pop("PYTEST_ADDOPTS", None)  # meant for this process, not for those that tests start
 
 TESTS = Path(__file__).parent
 # The slowest files. They come first, because one that came last would run alone.

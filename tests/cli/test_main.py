@@ -245,7 +245,7 @@ def test_causes_are_printed_without_their_exception_groups(project: Path, launch
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signal_unwinds_the_run_and_sets_the_exit_code(project: Path, launch, number: signal.Signals, code: int):
     cleaned: list[bool] = []
 
@@ -436,6 +436,7 @@ sys.exit(program())
     [
         ("train", "titan_rl.cli.options", signal.SIGINT),
         ("train", "pydantic", signal.SIGTERM),
+        ("train", "pydantic", signal.SIGHUP),
         ("train", "titan_rl.cli.train", signal.SIGINT),
         ("train", "numpy", signal.SIGTERM),
         ("sft", "echo_task", signal.SIGINT),
@@ -447,6 +448,37 @@ def test_signal_during_imports_ends_the_command_with_one_line(project: Path, com
     argv = [sys.executable, "-c", STOPPED_WITHIN_AN_IMPORT, module, str(int(number)), command, "config.toml"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (128 + number, "titan-rl: stopped before a run began\n")
+
+
+def test_sighup_stays_ignored_under_nohup(project: Path, launch) -> None:
+    launch(lambda config: os.kill(os.getpid(), signal.SIGHUP) or 0)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert main(["train", "config.toml"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+OPEN_FILES = """
+import resource, sys
+from titan_rl.cli.main import program
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv.pop(1))))
+code = program()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("most", "code"), [(512, 0), (100, 2)])
+def test_limit_of_open_files_is_raised_as_far_as_the_system_allows(project: Path, most: int, code: int) -> None:
+    argv = [sys.executable, "-c", OPEN_FILES, str(most), "train", "config.toml", "--dry-run"]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == code, ended.stderr
+    if code:
+        assert ended.stderr.startswith("titan-rl: a process may open 100 files here, and needs 256; raise ulimit -Hn")
+    else:
+        assert ended.stderr.endswith("512 512\n")
 
 
 def test_main_module_imports_only_the_errors_module():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,18 @@ def raises(rollout: Rollout) -> float:
     return {"validation-1": 0.0}[rollout.group_id] if rollout.group_id == "validation-0" else 0.0
 
 
+def backtracks(rollout: Rollout) -> float:
+    if rollout.rollout_id == "train-3/0":
+        re.match(r"(a+)+$", "a" * 40 + "b")  # holds the GIL
+    return 0.0
+
+
+def uses_alarm(rollout: Rollout) -> float:
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.signal(signal.SIGALRM, before)
+    return 0.0
+
+
 class TroubledSort(AlphabetSort):
     """The first step of the first environment sleeps. The judges, one of them in threads, have weight 0 and still fail
     on one group each."""
@@ -58,6 +72,8 @@ class TroubledSort(AlphabetSort):
                 Reward(hangs, 0.0, in_thread=True, timeout_s=3.0),
                 Reward(cancels_itself, 0.0, on_failure=FailurePolicy(retries=1, backoff_s=0.1)),
                 Reward(raises, 0.0),
+                Reward(backtracks, 0.0, timeout_s=7.0),
+                Reward(uses_alarm, 0.0),
             ]
         )
 
@@ -78,8 +94,10 @@ def assert_failures_are_reported(run: Run, process: str) -> None:
     assert "reward 'cancels_itself' on rollout 'train-2/" in output
     assert "was cancelled, although nobody requested it" in output
     assert "KeyError: 'validation-0' (tests/e2e/troubled_task.py:" in output
-    assert sum(record.get("scheduling/dropped/reward_failed", 0) for record in run.metrics()) == 2
+    assert "in backtracks has held Python's interpreter lock (GIL)" in output
+    assert "reward 'backtracks' took longer than 7 s on rollout 'train-3/0'" in output
+    assert sum(record.get("scheduling/dropped/reward_failed", 0) for record in run.metrics()) == 3
     rollouts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
     failed = {rollout["group_id"] for rollout in rollouts if rollout.get("dropped") == "reward_failed"}
-    assert failed == {"validation-0", "train-1", "train-2"}
+    assert failed == {"validation-0", "train-1", "train-2", "train-3"}
     assert [each["error"] for each in rollouts if each.get("error") and each["group_id"] not in failed] == []

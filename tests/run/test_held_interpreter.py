@@ -91,3 +91,39 @@ def test_late_reward_that_cannot_be_interrupted_ends_the_process_and_is_named(
     status = read_status(tmp_path)
     assert status.state == "failed"
     assert status.reason.startswith(line)
+
+
+ALARM = """
+import asyncio, signal
+from titan_rl import FailurePolicy, Reward, Rollout
+from titan_rl.core.errors import RewardError
+
+def alarmed(rollout):
+    try:
+        signal.signal(signal.SIGALRM, lambda number, frame: None)
+    except Exception:
+        return 0.0
+    return 1.0
+
+async def judge(in_thread):
+    reward = Reward(alarmed, in_thread=in_thread, on_failure=FailurePolicy(retries=0))
+    try:
+        print(await reward.values([Rollout("g/0", "g", 0, None)]))
+    except RewardError as error:
+        print(error)
+
+asyncio.run(judge(False))
+asyncio.run(judge(True))
+"""
+
+
+def test_signals_in_a_thread_fail_a_reward_that_hides_the_error(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(ALARM)
+    command = [sys.executable, "program.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=tmp_path)
+    in_main, in_thread = ended.stdout.splitlines()
+    assert in_main == "[1.0]"
+    assert "reward 'alarmed' failed on rollout 'g/0': RuntimeError: it uses signals" in in_thread
+    assert "math_verify: parsing_timeout=None" in in_thread
+    line = ALARM.splitlines().index("    try:") + 2
+    assert f"(program.py:{line} in alarmed)" in in_thread

@@ -10,7 +10,7 @@ import signal
 import sys
 from contextlib import contextmanager
 
-from titan_rl.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_UNREAD, EXIT_USAGE
+from titan_rl.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USAGE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,13 +40,14 @@ COMMANDS = {
 """Commands with their descriptions. Each is implemented in the module `titan_rl.cli.NAME`."""
 
 
+ENDS = (signal.SIGTERM, signal.SIGHUP)
 STOPPED_EARLY = "stopped before a run began"
 
 
 def program() -> int:
     """Entry point of the program: `main`, followed by the end of the process."""
     code = main()
-    if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+    if code > 128:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once, without a traceback
     return code
 
@@ -58,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     129 for SIGHUP, and 141 for a closed output pipe.
     """
     stopped = [STOPPED_EARLY]
-    with _sigterm_unwinds():
+    with _signals_unwind():
         try:
             return _run_command(sys.argv[1:] if argv is None else argv, stopped)
         except KeyboardInterrupt as stop:
             from titan_rl.run.terminal.standard_streams import print_stderr
 
             print_stderr(f"titan-rl: {stopped[-1]}")
-            return EXIT_TERMINATED if isinstance(stop, _Terminated) else EXIT_INTERRUPTED
+            return stop.code if isinstance(stop, _Terminated) else EXIT_INTERRUPTED
 
 
 def _run_command(words: Sequence[str], stopped: list[str]) -> int:
@@ -152,31 +153,37 @@ def _print_error(error: BaseException) -> None:
 
 
 class _Terminated(KeyboardInterrupt):
-    """Exception raised when SIGTERM arrives. asyncio passes on no other exceptions of signal handlers."""
+    """Exception raised when SIGTERM or SIGHUP arrives. asyncio passes on no other exceptions of signal handlers."""
+
+    def __init__(self, number: int) -> None:
+        self.code = 128 + number
 
 
 @contextmanager
-def _sigterm_unwinds() -> Generator[None]:
-    """Context manager in which SIGTERM ends the program like Ctrl-C: by an exception, so that every `finally` runs."""
+def _signals_unwind() -> Generator[None]:
+    """Context manager in which SIGTERM and SIGHUP end the program like Ctrl-C: by an exception, so that every `finally`
+    runs. `nohup` ignores SIGHUP, and so does the program then."""
 
     def raise_terminated(signum: int, frame: FrameType | None) -> None:
-        raise _Terminated
+        raise _Terminated(signum)
 
-    previous = signal.signal(signal.SIGTERM, raise_terminated)
+    ended_by = [number for number in ENDS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, raise_terminated) for number in ended_by}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def signals_end_imports() -> Generator[None]:
-    """Context manager in which Ctrl-C or SIGTERM during an import ends the process at once. An exception would be lost
-    within the import of a native module, become another error, or crash Python.
+    """Context manager in which Ctrl-C, SIGTERM or SIGHUP during an import ends the process at once. An exception would
+    be lost within the import of a native module, become another error, or crash Python.
 
     No resource may be held during an import in the block. At other times the signals raise their exceptions.
     """
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDS)}
 
     def end(signum: int, frame: FrameType | None) -> None:
         if _is_importing(frame):

@@ -8,7 +8,7 @@ import contextvars
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -19,7 +19,7 @@ from monarch.actor import concurrent_endpoint
 
 from titan_rl.cluster.actor_replica import router_options
 from titan_rl.cluster.processes.actor_calls import ActorHandle
-from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec
+from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, main_thread_loop
 from titan_rl.cluster.processes.remote_process import call
 from titan_rl.cluster.request_stream import GeneratorStreams, caller_of
 from titan_rl.core.calls.retries import Backoff
@@ -281,7 +281,8 @@ class _Group:
 
 
 class RolloutWorkerActor(ProcessActor):
-    """Runs a `Rollouter` for each task over a shard of the run's router.
+    """Runs a `Rollouter` for each task over a shard of the run's router, in the main thread, where user code may use
+    signals and can be interrupted.
 
     Args:
         service: The controller's `GroupService`.
@@ -289,11 +290,15 @@ class RolloutWorkerActor(ProcessActor):
 
     def __init__(self, spec: ProcessSpec, settings: RolloutWorkerSettings, service: Any) -> None:
         super().__init__(spec)
+        self._main = main_thread_loop()
         self._settings = settings
         self._service = ActorHandle(service)
         self._numbers = count()  # of the streams to generators
         self._groups: dict[str, _Group] = {}  # by key, like the tasks
         self._tasks: dict[str, asyncio.Task[RolloutGroup]] = {}
+
+    async def perform(self, endpoint: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(endpoint, self._main))
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -409,7 +414,7 @@ class RolloutWorkerActor(ProcessActor):
     @concurrent_endpoint
     async def resume(self, key: str) -> None:
         if (group := self._groups.get(key)) is not None:
-            group.suspension.resume()
+            self._main.call_soon_threadsafe(group.suspension.resume)
 
     @concurrent_endpoint
     async def send_answers(self) -> None:
@@ -422,11 +427,11 @@ class RolloutWorkerActor(ProcessActor):
 
     @concurrent_endpoint
     async def pause_judging(self, task: str) -> None:
-        self._rollouters[task].pause_judging()
+        self._main.call_soon_threadsafe(self._rollouters[task].pause_judging)
 
     @concurrent_endpoint
     async def resume_judging(self, task: str) -> None:
-        self._rollouters[task].resume_judging()
+        self._main.call_soon_threadsafe(self._rollouters[task].resume_judging)
 
     def _connect(self, name: str, actor: Any) -> ReplicaConnection:
         return ReplicaConnection(name, GeneratorStreams(name, actor, self._next_caller))

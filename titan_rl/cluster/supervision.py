@@ -332,6 +332,9 @@ class SupervisedProcesses(HostListener):
     def _disconnect(self) -> None:
         """Release the connections to the processes before they are ended."""
 
+    def process_held(self, remote: RemoteProcess, what: str) -> None:
+        self.hosts.notify(f"{remote.name}: {what}")
+
     def process_ended(self, remote: RemoteProcess) -> None:
         self._ended_time[remote.process.role] += remote.processor_time
         del self._remotes[remote.id]

@@ -121,8 +121,13 @@ def _files() -> Generator[SessionFiles]:
     """Create a folder for the server's logs, which remains if the server fails."""
     folder = Path(tempfile.mkdtemp(prefix="titan_rl-serve-"))
     (logs := folder / "logs").mkdir()
-    yield SessionFiles(folder.name, logs)
-    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.ExitStack() as removal:
+        removal.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            yield SessionFiles(folder.name, logs)
+        except Exception:
+            removal.pop_all()
+            raise
 
 
 @dataclass

@@ -36,7 +36,7 @@ from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import Sinks, open_sinks
 from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage
 from titan_rl.run.open_host_workers import open_workers
-from titan_rl.run.process.environment import logging_to, run_environment
+from titan_rl.run.process.environment import allow_open_files, logging_to, run_environment
 from titan_rl.run.process.guard import guarded
 from titan_rl.run.process.signals import StopSignals, run_to_its_end
 from titan_rl.run.resumption import Resumption, begin_run, is_finished, resume_from_newest
@@ -94,6 +94,8 @@ def process_session(
     """
     signals = StopSignals(stopping, ended, run=run)
     is_main = threading.current_thread() is threading.main_thread()
+    if starts_processes:
+        allow_open_files()
     with contextlib.ExitStack() as resources:
         if is_main:
             resources.enter_context(signals)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
@@ -27,6 +27,7 @@ from titan_rl.cluster.liveness.local_processes import (
     used_cpu_between,
 )
 from titan_rl.cluster.liveness.loop_thread import LoopThread, call_in
+from titan_rl.core.calls.pulse import PULSE, PulseReader
 from titan_rl.core.clock import CLOCK, Clock
 
 
@@ -63,6 +64,8 @@ class ProcessHealth:
         still_s: Time since its work last progressed or it computed; None while it has no work.
         stopped_s: Time for which it has been stopped by a signal, such as SIGSTOP; 0 if it is not stopped.
         processor_s, work_s: Its `ProcessorTime` when it last answered.
+        held: Description of a call that holds the GIL, see `PulseReader`; "" if there is none.
+        is_lost: Whether that call could not be interrupted in time.
     """
 
     silent_s: float = 0.0
@@ -70,6 +73,8 @@ class ProcessHealth:
     stopped_s: float = 0.0
     processor_s: float = 0.0
     work_s: float = 0.0
+    held: str = ""
+    is_lost: bool = False
 
 
 HEALTHY = ProcessHealth()
@@ -155,6 +160,8 @@ def hang_reason(health: Iterable[ProcessHealth], limit_s: float) -> str | None:
     all processes that have work must be without progress.
     """
     each = list(health)
+    if (lost := next((one.held for one in each if one.is_lost), None)) is not None:
+        return f"{lost}, for longer than its time limit"
     if any(one.stopped_s >= STOPPED_LIMIT_S for one in each):
         return f"it has been stopped by a signal for {STOPPED_LIMIT_S:g} s"
     if any(one.silent_s >= limit_s for one in each):
@@ -167,7 +174,7 @@ def hang_reason(health: Iterable[ProcessHealth], limit_s: float) -> str | None:
 
 PING = b"?"
 HELLO = struct.Struct("=Q")  # the pid
-ANSWER = struct.Struct("=Q?dd")  # count of progress so far, whether there is work, and the processor time
+ANSWER = struct.Struct("=Q?ddi")  # progress so far, whether there is work, processor time, pulse
 
 
 class WorkProgress:
@@ -200,7 +207,8 @@ class WorkProgress:
     @property
     def answer(self) -> bytes:
         """Answer to a ping."""
-        return ANSWER.pack(self._moves % 2**64, self._num_in_progress > 0, own_processor_s(), self._processor_s)
+        pulse = -1 if PULSE.descriptor is None else PULSE.descriptor
+        return ANSWER.pack(self._moves % 2**64, self._num_in_progress > 0, own_processor_s(), self._processor_s, pulse)
 
 
 def answer_pings(path: Path, work: WorkProgress) -> None:
@@ -288,7 +296,7 @@ class HealthChecks:
             for task in self._answering:
                 task.cancel()
             for process in self._processes.values():
-                process.watched.close()
+                process.close()
 
     def look(self) -> dict[int, ProcessHealth]:
         """Return the health of each process by pid, and ping them again. Called every `LOOK_S` seconds."""
@@ -342,15 +350,26 @@ class _CheckedProcess:
         self._health = HealthTracker(LONGEST_CHECK_S, self._clock.now())
         self._looked_at = self._clock.now()
         self._used: TreeUse | None = None  # at the last look if it was quiet then
+        self._pulse: PulseReader | None = None
         self._ping_pending = False
         self._ping()
 
     def ended(self, how: str) -> None:
+        self.close()
         self._checks.note_end(self.watched.pid, how)
+
+    def close(self) -> None:
+        self.watched.close()
+        if self._pulse is not None:
+            self._pulse.close()
+            self._pulse = None
 
     def answered(self, answer: bytes) -> None:
         self._ping_pending = False
-        moves, at_work, total_s, work_s = ANSWER.unpack(answer)
+        moves, at_work, total_s, work_s, pulse = ANSWER.unpack(answer)
+        if pulse >= 0 and self._pulse is None:
+            with contextlib.suppress(OSError):  # the process has ended
+                self._pulse = PulseReader(self.watched.pid, pulse, LONGEST_CHECK_S)
         self._health.answered(moves, at_work=at_work, processor=ProcessorTime(total_s, work_s))
 
     def look(self) -> ProcessHealth:
@@ -363,7 +382,12 @@ class _CheckedProcess:
         )
         self._looked_at = now
         self._ping()
-        return self._health.look(now, computed=computed, stopped=is_stopped(self.watched.pid))
+        health = self._health.look(now, computed=computed, stopped=is_stopped(self.watched.pid))
+        if self._pulse is None or (held := self._pulse.look(now)) is None:
+            return health
+        if held.is_late:
+            self._pulse.interrupt()
+        return replace(health, held=str(held), is_lost=held.is_lost)
 
     def _ping(self) -> None:
         if not self._ping_pending:

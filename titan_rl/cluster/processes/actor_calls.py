@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import logging
 import uuid
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -49,10 +49,14 @@ class AnsweringActor(Actor):
         value, error = None, None
         try:
             method = inspect.unwrap(getattr(type(self), endpoint)._method)  # Monarch's wrapper answers by itself
-            value = await method(self, *args)
+            value = await self.perform(method(self, *args))
         except (Exception, asyncio.CancelledError) as raised:
             error = raised
         self._answers_to[caller].send((number, _pickled(value, error)))
+
+    async def perform(self, endpoint: Coroutine[Any, Any, Any]) -> Any:
+        """Run an endpoint, and return its value. A subclass may run it in another event loop."""
+        return await endpoint
 
 
 def _pickled(value: Any, error: BaseException | None) -> bytes:

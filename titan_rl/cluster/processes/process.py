@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import logging
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,6 +144,15 @@ def _outlive_sigterm() -> None:
     starts, and Python's own handlers can be set only in the main thread, which belongs to Monarch."""
     faulthandler.register(signal.SIGTERM, os.open(os.devnull, os.O_WRONLY), all_threads=False)
     os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+
+
+def main_thread_loop() -> asyncio.AbstractEventLoop:
+    """Event loop that runs in the main thread of this process. Monarch does not expose it, and only waits in it."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]  # pyright: ignore[reportPrivateUsage]
+    while frame.f_code is not asyncio.BaseEventLoop.run_forever.__code__:
+        frame = frame.f_back
+        assert frame is not None, "no event loop runs in the main thread"
+    return frame.f_locals["self"]
 
 
 @contextlib.contextmanager

@@ -31,6 +31,10 @@ class ProcessOwner(Protocol):
         """Handle the end of a process. Called once, from within `RemoteProcess.end`."""
         ...
 
+    def process_held(self, remote: RemoteProcess, what: str) -> None:
+        """Handle the finding that a call holds the GIL of a process."""
+        ...
+
 
 @dataclass(slots=True)
 class _Rank:
@@ -49,6 +53,8 @@ class _Rank:
         self.remote.end(how)
 
     def checked(self, health: ProcessHealth) -> None:
+        if health.held and not self.health.held:
+            self.remote.note_held(health.held)
         self.health = health
         self.remote.end_if_hanging()
 
@@ -119,6 +125,10 @@ class RemoteProcess:
                 self.end(f"process {pid} ended")
                 return
             self._ranks.append(rank)
+
+    def note_held(self, what: str) -> None:
+        if self._owner is not None:
+            self._owner.process_held(self, what)
 
     def end_if_hanging(self) -> None:
         """End the process if the health of its ranks shows that it hangs."""

@@ -16,19 +16,23 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
+import functools
 import math
 import mmap
 import os
 import re
 import signal
 import struct
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 from titan_rl.core.calls.bounded import OutOfTimeError
 from titan_rl.core.calls.user_code import callers, innermost, record_location
@@ -80,6 +84,7 @@ class LimitedCall:
 
     Raises:
         OutOfTimeError: the call was interrupted, even if it handled that itself. Names its line.
+        RuntimeError: the call used signals outside the main thread, even if it handled the error of that.
     """
 
     def __init__(self, pulse: Pulse, limit_s: float) -> None:
@@ -88,11 +93,15 @@ class LimitedCall:
         self.location: str | None = None  # line of user code at which it was interrupted
         self.began = 0.0
         self.is_in_main = False
+        self.used_signals: list[str] = []  # lines at which it used signals outside the main thread
         self._pulse = pulse
 
     def __enter__(self) -> LimitedCall:
         self.began = time.monotonic()
         self.is_in_main = threading.current_thread() is threading.main_thread()
+        if not self.is_in_main:
+            _record_signal_use()
+            _call_in_thread.set(self)
         self._pulse.begin(self)
         return self
 
@@ -100,17 +109,44 @@ class LimitedCall:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._pulse.end(self)
+        _call_in_thread.set(None)
+        if self.used_signals:
+            failure = RuntimeError(NO_SIGNALS)
+            record_location(failure, self.used_signals[0] or None)
+            raise failure from error
         if self.is_interrupted:
             late = OutOfTimeError(f"it took longer than {self.limit_s:g} s")
             record_location(late, self.location)
             raise late from None
 
 
+NO_SIGNALS = (
+    "it uses signals, as a time limit by signal.alarm does, and they work in the main thread alone; let it run there "
+    "(in_thread=False, reward_in_thread = false, a script in place of a notebook), or turn off its time limit "
+    "(math_verify: parsing_timeout=None, timeout_seconds=None)"
+)
+_call_in_thread: ContextVar[LimitedCall | None] = ContextVar("_call_in_thread", default=None)
+
+
+@functools.cache
+def _record_signal_use() -> None:
+    """Record the calls of `signal.signal` that fail in threads, whose errors user code often turns into values."""
+    module: Any = sys.modules["_signal"]
+    original = module.signal
+
+    def recording(number: int, handler: Any) -> Any:
+        if (call := _call_in_thread.get()) is not None:
+            call.used_signals.append(innermost(traceback.extract_stack()) or "")
+        return original(number, handler)
+
+    module.signal = recording  # `signal.signal` calls it
+
+
 class Pulse:
     """Pulse of this process. A thread beats while the process is watched; see `LoopWatchdog`."""
 
     def __init__(self) -> None:
-        self._descriptor: int | None = None
+        self.descriptor: int | None = None  # of the shared memory, once it is open
         self._lock = threading.Lock()
         self._calls: list[LimitedCall] = []
         self._num_beats = 0
@@ -121,17 +157,17 @@ class Pulse:
     def open(self) -> int | None:
         """Make the shared memory, and return its descriptor for `PulseReader`; None if the system lacks it. Only if the
         main thread is the first to call this can its calls be interrupted."""
-        if self._descriptor is None and hasattr(os, "memfd_create"):
-            self._descriptor = os.memfd_create("pulse")
-            os.ftruncate(self._descriptor, _STATE.size)
-            self._state = mmap.mmap(self._descriptor, _STATE.size)
-            stacks = os.open(f"/proc/self/fd/{self._descriptor}", os.O_WRONLY | os.O_APPEND)
+        if self.descriptor is None and hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("pulse")
+            os.ftruncate(self.descriptor, _STATE.size)
+            self._state = mmap.mmap(self.descriptor, _STATE.size)
+            stacks = os.open(f"/proc/self/fd/{self.descriptor}", os.O_WRONLY | os.O_APPEND)
             self._interrupts = threading.current_thread() is threading.main_thread()
             if self._interrupts:
                 signal.signal(_INTERRUPT, self._handle)
                 struct.pack_into("=?", self._state, 24, True)
             faulthandler.register(_WRITE_STACK, stacks, all_threads=True)
-        return self._descriptor
+        return self.descriptor
 
     def beat(self) -> None:
         self._beat_at = time.monotonic()
@@ -181,11 +217,11 @@ class Pulse:
         raise CallInterrupted(f"it blocked for longer than {self._env_limit_s if call is None else call.limit_s:g} s")
 
     def _write(self, num_beats: int) -> None:
-        if self._descriptor is not None:
+        if self.descriptor is not None:
             struct.pack_into("=Q", self._state, 0, num_beats)
 
     def _write_limits(self) -> None:
-        if self._descriptor is not None:
+        if self.descriptor is not None:
             in_main = [call for call in self._calls if call.is_in_main]
             calls = [*(call for call in self._calls if not call.is_in_main), *in_main[-1:]]
             longest = max((call.limit_s for call in calls), default=0.0)
@@ -230,7 +266,7 @@ class PulseReader:
 
     Args:
         pid: Id of the process, which must not be reaped while this object is used.
-        descriptor: `Pulse.descriptor` in that process.
+        descriptor: `Pulse.descriptor` of that process.
         longest_look_s: Most time that counts between two looks: if this process was stopped, so was the other.
 
     Raises:

@@ -24,6 +24,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError, MissingExtraError, ModelError, NoSpaceError, TitanRLError, in_one_line
 from titan_rl.rollout.renderer.registry import ChosenRenderer, chat_support, choose_renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.run.process.environment import allow_open_files
 from titan_rl.run.terminal.waiting import WAITING
 from titan_rl.training.models.families import EXPERT_COUNTS, PROVED, choose_implementation
 from titan_rl.training.models.finite_weights import check_finite_folder
@@ -138,8 +139,9 @@ def check_needs(config: RunConfig) -> None:
 
     Raises:
         ConfigError: The ranks of trainer and generators cannot be placed, or a setting needs a GPU or a package that
-            this machine lacks. The message names the setting and the fix.
+            this machine lacks, or too few files may be open. The message names the setting and the fix.
     """
+    allow_open_files()
     if config.hosts.elsewhere:
         _check_placement(config, _gpus_of_a_pod(config))
         return

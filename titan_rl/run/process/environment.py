@@ -7,6 +7,8 @@ import contextlib
 import functools
 import logging
 import os
+import resource
+import signal
 import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -19,7 +21,8 @@ from titan_rl.cluster.hosts.folders import (
     scratch_root,
 )
 from titan_rl.cluster.processes.sockets import has_abstract_sockets
-from titan_rl.run.process.guard import keep_clean
+from titan_rl.core.errors import ConfigError
+from titan_rl.run.process.guard import STOPS, keep_clean
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -75,6 +78,22 @@ def run_environment(pythonpath: Sequence[str] = ()) -> Generator[None]:
             tempfile.tempdir = None
 
 
+LEAST_FILES = 256
+"""Open files that a process of a run needs at least."""
+
+
+def allow_open_files() -> None:
+    """Raise the limit of open files of this process, and of those that it starts, as far as the system allows.
+
+    Raises:
+        ConfigError: It stays below `LEAST_FILES`.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= most < LEAST_FILES:
+        raise ConfigError(f"a process may open {most} files here, and needs {LEAST_FILES}; raise ulimit -Hn, as root")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 PRIVATE = "Monarch's sockets are private to this user"
 EXPOSED = "every user of this machine can run code as you during a run, through Monarch's abstract socket"
 OWN_NAMESPACE = "run it in its own network namespace or container: docs/concepts/security.md"
@@ -102,6 +121,8 @@ def process_scratch() -> Path:
 
 @functools.cache
 def _scratch_of(pid: int) -> Path:
+    # A signal that arrives before the folder is registered would leave it behind.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     folder = make_scratch()
     guard = keep_clean(folder.path.parent, folder.path.name)
 
@@ -114,6 +135,7 @@ def _scratch_of(pid: int) -> Path:
                 guard.wait()
 
     atexit.register(remove)
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     return folder.path
 
 

@@ -95,7 +95,7 @@ def _start(
     run_id: str,
     advice: str,
     watches: Sequence[str] = ("", ""),
-    echo: int = subprocess.DEVNULL,
+    echo: int | None = None,
 ) -> subprocess.Popen[bytes]:
     process = os.pidfd_open(os.getpid())
     try:
