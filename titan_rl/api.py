@@ -1,6 +1,6 @@
 """`titan_rl.train` and `titan_rl.evaluate`: runs and evaluations from Python, with every part replaceable.
 
-Both block until they are done. In a notebook, whose event loop is already running, they run in a thread. To evaluate an
+Both block until they are done. In a notebook, the event loop that is already running waits meanwhile. To evaluate an
 object that belongs to your own event loop, such as an engine loop that you started, call `await evaluate_async(...)`
 there.
 """

@@ -1,8 +1,10 @@
 """Orderly shutdown of a program when something in its event loop exits."""
 
 import asyncio
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -65,6 +67,30 @@ async def program():
 run_to_its_end(program())
 print("ended")
 """
+
+
+async def test_program_runs_in_the_main_thread_while_the_running_loop_waits() -> None:
+    """As in a notebook: signals, and the interruption of late calls, work in the main thread alone."""
+    outer, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    async def program() -> threading.Thread:
+        await asyncio.sleep(0)
+        assert asyncio.get_running_loop() is not outer
+        return threading.current_thread()
+
+    async def interrupted() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        await asyncio.sleep(1000)
+
+    assert run_to_its_end(program()) is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_to_its_end(interrupted())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    await asyncio.sleep(0)
+    assert (asyncio.get_running_loop(), asyncio.current_task()) == (outer, task)
 
 
 def test_run_to_its_end_does_not_wait_for_hanging_threads():

@@ -82,7 +82,8 @@ def process_session(
 ) -> Generator[StopSignals]:
     """Prepare this process, and the processes that it starts, for a block.
 
-    Signals are handled, and the process is guarded, only if this is the main thread.
+    Signals are handled, and the process is guarded, only if this is the main thread. In a notebook, whose event loop
+    runs, signals have their usual effect.
 
     Args:
         run_id: Part of the names of shared memory, which the guard frees.
@@ -94,12 +95,14 @@ def process_session(
     """
     signals = StopSignals(stopping, ended, run=run)
     is_main = threading.current_thread() is threading.main_thread()
+    owns_process = asyncio._get_running_loop() is None  # not in a notebook, which must outlive the run
     if starts_processes:
         allow_open_files()
     with contextlib.ExitStack() as resources:
-        if is_main:
+        if is_main and owns_process:
             resources.enter_context(signals)
-            resources.enter_context(guarded(scratch_root(), run_id, ended, run))
+        if is_main:
+            resources.enter_context(guarded(scratch_root(), run_id, ended, run, ends_at_second=owns_process))
         if starts_processes:
             resources.enter_context(run_environment(pythonpath))
             resources.enter_context(fork_servers(forks))

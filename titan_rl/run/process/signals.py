@@ -11,8 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Coroutine, Generator, Iterator
-from concurrent.futures import Future
-from contextvars import copy_context
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
@@ -196,17 +194,14 @@ def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
     tasks. Here it only cancels the program, which can still save its state and close its resources, even if more such
     exceptions follow. The end does not wait for hanging threads of `asyncio.to_thread`, either.
 
-    If this thread has a running loop, as in a notebook, the program runs in another thread, and this one waits. Ctrl-C
-    then cancels the program.
+    If this thread has a running loop, as in a notebook, that loop waits.
 
     Raises:
         SystemExit, KeyboardInterrupt: The first such exception, raised once the program has ended.
         BaseException: The error with which the program ended.
     """
-    if asyncio._get_running_loop() is not None:
-        return _in_thread(program)
     exit_of_others: BaseException | None = None
-    with asyncio.Runner() as runner:
+    with _running_loop_suspended(), asyncio.Runner() as runner:
         loop = runner.get_loop()
         loop.set_default_executor(UsersThreads())
         task = loop.create_task(program)
@@ -228,35 +223,24 @@ def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
         return task.result()
 
 
-def _in_thread(program: Coroutine[Any, Any, T]) -> T:
-    outcome: Future[T] = Future()
-    running: list[asyncio.Task[Any]] = []
-
-    async def noted() -> T:
-        running.extend(filter(None, [asyncio.current_task()]))
-        return await program
-
-    def work() -> None:
-        try:
-            outcome.set_result(run_to_its_end(noted()))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=copy_context().run, args=(work,), name="event loop").start()
-    interrupted = False
-    while True:
-        try:
-            return outcome.result()
-        except KeyboardInterrupt:
-            if outcome.done():
-                raise
-            interrupted = True
-            for task in running:
-                task.get_loop().call_soon_threadsafe(task.cancel)
-        except asyncio.CancelledError:
-            if interrupted:
-                raise KeyboardInterrupt from None
-            raise
+@contextlib.contextmanager
+def _running_loop_suspended() -> Generator[None]:
+    """Let this thread run another event loop within a callback of its running one, as asyncio does not permit."""
+    outer = asyncio._get_running_loop()
+    if outer is None:
+        yield
+        return
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.tasks._leave_task(outer, task)
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(outer)
+        asyncio._set_running_loop(outer)
+        if task is not None:
+            asyncio.tasks._enter_task(outer, task)
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
