@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,47 @@ def test_omits_the_settings_list_when_none_saves_memory(folder: Path, capsys: py
     assert "no single setting saves memory on GPU 1" in printed
 
 
+@pytest.mark.slow
+def test_trainer_does_not_take_the_engines_gpus_if_its_own_are_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(ROOT / "scripts" / "model_configs" / "qwen3_8b.json", tmp_path / "config.json")
+    words = ("--gpus", "8", "--memory", "80", "--model.max_context", "16384", "--training.row_tokens", "16384",
+             "--generation.kv_cache_gib", "none", "--generation.num_generators", "4")  # fmt: skip
+    found = fit_as_json(tmp_path, capsys, *words)
+    assert found["fits_with_change"]
+    assert "training.data_parallel = 4" in found["change"]
+    options = [word for each in found["change"] for word in f"--{each}".replace('"', "").split(" = ")]
+    fitting = fit_as_json(tmp_path, capsys, *words, *options)
+    assert {bool(each["engines"]) for each in fitting["gpus"] if each["trainer"]} == {False}
+
+
+def test_total_within_the_error_of_the_computation_may_not_fit(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--gpus", "3", "--generation.kv_cache_gib", "0.25", "--training.row_tokens", "4096",
+             "--training.rows_per_micro_batch", "32")  # fmt: skip
+    gpu = fit_as_json(folder, capsys, *words, "--memory", "80")["gpus"][0]
+    assert gpu["engines"] == {}
+    total = gpu["total"] / 2**30
+    assert gpu["at_most"] == pytest.approx(1.09 * gpu["total"])
+    assert fit(folder, *words, "--memory", f"{total * 1.1:.4f}") == 0
+    assert " fits: " in capsys.readouterr().err
+    assert fit(folder, *words, "--memory", f"{total * 1.05:.4f}") == 1
+    printed = capsys.readouterr()
+    assert f"titan-rl: may not fit: {total:.1f} GiB of {total * 1.05:.1f} on GPU 0, and up to 9% more" in printed.err
+    assert "each of these settings saves memory on GPU 0" in printed.out
+    assert fit(folder, *words, "--memory", f"{total * 0.95:.4f}") == 1
+    assert " does not fit: " in capsys.readouterr().err
+
+
+def test_room_of_the_engines_is_given_in_contexts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    token = 2 * 2 * 4 * 64 * 2  # keys and values, layers, heads, entries, bytes
+    words = ("--gpus", "3", "--memory", "80", "--generation.kv_cache_gib", "1")
+    assert fit(folder, *words) == 0
+    assert f"engine   KV cache of {2**30 // (token * 1024)} full contexts" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "content",
     ["[]", "null", *(json.dumps({**SMALL, "model_type": "qwen2", **wrong}) for wrong in (
@@ -179,6 +221,17 @@ def test_adapters_share_frozen_weights_but_not_optimizer_states(
     assert large["master weights"] < both["master weights"] < 1.01 * large["master weights"]
     assert both["gradients"] == large["gradients"], "only the adapter that computes has gradients"
     assert both["activations"] == large["activations"]
+
+
+def test_published_versions_of_adapters_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (several := folder / "several.toml").write_text(ADAPTERS)
+    sizes = ("--gpus", "1", "--memory", "80", "--json")
+    of_rank_1 = 2 * sum((256 + 512, 256 + 256, 256 + 256, 512 + 256, 256 + 512, 256 + 512, 512 + 256))  # 2 layers
+    one = fit_as_json(folder, capsys, *sizes, "--training.adapter.rank", "8")
+    assert one["host"]["published versions"] == 2 * 8 * of_rank_1 * 2, "two versions in bfloat16"
+    assert main(["fit", EXAMPLE, str(several), "--model.path", str(folder), *sizes]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert both["host"]["published versions"] == 2 * (1 + 256) * of_rank_1 * 2
 
 
 def test_engine_adapter_slots_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

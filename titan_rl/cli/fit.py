@@ -47,18 +47,31 @@ def run(arguments: argparse.Namespace) -> int:
 
         config, _ = read_config(arguments.config, arguments.overrides)
         fit = plan_memory(config, arguments.gpus, int(arguments.memory * GIB))
+    if not arguments.json:
+        print_result("\n".join(_lines(fit)) + "\n")
+        print_stderr(f"titan-rl: {_verdict(fit)}")
+    searching = nullcontext() if arguments.json else WAITING.shown("trying settings that save memory")
+    with searching:
         saving = [] if fit.fits else savings(config, fit)
         change, changed = ([], fit) if fit.fits else smallest_change(config, fit)
     if arguments.json:
         print_result(json.dumps(_as_json(fit, saving, change, changed)) + "\n")
     else:
-        print_result("\n".join(_lines(fit)) + "\n")
         for line in _advice(fit, saving, change, changed):
             print_result(line + "\n")
-        fullest = fit.fullest
-        usage = f"{fullest.total / GIB:.1f} GiB of {fit.limit / GIB:.1f} on {_name(fullest)}"
-        print_stderr(f"titan-rl: {'fits' if fit.fits else 'does not fit'}: {usage}")
     return 0 if fit.fits else 1
+
+
+def _verdict(fit: Fit) -> str:
+    from titan_rl.run.checks.gpu_memory import TRAINER_ERROR
+
+    fullest = fit.fullest
+    usage = f"{fullest.total / GIB:.1f} GiB of {fit.limit / GIB:.1f} on {_name(fullest)}"
+    if fit.fits:
+        return f"fits: {usage}"
+    if fit.may_fit:
+        usage += f", and up to {TRAINER_ERROR:.0%} more for the trainer, whose memory is computed"
+    return f"{'may not fit' if fit.may_fit else 'does not fit'}: {usage}; trying settings that save memory"
 
 
 def _lines(fit: Fit) -> Iterator[str]:
@@ -68,7 +81,8 @@ def _lines(fit: Fit) -> Iterator[str]:
         yield f"\n{_name(gpu)}"
         for owner, parts in (("trainer", gpu.trainer), ("engine", gpu.engines)):
             for part, size in parts.items():
-                yield f"  {owner:9}{part:30}{size / GIB:8.2f}"
+                room = f" of {gpu.contexts} full contexts" if part == "KV cache" else ""
+                yield f"  {owner:9}{part + room:30}{size / GIB:8.2f}"
         together = "the larger of trainer and engine" if gpu.lends else "total"
         yield f"  {'':9}{together:30}{gpu.total / GIB:8.2f}"
     if fit.host:
@@ -113,8 +127,10 @@ def _as_json(fit: Fit, saving: list[Saving], change: list[Saving], changed: Fit)
         "parameters": fit.parameters,
         "limit": fit.limit,
         "fits": fit.fits,
+        "may_fit": fit.may_fit,
         "gpus": [
             {"gpus": each.gpus, "trainer": each.trainer, "engines": each.engines, "total": each.total}
+            | {"at_most": each.at_most, "contexts": each.contexts}
             for each in fit.gpus
         ],
         "host": fit.host,

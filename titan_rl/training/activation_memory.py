@@ -150,6 +150,7 @@ class ActivationMemory:
 
     Attributes:
         kept: Bytes that the layers keep for the backward pass.
+        kept_last: Part of `kept` of the second half of the layers.
         head: Peak of the additional bytes of the output layer, including the gradient of its weights.
         layer: Peak of the additional bytes of the backward pass of the layers.
     """
@@ -157,6 +158,7 @@ class ActivationMemory:
     kept: int
     head: int
     layer: int
+    kept_last: int = 0
 
 
 def measure_activations(source: DecoderSpec, shape: MicroBatchShape) -> ActivationMemory:
@@ -169,10 +171,10 @@ def measure_activations(source: DecoderSpec, shape: MicroBatchShape) -> Activati
     size = next((hf[name] for name in LAYERS if name in hf), TRACED)
     if size <= TRACED:
         return _trace(source, shape, None)
-    few, many = _trace(source, shape, TRACED // 2), _trace(source, shape, TRACED)
+    traced = _trace(source, shape, TRACED)
     further = size - TRACED
     return ActivationMemory(
-        many.kept + (many.kept - few.kept) * further // (TRACED - TRACED // 2), many.head, many.layer
+        traced.kept + traced.kept_last * further // (TRACED - TRACED // 2), traced.head, traced.layer
     )
 
 
@@ -201,10 +203,13 @@ def _run(
     dtype = getattr(torch, shape.compute_dtype)
     tokens, ids = shape.tokens, torch.zeros(1, shape.tokens, dtype=torch.long)
     begin = tracker.live
+    blocks, at = list(decoder.blocks.values()), list[int]()  # bytes before the second half of the layers and after it
+    blocks[len(blocks) // 2].register_forward_pre_hook(lambda *_: at.append(tracker.live))
+    blocks[-1].register_forward_hook(lambda *_: at.append(tracker.live))
     with torch.autocast("cpu", dtype, enabled=shape.autocasts):
         hidden_BLD = decoder.hidden(ids, torch.zeros_like(ids), cast(Any, layout))
         tracker.restart()
-        kept = tracker.live - begin
+        kept, kept_last = tracker.live - begin, at[1] - at[0]
         # All chunks of logits take the same memory, so a few of them represent all.
         scored = min(tokens, CHUNKS * max(1, CHUNK_LOGITS // decoder.vocab_size))
         unscored = 2 * (tokens - scored) * hidden_BLD.shape[-1] * hidden_BLD.itemsize  # hidden states, their gradients
@@ -221,7 +226,8 @@ def _run(
     del hidden_ND
     cast(Any, logprobs_N.sum()).backward()
     head = found[0] if found else tracker.peak
-    return ActivationMemory(kept, max(0, head - begin - kept) + unscored, max(0, tracker.peak - begin - kept))
+    peak_of_head, peak_of_layer = max(0, head - begin - kept) + unscored, max(0, tracker.peak - begin - kept)
+    return ActivationMemory(kept, peak_of_head, peak_of_layer, kept_last)
 
 
 def _allocate(module: nn.Module) -> None:

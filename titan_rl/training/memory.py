@@ -236,7 +236,7 @@ def rank_memory(
         (at_host if "reference" in offload else on_device)["reference model"] = numbers.held * master
     at_rest = sum(on_device.values()) - on_device.get("gradients", 0)
     cast = numbers.cast * compute if autocasts and master != compute else 0
-    kept = passes.kept - cast
+    kept = max(0, passes.kept - cast)  # checkpointing may keep some of the converted weights only
     if "activations" in offload:
         at_host["activations"], kept = kept, 0
     kept_name = "activations" if training.activation_checkpointing == "none" else "checkpointed activations"

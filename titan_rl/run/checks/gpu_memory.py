@@ -30,6 +30,9 @@ GIB = 2**30
 CONTEXT_BYTES = GIB
 """Estimate of the memory that CUDA and its libraries take in a trainer's process."""
 
+TRAINER_ERROR = 0.09
+"""Largest excess of a trainer's measured memory over the computed one, because of the allocator's fragmentation."""
+
 HOST = "one host"
 
 
@@ -44,6 +47,7 @@ class GPUMemory:
         lends: Whether the engines use the GPU only while the trainer does not train, in addition to what the
             trainer holds between two steps.
         at_rest: Bytes of the trainer between two steps.
+        contexts: Number of contexts of model.max_context tokens that the KV cache of each engine holds.
     """
 
     gpus: tuple[int, ...]
@@ -51,11 +55,20 @@ class GPUMemory:
     engines: Mapping[str, int] = field(default_factory=dict[str, int])
     lends: bool = False
     at_rest: int = 0
+    contexts: int = 0
 
     @property
     def total(self) -> int:
-        trainer, engines = sum(self.trainer.values()), sum(self.engines.values())
-        return max(trainer, self.at_rest + engines) if self.lends else trainer + engines
+        return self._with(0.0)
+
+    @property
+    def at_most(self) -> int:
+        """Bytes that the GPU may need, with the error of the computation."""
+        return self._with(TRAINER_ERROR)
+
+    def _with(self, error: float) -> int:
+        trainer, engines = round((1 + error) * sum(self.trainer.values())), sum(self.engines.values())
+        return max(trainer, round((1 + error) * self.at_rest) + engines) if self.lends else trainer + engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +106,7 @@ class Fit:
 
     @property
     def fullest(self) -> GPUMemory:
-        return max(self.gpus, key=lambda each: each.total)
+        return max(self.gpus, key=lambda each: each.at_most)
 
     @property
     def num_gpus(self) -> int:
@@ -101,7 +114,13 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        return self.fullest.total <= self.limit
+        """Whether the run fits even if the trainer needs more than computed."""
+        return self.fullest.at_most <= self.limit
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether the run fits by the computed figures."""
+        return all(each.total <= self.limit for each in self.gpus)
 
 
 def plan_memory(config: RunConfig, num_gpus: int, limit: int) -> Fit:
@@ -166,7 +185,9 @@ def _excess(fit: Fit) -> int:
     A setting of the trainer therefore counts as a help even if engines on their own GPUs exceed the limit by more, and
     vice versa.
     """
-    fullest = (max((each.total for each in fit.gpus if bool(each.trainer) is has), default=0) for has in (True, False))
+    fullest = (
+        max((each.at_most for each in fit.gpus if bool(each.trainer) is has), default=0) for has in (True, False)
+    )
     return sum(max(0, each - fit.limit) for each in fullest)
 
 
@@ -195,10 +216,9 @@ def _candidates(config: RunConfig, before: Fit) -> Iterator[tuple[str, Any]]:
     if model.dtype == "float32":
         yield "model.dtype", "bfloat16"
     taken = generation.num_generators * generation.tensor_parallel_size
-    apart = num_gpus - taken  # GPUs that the generators leave to the trainer
-    for available in sorted({apart, num_gpus} - {0}):
-        if (ranks := available // training.ranks_a_row) > training.data_parallel:
-            yield "training.data_parallel", ranks
+    apart = max(0, num_gpus - taken) // training.ranks_a_row  # ranks on GPUs that the generators leave to the trainer
+    if apart > training.data_parallel:
+        yield "training.data_parallel", apart
     if training.activation_checkpointing != "full":
         yield "training.activation_checkpointing", "full"
     if training.expert_parallel == 1:
@@ -212,6 +232,8 @@ def _candidates(config: RunConfig, before: Fit) -> Iterator[tuple[str, Any]]:
     if generation.num_generators > 1 and generation.num_generators_range is None:
         yield "generation.num_generators", 1
     yield from _splits(config, before)
+    if (ranks := num_gpus // training.ranks_a_row) > max(apart, training.data_parallel):  # takes KV cache from engines
+        yield "training.data_parallel", ranks
     for name in ("bfloat16", "int8"):
         if BYTES[name] < BYTES[training.optimizer_dtype]:
             yield "training.optimizer_dtype", name
@@ -291,16 +313,19 @@ def _fit_on(config: RunConfig, rank: RankMemory, num_gpus: int, limit: int) -> F
     alike: dict[tuple[bool, int], list[int]] = {}
     for number, name in enumerate(gpus[HOST]):
         alike.setdefault((name in trains, sum(name in each for each in engines)), []).append(number)
-    found = [
-        GPUMemory(
-            tuple(numbers),
-            of_trainer if is_trainer else {},
-            _engines(config, rank.parameters, count, limit, beside_trainer=is_trainer),
-            lends and is_trainer,
-            rank.at_rest + CONTEXT_BYTES if is_trainer else 0,
+    found: list[GPUMemory] = []
+    for (is_trainer, count), numbers in alike.items():
+        engines_here = _engines(config, rank.parameters, count, limit, beside_trainer=is_trainer)
+        found.append(
+            GPUMemory(
+                tuple(numbers),
+                of_trainer if is_trainer else {},
+                engines_here,
+                lends and is_trainer,
+                rank.at_rest + CONTEXT_BYTES if is_trainer else 0,
+                engines_here.get("KV cache", 0) // max(1, count * _context_bytes(config)),
+            )
         )
-        for (is_trainer, count), numbers in alike.items()
-    ]
     return Fit(rank.parameters, tuple(found), host, limit)
 
 
@@ -311,8 +336,16 @@ def _engines_on(gpu: GPUMemory, generation: GenerationConfig) -> int:
 
 
 def _published(config: RunConfig, rank: RankMemory) -> int:
-    """Bytes of a published version. A version of an adapter is small, and counts as 0."""
-    return 0 if config.training.adapter.is_on or config.adapters else rank.parameters * BYTES[config.model.dtype]
+    """Bytes of a published version: of the whole model, or of all adapters."""
+    adapters = adapter_specs(config).values()
+    parameters = sum(each.rank * adapter_parameters(config.model, tuple(each.targets)) for each in adapters)
+    return (parameters if adapters else rank.parameters) * BYTES[config.model.dtype]
+
+
+def _context_bytes(config: RunConfig) -> int:
+    """Bytes of a whole context in the KV cache of one rank of an engine."""
+    token = kv_bytes_per_token(config.model) or 0
+    return -(-token // config.generation.tensor_parallel_size) * config.model.max_context
 
 
 def _engines(config: RunConfig, parameters: int, count: int, limit: int, *, beside_trainer: bool) -> dict[str, int]:
@@ -327,8 +360,6 @@ def _engines(config: RunConfig, parameters: int, count: int, limit: int, *, besi
     generation = config.generation
     weights = ceil(parameters * BYTES[config.model.dtype] / generation.tensor_parallel_size)
     adapters = _adapters(config)
-    token = -(-(kv_bytes_per_token(config.model) or 0) // generation.tensor_parallel_size)
-    least = token * config.model.max_context
     if generation.kv_cache_gib is not None:
         cache = int(generation.kv_cache_gib * GIB)
     elif beside_trainer and generation.gpu_share is None:
@@ -339,7 +370,7 @@ def _engines(config: RunConfig, parameters: int, count: int, limit: int, *, besi
     return {
         "engine weights": count * weights,
         **({"engine adapters": count * adapters} if adapters else {}),
-        "KV cache": count * max(cache, least),
+        "KV cache": count * max(cache, _context_bytes(config)),
         "engine work space": count * WORK_BYTES,
     }
 
