@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,9 @@ from titan_rl.evaluation.suites import Suite
 from titan_rl.rollout.group.transcript import ErrorCounts
 from titan_rl.rollout.types import Rollout
 from titan_rl.types import Completion, GenerateFn, SamplingParams
+
+Pairs = Mapping[tuple[int, int], Sequence[Any]]
+"""Values of the games of each pair, by the policies' places."""
 
 SCALE = math.log(10) / 400
 _STEPS = 100
@@ -87,12 +91,7 @@ class Ratings:
         return "\n".join(lines)
 
 
-def rate(
-    task: str,
-    policies: Sequence[str],
-    results: Mapping[tuple[int, int], Sequence[float]],
-    prompts: Mapping[tuple[int, int], Sequence[str]] | None = None,
-) -> Ratings:
+def rate(task: str, policies: Sequence[str], results: Pairs, prompts: Pairs | None = None) -> Ratings:
     """Rate policies by the results of their games.
 
     Args:
@@ -128,12 +127,12 @@ def rate(
             break
     elos -= elos.mean()
     covariance = np.linalg.pinv(_information(played, elos))
-    variances = np.diag(covariance)
+    errors: list[float | None] = [*np.sqrt(np.diag(covariance)).tolist()]
     if prompts is not None:
         scores = _prompt_scores(elos, results, prompts)
         spread = len(scores) / max(len(scores) - 1, 1) * covariance @ scores.T @ scores @ covariance
-        variances = np.maximum(variances, np.diag(spread)) if len(scores) > 1 else np.full(count, np.nan)
-    errors = [None if math.isnan(variance) else math.sqrt(variance) for variance in variances]
+        largest = np.sqrt(np.maximum(np.diag(covariance), np.diag(spread)))
+        errors = [*largest.tolist()] if len(scores) > 1 else [None] * count
     ratings: list[Rating] = []
     for k, policy in enumerate(policies):
         own = [result for (i, _), of_pair in results.items() if i == k for result in of_pair]
@@ -143,20 +142,13 @@ def rate(
     return Ratings(task, tuple(ratings), of_pairs)
 
 
-def _prompt_scores(
-    elos: np.ndarray,
-    results: Mapping[tuple[int, int], Sequence[float]],
-    prompts: Mapping[tuple[int, int], Sequence[str]],
-) -> np.ndarray:
-    """Gradient of the log likelihood of each prompt's games with respect to the ratings.  # [num_distinct,
-    num_policies]"""
+def _prompt_scores(elos: np.ndarray, results: Pairs, prompts: Pairs) -> np.ndarray:
+    """Gradient of the log likelihood of each prompt's games by the ratings.  # [num_distinct, num_policies]"""
     chances = _chances(elos)
     scores: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(elos)))
     for (i, j), of_pair in results.items():
         for result, prompt in zip(of_pair, prompts[i, j], strict=True):
-            surprise = SCALE * (result - chances[i, j])
-            scores[prompt][i] += surprise
-            scores[prompt][j] -= surprise
+            scores[prompt][[i, j]] += SCALE * (result - chances[i, j]) * np.array([1, -1])
     return np.array(list(scores.values()))
 
 

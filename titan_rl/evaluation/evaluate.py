@@ -372,12 +372,7 @@ async def _evaluate_all(
 
 
 async def rate_policies(
-    config: RunConfig,
-    settings: EvalConfig,
-    run: EvaluationRun,
-    opened: OpenedPolicies,
-    out: Path,
-    progress: Progress,
+    config: RunConfig, settings: EvalConfig, run: EvaluationRun, opened: OpenedPolicies, out: Path, progress: Progress
 ) -> list[Ratings]:
     """Have the opened policies play each other at the tasks with several seats, and rate them. If they cannot, show the
     reason: the evaluations are complete without ratings.
@@ -389,9 +384,7 @@ async def rate_policies(
     seats = {name: result.seats for name, result in run.evaluation().tasks.items() if len(result.seats) > 1}
     for name in seats.keys() - run.tasks_with_shared_games:
         del seats[name]
-        progress.message(
-            f"{name}: no Elo ratings, because the policy has one seat in each game, so that two policies never meet"
-        )
+        progress.message(f"{name}: no Elo ratings, because the policy has one seat in each game: two never meet")
     if not seats:
         return ratings
     try:
@@ -400,8 +393,8 @@ async def rate_policies(
             async with open_suites(config, settings, run.policy, out, progress) as suites:
                 for suite in suites:
                     if suite.name in seats:
-                        in_flight = settings.in_flight
-                        ratings.append(await play_matches(suite, seats[suite.name], policies, in_flight=in_flight))
+                        rated = await play_matches(suite, seats[suite.name], policies, in_flight=settings.in_flight)
+                        ratings.append(rated)
     except (ConfigError, DataError) as error:
         progress.warning(f"no Elo ratings: {error}")
     write_json(out / "elo.json", [each.to_json() for each in ratings])

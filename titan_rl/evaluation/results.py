@@ -209,9 +209,8 @@ class TaskResult:
 
     def to_json(self) -> dict[str, Any]:
         """Content of `results.json` for the task."""
-        counts = {name: getattr(self, name) for name in ("num_prompts", "num_distinct", "num_samples")}
-        notes = {"unreached_success": self.unreached_success, "repeated_prompts": self.repeated_prompts}
-        return asdict(self) | counts | notes
+        names = ("num_prompts", "num_distinct", "num_samples", "unreached_success", "repeated_prompts")
+        return asdict(self) | {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> TaskResult:

@@ -95,13 +95,12 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
             )
 
     completions = [turn.completion for rollout in rollouts for turn in rollout.turns]
-    costs = [{name: value for name, value in each.metrics.items() if name in COSTS} for each in rollouts]
+    kept = set(map(id, counted))
+    lost = [rollout.metrics for rollout in rollouts if id(rollout) not in kept]
+    costs = [{name: each[name] for name in COSTS if name in each} for each in lost]
     for prefix, records in {
         "rollout/reward/": [rollout.reward_breakdown for rollout in counted],
-        "rollout/metrics/": [
-            {name: value for name, value in each.metrics.items() if name not in COSTS} for each in counted
-        ]
-        + costs,
+        "rollout/metrics/": [*(rollout.metrics for rollout in counted), *costs],
         "completion/": [completion.metrics for completion in completions],
     }.items():
         for name in sorted({name for record in records for name in record}):
@@ -367,6 +366,7 @@ def task_metrics(task: str, trained: Sequence[RolloutGroup], dropped: DroppedGro
     figures = group_metrics(groups)
     figures |= finished_figures(groups, [group for group in dropped.finished if group.task == task])
     names = (
+    )
         "reward_mean",
         "reward_std",
         "zero_variance_groups",
@@ -378,7 +378,7 @@ def task_metrics(task: str, trained: Sequence[RolloutGroup], dropped: DroppedGro
         "finished_reward_mean",
         "finished_errors",
         "finished_fault_fraction",
-    )
+    ]
     reasons = {f"dropped/{reason}": float(count) for (of, reason), count in dropped.reasons.items() if of == task}
     return {
         "num_groups": float(len(groups)),

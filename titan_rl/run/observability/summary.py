@@ -103,11 +103,9 @@ class RunSummary:
 
     @property
     def _faults(self) -> Mapping[str, str]:
-        found = [
-            (record["rollout/finished_rollouts"], record["rollout/finished_fault_fraction"])
-            for record in each_of(self.run_dir / "metrics.jsonl")
-            if "rollout/finished_fault_fraction" in record
-        ]
+        names = ("rollout/finished_rollouts", "rollout/finished_fault_fraction")
+        records = [*each_of(self.run_dir / "metrics.jsonl")]
+        found = [tuple(record[name] for name in names) for record in records if names[1] in record]
         num_faults = round(sum(count * share for count, share in found))
         rollouts = f"{round(sum(count for count, _ in found)):,} rollouts"
         return {"faults": f"{num_faults:,} of {rollouts}, which no reward above includes"} if num_faults else {}
