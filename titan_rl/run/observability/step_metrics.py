@@ -366,7 +366,6 @@ def task_metrics(task: str, trained: Sequence[RolloutGroup], dropped: DroppedGro
     figures = group_metrics(groups)
     figures |= finished_figures(groups, [group for group in dropped.finished if group.task == task])
     names = (
-    )
         "reward_mean",
         "reward_std",
         "zero_variance_groups",
@@ -378,7 +377,7 @@ def task_metrics(task: str, trained: Sequence[RolloutGroup], dropped: DroppedGro
         "finished_reward_mean",
         "finished_errors",
         "finished_fault_fraction",
-    ]
+    )
     reasons = {f"dropped/{reason}": float(count) for (of, reason), count in dropped.reasons.items() if of == task}
     return {
         "num_groups": float(len(groups)),
