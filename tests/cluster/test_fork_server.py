@@ -118,6 +118,48 @@ def test_server_death_ends_its_processes_and_later_ones_start_without_it(server:
     assert not asyncio.run(fork_server.wait_until_ready(server.folder / "elsewhere", "generator"))
 
 
+ORPHANING = """
+import signal, subprocess, sys
+subprocess.Popen(sys.argv[1:])
+signal.pause()
+"""
+
+
+def test_end_of_the_command_that_started_a_launcher_ends_its_process(server: Server):
+    """The server belongs to another command, and stays."""
+    command = [sys.executable, "-I", "-S", fork_server.__file__, "launch", str(server.path)]
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHANING, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as starter:
+        pid = pid_of(starter)
+        starter.kill()
+        wait_for_end(pid)
+    assert server.process.poll() is None
+
+
+def test_command_that_a_run_starts_uses_the_servers_of_the_run(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(fork_server.SERVERS, f"{sys.prefix}:{server.folder}")
+    with fork_server.fork_servers(["generator"]):
+        assert fork_server.servers_of_run() == server.folder
+    assert server.process.poll() is None, "the run ends its servers"
+
+
+@pytest.mark.parametrize(
+    ("servers", "kinds"),
+    [("/other/python:{folder}", ["generator"]), ("{prefix}:{folder}/gone", ["generator"])],
+    ids=["another installation", "servers that ended"],
+)
+def test_command_starts_servers_if_those_of_the_run_cannot_fork_its_processes(
+    server: Server, monkeypatch: pytest.MonkeyPatch, servers: str, kinds: list[str]
+):
+    monkeypatch.setenv(fork_server.SERVERS, servers.format(prefix=sys.prefix, folder=server.folder))
+    with fork_server.fork_servers(kinds):
+        own = fork_server.servers_of_run()
+        assert own not in (None, server.folder)
+        assert os.environ[fork_server.SERVERS] == f"{sys.prefix}:{own}", "for the commands that it starts"
+    assert fork_server.SERVERS not in os.environ
+
+
 def test_malformed_and_vanished_clients_do_not_stop_the_server(server: Server):
     for content in (b"", b"\0\0\0\0\0\0\0\5{'a':"):
         with socket.socket(socket.AF_UNIX) as client:

@@ -2,7 +2,8 @@
 
 Importing vLLM takes half of the time until a generator can serve, and a run starts several generators and a trainer
 that import the same modules, as do their replacements. With fork servers each module is imported once, while the
-controller still sets up the run, and the forked processes share the memory of what was imported.
+controller still sets up the run, and the forked processes share the memory of what was imported. Commands that a run
+starts, such as the server of a teacher, use the servers of the run.
 
     fork_servers        in the controller: starts the servers
     bootstrap_command   in the controller: waits for a server, and makes the command with which Monarch starts a process
@@ -53,10 +54,14 @@ MODULES = {
 }
 """Modules that the server of each kind imports after those of `COMMON`."""
 
+SERVERS = "TITAN_RL_FORK_SERVERS"
+"""Environment variable with the Python installation of a run's servers, a colon, and the folder of their sockets."""
+
 BOOTSTRAP = "monarch._src.actor.bootstrap_main"  # Monarch's main module of a process
 REQUEST_S = 10.0  # time for a launcher to send its request
 FORK_S = 10.0  # time for a server to fork. After it, and after READY_S, a process is started without a server
 LOOK_S = 0.1
+ORPHAN_S = 1.0  # interval at which a launcher checks that the command that started it is there
 READY_S = 120.0  # time for a server to import its modules
 ERRORS = "errors.log"  # standard error of the servers
 STARTING = ".starting"  # ends the name of a server's socket until it has imported its modules
@@ -86,6 +91,13 @@ def fork_servers(kinds: Sequence[str]) -> Generator[None]:
     if not kinds:
         yield
         return
+    if (inherited := _inherited(kinds)) is not None:
+        token = _folder.set(inherited)
+        try:
+            yield
+        finally:
+            _folder.reset(token)
+        return
     import subprocess
     import tempfile
 
@@ -109,15 +121,26 @@ def fork_servers(kinds: Sequence[str]) -> Generator[None]:
         )
         own.close()  # launchers are refused when the server is gone
         token = _folder.set(Path(folder))
+        os.environ[SERVERS] = f"{sys.prefix}:{folder}"
         try:
             yield
         finally:
+            os.environ.pop(SERVERS, None)
             if server.poll() is not None:
                 output = (Path(folder) / ERRORS).read_text(errors="replace").strip().rpartition("\n")[2]
                 logger.warning("a fork server ended before the run, with code %d: %s", server.returncode, output)
             server.kill()
             server.wait()
             _folder.reset(token)
+
+
+def _inherited(kinds: Sequence[str]) -> Path | None:
+    """Folder of the servers of the run that started this command, if they can fork these kinds."""
+    prefix, _, folder = os.environ.get(SERVERS, "").rpartition(":")
+    if prefix != sys.prefix:
+        return None
+    has_all = all(_listens(Path(folder) / kind) or _listens(Path(folder) / f"{kind}{STARTING}") for kind in kinds)
+    return Path(folder) if has_all else None
 
 
 def servers_of_run() -> Path | None:
@@ -188,11 +211,19 @@ def launch(path: str) -> None:
     if answer != FORKED:
         connection.close()  # a server that was late ends what it forks
         os.execv(sys.executable, [sys.executable, "-m", BOOTSTRAP])
-    connection.settimeout(None)
+    connection.settimeout(ORPHAN_S)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the process handles it. The server kills it if this program dies.
     status = -signal.SIGKILL
-    with contextlib.suppress(OSError, ValueError):
-        status = int(connection.recv(16))  # empty if the server has died, and the process with it
+    while True:
+        try:
+            status = int(connection.recv(16))  # empty if the server has died, and the process with it
+        except TimeoutError:
+            if os.getppid() != parent:
+                os._exit(1)  # the server ends the process
+            continue
+        except (OSError, ValueError):
+            pass
+        break
     if status < 0:
         with contextlib.suppress(OSError):  # the effect of SIGKILL cannot be set
             signal.signal(-status, signal.SIG_DFL)
