@@ -15,9 +15,11 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, cast
 
 from titan_rl.rollout.renderer.types import Tools
@@ -80,7 +82,7 @@ class BlockCalls(CallFormat):
         delimiters: Beginning and end of a block. If the end is empty, a block ends with the answer.
     """
 
-    delimiters: tuple[str, str]
+    delimiters: Sequence[str]
 
     def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
         begin, end = self.delimiters
@@ -300,115 +302,17 @@ def _value(text: str, kind: Any) -> Any:
         return text
 
 
-_FUNCTION_TAG = re.compile(r"<function=(?P<name>[^>]*)>(?P<body>.*?)</function>", re.DOTALL)
-_PARAMETER_TAG = re.compile(r"<parameter=(?P<key>[^>]*)>(?P<value>.*?)</parameter>", re.DOTALL)
+def _read_formats() -> Iterator[CallFormat]:
+    kinds = {kind.__name__: kind for kind in (TaggedCalls, JsonCalls, PythonCalls, BareJsonCalls, NamedJsonCalls)}
+    table = files("titan_rl.rollout.renderer").joinpath("tool_calls.toml").read_text("utf-8")
+    for entry in tomllib.loads(table)["format"]:
+        patterns = {name: re.compile(entry[name], re.DOTALL) for name in _PATTERNS & entry.keys()}
+        yield kinds[entry.pop("kind")](**entry | patterns)
 
-FORMATS: Sequence[CallFormat] = (
-    TaggedCalls(
-        "function tags",
-        "<tool_call><function=look_up><parameter=word>it</parameter></function></tool_call>",
-        ("<tool_call>", "</tool_call>"),
-        _FUNCTION_TAG,
-        _PARAMETER_TAG,
-    ),
-    TaggedCalls(
-        "Seed's function tags",
-        "<seed:tool_call><function=look_up><parameter=word>it</parameter></function></seed:tool_call>",
-        ("<seed:tool_call>", "</seed:tool_call>"),
-        _FUNCTION_TAG,
-        _PARAMETER_TAG,
-    ),
-    TaggedCalls(
-        "MiniMax's invoke tags",
-        '<minimax:tool_call><invoke name="look_up"><parameter name="word">it</parameter></invoke></minimax:tool_call>',
-        ("<minimax:tool_call>", "</minimax:tool_call>"),
-        re.compile(r'<invoke name="(?P<name>[^"]*)">(?P<body>.*?)</invoke>', re.DOTALL),
-        re.compile(r'<parameter name="(?P<key>[^"]*)">(?P<value>.*?)</parameter>', re.DOTALL),
-    ),
-    TaggedCalls(
-        "GLM's argument tags",
-        "<tool_call>look_up<arg_key>word</arg_key><arg_value>it</arg_value></tool_call>",
-        ("<tool_call>", "</tool_call>"),
-        re.compile(r"^\s*(?P<name>[\w.-]+)(?P<body>\s*(<arg_key>.*)?)$", re.DOTALL),
-        re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL),
-    ),
-    JsonCalls(
-        "Hermes JSON",
-        '<tool_call>{"name": "look_up", "arguments": {"word": "it"}}</tool_call>',
-        ("<tool_call>", "</tool_call>"),
-    ),
-    JsonCalls(
-        "Granite 3.1's JSON list", '<tool_call>[{"name": "look_up", "arguments": {"word": "it"}}]', ("<tool_call>", "")
-    ),
-    JsonCalls(
-        "Hunyuan's JSON list",
-        '<tool_calls>[{"name": "look_up", "arguments": {"word": "it"}}]</tool_calls>',
-        ("<tool_calls>", "</tool_calls>"),
-    ),
-    NamedJsonCalls(
-        "Mistral's named JSON",
-        '[TOOL_CALLS]look_up[ARGS]{"word": "it"}',
-        re.compile(r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][\w-]+)?\[ARGS\]\s*"),
-        re.compile(r"\s*"),
-    ),
-    JsonCalls(
-        "Mistral's JSON list",
-        '[TOOL_CALLS][{"name": "look_up", "arguments": {"word": "it"}, "id": "call00001"}]',
-        ("[TOOL_CALLS]", ""),
-    ),
-    JsonCalls(
-        "Cohere's JSON list",
-        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look_up", "parameters": {"word": "it"}}]<|END_ACTION|>',
-        ("<|START_ACTION|>", "<|END_ACTION|>"),
-    ),
-    JsonCalls(
-        "Phi's JSON list",
-        '<|tool_call|>[{"name": "look_up", "arguments": {"word": "it"}}]<|/tool_call|>',
-        ("<|tool_call|>", "<|/tool_call|>"),
-    ),
-    JsonCalls(
-        "Granite's JSON list", '<|tool_call|>[{"name": "look_up", "arguments": {"word": "it"}}]', ("<|tool_call|>", "")
-    ),
-    JsonCalls(
-        "Apertus's JSON list",
-        '<|tools_prefix|>[{"look_up": {"word": "it"}}]<|tools_suffix|>',
-        ("<|tools_prefix|>", "<|tools_suffix|>"),
-    ),
-    NamedJsonCalls(
-        "DeepSeek's named JSON",
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up ```json {"word": "it"} '
-        "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        re.compile(
-            r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>"
-            r"(?:function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json\s*)"
-        ),
-        re.compile(r"\s*```<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?\s*"),
-    ),
-    NamedJsonCalls(
-        "DeepSeek 3.1's named JSON",
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"word": "it"}<｜tool▁call▁end｜>'
-        "<｜tool▁calls▁end｜>",
-        re.compile(r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?P<name>[\w.-]+)<｜tool▁sep｜>\s*"),
-        re.compile(r"\s*<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?\s*"),
-    ),
-    PythonCalls(
-        "OLMo's Python calls",
-        '<function_calls>look_up(word="it")</function_calls>',
-        ("<function_calls>", "</function_calls>"),
-    ),
-    PythonCalls(
-        "LFM's Python calls",
-        "<|tool_call_start|>[look_up(word='it')]<|tool_call_end|>",
-        ("<|tool_call_start|>", "<|tool_call_end|>"),
-    ),
-    BareJsonCalls("Llama's bare JSON", '{"name": "look_up", "parameters": {"word": "it"}}', "<|python_tag|>"),
-    NamedJsonCalls(
-        "GLM-4's named JSON",
-        'look_up {"word": "it"}',
-        re.compile(r"^\s*(?P<name>[A-Za-z_][\w.-]*)\n(?=\{)"),
-        re.compile(r"\s*"),
-    ),
-)
+
+_PATTERNS = {"function", "argument", "call", "end"}
+
+FORMATS: Sequence[CallFormat] = tuple(_read_formats())
 """Formats in the order in which they are tried, with specific formats before more general ones."""
 
 PROBE_TOOL: Mapping[str, Any] = {
