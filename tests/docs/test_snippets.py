@@ -67,7 +67,8 @@ def names_of(module: str) -> set[str]:
     assert spec is not None
     assert spec.origin is not None, module
     found = set[str]()
-    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
+    stub = Path(spec.origin).with_suffix(".pyi")
+    for node in ast.walk(ast.parse((stub if stub.exists() else Path(spec.origin)).read_text())):
         match node:
             case ast.ClassDef(name=one) | ast.FunctionDef(name=one) | ast.AsyncFunctionDef(name=one):
                 found.add(one)
