@@ -12,7 +12,7 @@ from test_controller import FakeTrainer, Rig
 from titan_rl import Reward, Rollout, Rubric
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import CheckpointError, ConfigError
-from titan_rl.evaluation.policies.policy_source import best_of_run
+from titan_rl.evaluation.policies.policy_source import newest_checkpoint
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.resumption import find_resumption, is_finished
 from titan_rl.training.state.checkpoint import latest, list_checkpoints, step_of
@@ -131,11 +131,13 @@ async def test_summary_names_the_best_checkpoint_and_its_export(tmp_path: Path) 
 async def test_best_policy_of_a_run_is_found_for_its_export(tmp_path: Path) -> None:
     run = Run(tmp_path, RISES_AND_FALLS, keep="best")
     await run.run()
-    assert best_of_run(run.run_dir.path).version == 4
+    best = newest_checkpoint(run.run_dir.path, best=True)
+    assert best is not None
+    assert best.version == 4
     without = Run(tmp_path / "without", {2: 0.1}, held_out=0)
     await without.run()
     with pytest.raises(ConfigError, match=r"no checkpoint of .* was validated.*validation\.interval"):
-        best_of_run(without.run_dir.path)
+        newest_checkpoint(without.run_dir.path, best=True)
 
 
 TOML = """

@@ -135,7 +135,7 @@ def test_fall_of_held_out_reward_warns_at_the_validation(tmp_path: Path):
     progress = Progress(5, shown)
     reports = StepReports(KeptMetrics(), progress, RolloutLog(RunDirectory(tmp_path), 0, progress))
     for step, reward in enumerate([0.5, 0.8, 0.78, 0.4, 0.4]):
-        figures = {"reward_mean": reward, "reward_std": 0.45, "num_groups": 64.0}
+        figures = {"reward_mean": reward, "reward_std": 0.45, "reward_error": 0.0566}
         reports.validated(step, {f"validation/{name}": value for name, value in figures.items()})
     (line,) = shown.getvalue().splitlines()
     assert line.startswith(

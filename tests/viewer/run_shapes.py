@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 from typing import Any
 
 Curve = Callable[[float], float]
@@ -113,7 +113,8 @@ def write_shape(folder: Path, shape: Shape, *, seed: int = 0, dtype: str = "floa
         if shape.validate_every >= 0 and step % every == 0:
             chance = (shape.held_out or shape.earned)(at)
             groups = [rewards(draw, shape, chance, 4) for _ in range(shape.num_prompts)]
-            lines.append({"step": step, "time_s": float(step), **figures("validation/", groups)})
+            error = {"validation/reward_error": stdev(map(fmean, groups)) / math.sqrt(len(groups))}
+            lines.append({"step": step, "time_s": float(step), **figures("validation/", groups), **error})
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
 

@@ -68,7 +68,7 @@ def test_difference_of_logprobs_counts_only_beyond_the_rounding_of_the_dtype(
     assert any("disagree on logprobs" in verdict["title"] for verdict in verdicts) == expected
 
 
-def test_error_that_a_validation_records_replaces_the_estimate(tmp_path: Path) -> None:
+def test_change_of_held_out_reward_counts_beyond_its_recorded_error(tmp_path: Path) -> None:
     """Repetitions of a few prompts make a mean less certain than as many distinct ones."""
     folder = write_shape(tmp_path / "run", replace(SHAPES["falls_from_the_start"], steps=5, validate_every=5))
     assert summary_of(folder)["verdicts"][0]["title"] == "It gets worse"

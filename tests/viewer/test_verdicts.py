@@ -50,9 +50,8 @@ def test_noise_of_few_steps_or_prompts_gives_no_verdict() -> None:
     found = columns(12, rollout__finished_reward_mean=noisy(0.3, 0.3, 12))
     for step, reward in ((0, 0.30), (12, 0.45)):
         suites = {f"validation/{suite}/reward_mean": reward for suite in ("long", "short")}
-        spreads = {f"validation/{suite}/reward_std": 0.3 for suite in ("long", "short")}
-        counts = {f"validation/{suite}/num_groups": 8.0 for suite in ("long", "short")}
-        found.add({"step": step, "validation/reward_mean": reward, **suites, **spreads, **counts})
+        errors = {f"validation/{suite}/reward_error": 0.1 for suite in ("long", "short")}
+        found.add({"step": step, "validation/reward_mean": reward, "validation/reward_error": 0.07, **suites, **errors})
     assert tones_and_titles(found, "long", "short") == [("", "Too early to tell whether it learns")]
     lines = task_lines(found, ["long", "short"])
     assert [line["title"] for line in lines] == ["too early to tell", "too early to tell"]
@@ -61,7 +60,7 @@ def test_noise_of_few_steps_or_prompts_gives_no_verdict() -> None:
 def test_falling_held_out_reward_is_reported_as_overfitting() -> None:
     found = columns(40, rollout__finished_reward_mean=noisy(0.3, 0.8, 40))
     for step, reward in ((0, 0.5), (40, 0.3)):
-        held_out = {"validation/reward_mean": reward, "validation/reward_std": 0.2, "validation/num_groups": 64.0}
+        held_out = {"validation/reward_mean": reward, "validation/reward_std": 0.2, "validation/reward_error": 0.025}
         found.add({"step": step, **held_out})
     assert tones_and_titles(found)[0] == (
         "bad",

@@ -42,14 +42,8 @@ def set_up(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out).absolute()
     with status(f"exporting {arguments.policy}"):
-        exporting = export_policy(
-            arguments.policy,
-            out,
-            arguments.dtype,
-            StderrConsole(),
-            as_adapter=arguments.adapter,
-            best=arguments.best,
-        )
+        options = {"as_adapter": arguments.adapter, "best": arguments.best}
+        exporting = export_policy(arguments.policy, out, arguments.dtype, StderrConsole(), **options)
         name = asyncio.run(exporting)
     subject = f"the adapter of {name}" if arguments.adapter else name
     print_stderr(f"titan-rl: {subject} is written and verified")

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 
+_FIXED = (
+    *("tokenizer", "skip_tokenizer_init", "scheduler_cls", "logprobs_mode"),
+    *("generation_config", "async_scheduling", "distributed_executor_backend", "disable_log_stats"),
+    *("quantization", "load_format", "pipeline_parallel_size", "data_parallel_size"),
+    *("max_loras", "max_cpu_loras", "fully_sharded_loras", "default_mm_loras"),
+)
+
 OWN = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -33,26 +40,11 @@ OWN = {
     "enable_return_routed_experts": "generation.return_routed_experts",
     "tensor_parallel_size": "generation.tensor_parallel_size",
     "enable_sleep_mode": "scheduling.on_batch_ready",
-    "tokenizer": None,
-    "skip_tokenizer_init": None,
-    "scheduler_cls": None,
-    "logprobs_mode": None,
-    "generation_config": None,
-    "async_scheduling": None,
-    "distributed_executor_backend": None,
-    "disable_log_stats": None,
-    "quantization": None,
-    "load_format": None,
-    "pipeline_parallel_size": None,
-    "data_parallel_size": None,
     "enable_lora": "[training.adapter]",
     "max_lora_rank": "training.adapter.rank",
     "lora_target_modules": "training.adapter.targets",
     "lora_dtype": "model.dtype",
-    "max_loras": None,
-    "max_cpu_loras": None,
-    "fully_sharded_loras": None,
-    "default_mm_loras": None,
+    **dict.fromkeys(_FIXED),
 }
 """Fields of EngineArgs that the library sets, each with the setting that determines it. None stands for fields whose
 other values would not work: tokens would carry the wrong version, logprobs would be those of another distribution, or

@@ -3,8 +3,8 @@ and from the best steps to the last.
 
 A change counts if it is beyond the noise, and large enough to matter:
 
-    significant   more than 2 standard errors. The best value of a series is partly luck, so that a fall from it needs 3
-                  in validations, and 4 in training, which has more steps to choose from: of 100 runs of 300 steps
+    significant   more than 2.5 standard errors. The best value of a series is partly luck, so that a fall from it needs
+                  3 in validations, and 4 in training, which has more steps to choose from: of 100 runs of 300 steps
                   whose reward does not change, 10 are warned of a fall, and 1 has it at its end
     large enough  at least 5% of the spread of rewards between rollouts; a fall, 10%
 
@@ -28,7 +28,7 @@ RECENT = 10
 
 HELD_OUT = "validation/reward_mean"
 
-SURE = 2.0  # standard errors
+SURE = 2.5  # standard errors
 SURE_OF_HELD_OUT_FALL = 3.0
 SURE_OF_FALL = 4.0
 LEAST = 0.05  # of the spread of rewards
@@ -85,7 +85,7 @@ class Change:
 def held_out_change(columns: MetricColumns, metric: str) -> Change | None:
     """Change from the first validation to the last; None if there were not two.
 
-    Its error is the error of two independent means over prompts. It is larger than the error for the same prompts
+    The error is computed as for two independent means over prompts. It is larger than the error for the same prompts
     measured twice.
     """
     points = finite_points(columns, metric)
@@ -119,44 +119,40 @@ def earned_change(columns: MetricColumns, metric: str) -> Change | None:
 
 def fall(columns: MetricColumns, metric: str) -> Change | None:
     """Fall of a reward from its best steps to the last ones; None if none counts."""
-    peak = Peak(metric, is_held_out=metric.startswith("validation/"))
+    peak = Peak(metric)
     peak.look(columns)
-    return peak.fall(least_change(columns, metric))
+    return peak.fall
 
 
 def least_change(columns: MetricColumns, metric: str) -> float:
     """Smallest change of a reward that counts: a share of its largest spread between rollouts, or of its largest value
     if the spread is not known. Any change of a loss counts."""
     prefix, _, name = metric.rpartition("/")
-    if name == "loss":
-        return 0.0
-    spreads = columns.values(f"{prefix}/reward_std")
-    if not spreads and metric == HELD_OUT:
-        spreads = [each for suite in suites_of(columns) for each in columns.values(f"validation/{suite}/reward_std")]
-    return LEAST * (max(spreads) if spreads else max(map(abs, columns.values(metric)), default=0.0))
+    spreads = columns.values(f"{prefix}/reward_std") or [abs(value) for value in columns.values(metric)]
+    return 0.0 if name == "loss" else LEAST * max(spreads, default=0.0)
 
 
 class Peak:
     """Search for the best steps of a reward, one step at a time.
 
-    Validations are compared by their known errors. In training the means of `WINDOW` steps are compared, and the noise
-    is estimated from the differences of consecutive steps.
-
-    Args:
-        is_held_out: Whether the values are those of validations.
+    Validations are compared by their recorded errors. In training the means of `WINDOW` steps are compared, and the
+    noise is estimated from the differences of consecutive steps.
     """
 
-    def __init__(self, metric: str, *, is_held_out: bool) -> None:
+    def __init__(self, metric: str) -> None:
         self._metric = metric
-        self._window = deque[float](maxlen=1 if is_held_out else WINDOW)
+        self._is_held_out = metric.startswith("validation/")
+        self._window = deque[float](maxlen=1 if self._is_held_out else WINDOW)
         self._best = self._now = (0.0, -math.inf, 0.0)  # step, value, error
+        self._least = 0.0  # smallest change that counts
         self._squares, self._count = 0.0, 0  # of the differences of consecutive steps
 
     def look(self, columns: MetricColumns) -> None:
         """Add the next steps. Validations whose error is not known are left out."""
+        self._least = max(self._least, least_change(columns, self._metric))
         errors = _held_out_errors(columns, self._metric)
         for step, value in finite_points(columns, self._metric):
-            if self._window.maxlen != 1 or step in errors:
+            if not self._is_held_out or step in errors:
                 self._add(step, value, errors.get(step, 0.0))
 
     def _add(self, step: float, value: float, error: float) -> None:
@@ -169,17 +165,14 @@ class Peak:
             if self._now[1] >= self._best[1]:
                 self._best = self._now
 
-    def fall(self, least: float) -> Change | None:
-        """Fall from the best steps to the last ones; None if it does not count.
-
-        Args:
-            least: Smallest change of the metric that counts.
-        """
+    @property
+    def fall(self) -> Change | None:
+        """Fall from the best steps to the last ones; None if it does not count."""
         (first, before, error), (last, after, last_error) = self._best, self._now
         noise, sure = math.hypot(error, last_error), SURE_OF_HELD_OUT_FALL
-        if self._window.maxlen != 1:  # sqrt(2 / WINDOW) times the noise of one step
+        if not self._is_held_out:  # sqrt(2 / WINDOW) times the noise of one step
             noise, sure = math.sqrt(self._squares / max(self._count, 1) / WINDOW), SURE_OF_FALL
-        change = Change(self._metric, before, after, first, last, noise, 2 * least, sure)
+        change = Change(self._metric, before, after, first, last, noise, 2 * self._least, sure)
         return change if last > first and change.direction < 0 else None
 
 
@@ -189,10 +182,16 @@ class RewardRange:
     def __init__(self) -> None:
         self.lowest, self.highest = math.inf, -math.inf
 
-    def add(self, metric: str, values: Sequence[float]) -> None:
-        """Add values of a metric. Metrics other than the lowest and highest rewards are ignored."""
-        if metric in ("rollout/reward_min", "rollout/reward_max") and values:
-            self.lowest, self.highest = min(self.lowest, *values), max(self.highest, *values)
+    @classmethod
+    def of(cls, columns: MetricColumns) -> RewardRange:
+        rewards = cls()
+        rewards.look(columns)
+        return rewards
+
+    def look(self, columns: MetricColumns) -> None:
+        """Add the rewards of the next steps."""
+        self.lowest = min([self.lowest, *columns.values("rollout/reward_min")])
+        self.highest = max([self.highest, *columns.values("rollout/reward_max")])
 
     @property
     def is_one_value(self) -> bool:
@@ -217,18 +216,9 @@ def finite_points(columns: MetricColumns, metric: str) -> list[tuple[float, floa
 
 
 def _held_out_errors(columns: MetricColumns, metric: str) -> dict[float, float]:
-    """Standard errors of validations by step, where they are known. For the mean of several suites, they are combined
-    from the errors of the suites. Where no error was recorded, the one of equally many distinct prompts."""
+    """Recorded standard errors of validations by step."""
     prefix, _, name = metric.rpartition("/")
-    if name != "reward_mean":
-        return {}
-    recorded = dict(finite_points(columns, f"{prefix}/reward_error"))
-    if metric == HELD_OUT and f"{prefix}/reward_std" not in columns:
-        suites = [_held_out_errors(columns, f"validation/{suite}/reward_mean") for suite in suites_of(columns)]
-        common = set(suites[0]).intersection(*suites) if suites else set[float]()
-        return {step: math.hypot(*(errors[step] for errors in suites)) / len(suites) for step in common} | recorded
-    counts, spreads = dict(columns.points(f"{prefix}/num_groups")), columns.points(f"{prefix}/reward_std")
-    return {step: spread / math.sqrt(counts[step]) for step, spread in spreads if counts.get(step, 0) > 0} | recorded
+    return dict(finite_points(columns, f"{prefix}/reward_error")) if name == "reward_mean" else {}
 
 
 def step_noise(values: Sequence[float]) -> float:

@@ -32,6 +32,7 @@ from titan_rl.viewer.changes import (
     suites_of,
 )
 from titan_rl.viewer.metric_columns import MetricColumns
+from titan_rl.viewer.signs import SIGNS
 
 EARNED = ("rollout/finished_reward_mean", "rollout/reward_mean")
 LEAGUE = "league/win_rate"
@@ -43,9 +44,7 @@ _VANISHED = 0.05  # of the first entropy, whatever the reward does
 _GROWN = 2.0  # times the first entropy
 _ROUNDING = 5.0  # factor of the differences of logprobs that count, in bfloat16
 
-LOST_REWARD_ADVICE = (
-    'a lower training.lr, or a larger training.kl_coef; checkpoint.keep = "best" keeps the best weights'
-)
+LOST_REWARD_ADVICE = 'a lower training.lr or a larger training.kl_coef; checkpoint.keep = "best" keeps the best weights'
 """Advice for runs whose reward falls."""
 
 Tone = Literal["good", "warn", "bad", ""]
@@ -68,11 +67,16 @@ def task_lines(columns: MetricColumns, names: Sequence[str]) -> list[dict[str, A
     if len(every) < 2:
         return []
     lines: list[dict[str, Any]] = []
+    rewards = RewardRange.of(columns)
     for name in every:
-        metric = f"task/{name}/finished_reward_mean"
-        earned, held_out = earned_change(columns, metric), held_out_change(columns, f"validation/{name}/reward_mean")
+        metric, suite = f"task/{name}/finished_reward_mean", f"validation/{name}/reward_mean"
+        earned, held_out = earned_change(columns, metric), held_out_change(columns, suite)
         recent = columns.values(metric)[-RECENT:]
         tone, title = _of_task(earned, held_out, recent, columns.count(metric))
+        if fall(columns, metric) or fall(columns, suite):
+            tone, title = "bad", "gets worse"
+        elif recent and rewards.is_highest(fmean(recent)):
+            tone, title = "good", "is solved"
         shares = columns.values(f"task/{name}/share")[-RECENT:]
         lines.append(
             {
@@ -123,9 +127,6 @@ class _Evidence:
     @classmethod
     def of(cls, columns: MetricColumns) -> _Evidence:
         metric = next((name for name in EARNED if columns.count(name)), EARNED[0])
-        rewards = RewardRange()
-        for name in columns:
-            rewards.add(name, columns.values(name))
         entropies = columns.values("train/entropy")
         known = len(entropies) > RECENT and fmean(entropies[:FEWEST]) > 0
         return cls(
@@ -134,7 +135,7 @@ class _Evidence:
             held_out_change(columns, HELD_OUT),
             fall(columns, metric),
             fall(columns, HELD_OUT),
-            rewards,
+            RewardRange.of(columns),
             fmean(entropies[-RECENT:]) / fmean(entropies[:FEWEST]) if known else None,
         )
 
@@ -180,9 +181,7 @@ def _constant(seen: _Evidence) -> Verdict | None:
 def _too_early(seen: _Evidence) -> Verdict | None:
     if seen.changes:
         return None
-    text = (
-        f"{seen.steps} step{'' if seen.steps == 1 else 's'} so far; {2 * FEWEST} steps, or two validations, say more."
-    )
+    text = f"Steps so far: {seen.steps}. {2 * FEWEST} steps, or two validations, say more."
     return _verdict("", "Too early to tell whether it learns", text, _REWARDS)
 
 
@@ -278,9 +277,7 @@ def _of_loss(columns: MetricColumns) -> Verdict | None:
     losses = [(value, step) for step, value in finite_points(columns, change.metric)]
     least, best = min(losses)
     if held_out is not None and held_out.after - least > 0.1 * (held_out.before - least):
-        text = (
-            f"{text}; it was {_figure(least)} at step {best:.0f}. Try more demonstrations, or fewer steps (sft.steps)."
-        )
+        text += f"; it was {_figure(least)} at step {best:.0f}. Try more demonstrations, or a smaller sft.steps."
         title = "It memorizes its demonstrations: held-out loss rises from its lowest"
         return _verdict("bad" if held_out.direction > 0 else "warn", title, text, link)
     if change.direction < 0:
@@ -303,10 +300,8 @@ def _change_text(change: Change, columns: MetricColumns) -> str:
 def fall_text(change: Change) -> str:
     """Describe a fall from the best: "Held-out reward 0.867 at step 40, 0.527 at step 60 (-0.340 ± 0.075)"."""
     error = "" if change.error is None else f" ± {change.error:.3f}"
-    return (
-        f"{_name(change)} {_figure(change.before)} at step {change.first_step:.0f}, {_figure(change.after)} at step "
-        f"{change.last_step:.0f} ({change.gain:+.3f}{error})"
-    )
+    before, after = f"{_figure(change.before)} at step {change.first_step:.0f}", f"{_figure(change.after)} at step"
+    return f"{_name(change)} {before}, {after} {change.last_step:.0f} ({change.gain:+.3f}{error})"
 
 
 def _name(change: Change) -> str:
@@ -342,70 +337,16 @@ def _of_tasks(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]], hidden
             yield _verdict("bad", f"The task {name} {task['title']}", " ".join(texts), link)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reason:
-    """Sign in the last steps that explains why a run may not learn.
-
-    Args:
-        metric: Its mean over the last steps is compared.
-        warn, bad: Values from which on it is a warning, or bad.
-        title: Title with a placeholder for the value.
-        status: Status of the rollouts that show it; "" links to the curve, "*" to all rollouts of these steps.
-    """
-
-    metric: str
-    warn: float
-    bad: float
-    title: str
-    text: str
-    status: str = ""
-
-
-_DIFFERENCE = "train/on_policy_logprob_diff_mean"
-_OF_LEARNING = ("rollout/zero_variance_groups", "train/approx_kl", "train/clip_fraction")
-"""Metrics that say nothing about a run with nothing left to learn."""
-
-_REASONS = (
-    _Reason("rollout/zero_variance_groups", 0.9, 0.99,
-          "{:.0%} of the groups teach nothing: all their rollouts earn the same",
-          f"Try: {EQUAL_REWARDS_ADVICE}.", "*"),
-    _Reason("rollout/status/error_parse", 0.1, 0.5, "{:.0%} of the answers cannot be parsed",
-          "Try the model.renderer that is made for this model, or titan-rl sft on demonstrations.", "error_parse"),
-    _Reason("rollout/status/truncated_length", 0.1, 0.5, "{:.0%} of the rollouts are cut off at sampling.max_tokens",
-          "Try a larger one, or a prompt that asks for less.", "truncated_length"),
-    _Reason("rollout/status/truncated_prompt", 0.1, 0.5, "{:.0%} of the rollouts fill model.max_context",
-          "Try a larger one, fewer turns (rollout.max_turns), or shorter prompts.", "truncated_prompt"),
-    _Reason("rollout/status/truncated_turns", 0.5, 1.1, "{:.0%} of the rollouts use up their turns",
-          "Try a larger rollout.max_turns.", "truncated_turns"),
-    _Reason("rollout/status/truncated_time", 0.1, 0.5, "{:.0%} of the rollouts run out of time",
-          "Try a larger rollout.rollout_timeout_s, or a faster environment.", "truncated_time"),
-    _Reason("rollout/status/error_env", 0.05, 0.3, "{:.0%} of the rollouts fail in the environment",
-          "They take no part in training. logs/controller.log has each error in full.", "error_env"),
-    _Reason("rollout/status/error_timeout", 0.05, 0.3, "{:.0%} of the rollouts end because a call takes too long",
-          "They take no part in training.", "error_timeout"),
-    _Reason("rollout/status/error_generate", 0.05, 0.3, "{:.0%} of the rollouts fail while generating",
-          "They take no part in training.", "error_generate"),
-    _Reason(_DIFFERENCE, 1e-2, 1e-1, "Trainer and generators disagree on logprobs by {:.2g}",
-          "Their computations differ, and other signs may be a consequence of that."),
-    _Reason("train/approx_kl", 0.05, 0.5, "The trained policy is far from the one that sampled: a KL of {:.2g}",
-          "Try a lower training.lr, or a smaller scheduling.max_staleness."),
-    _Reason("train/clip_fraction", 0.2, 0.5, "{:.0%} of the tokens are clipped",
-          "Steps are too large: try a lower training.lr."),
-    _Reason("train/num_nonfinite_tokens", 1e-9, 1.0, "{:.2g} tokens a step have a loss that is not finite",
-          "They are left out."),
-)  # fmt: skip
-
-
 def _reasons(seen: _Evidence, *, learns: bool, dtype: str) -> Iterator[Verdict]:
     columns, is_solved = seen.columns, seen.is_solved
-    for sign in _REASONS:
+    for sign in SIGNS:
         recent = columns.values(sign.metric)[-RECENT:]
-        scale = _ROUNDING if sign.metric == _DIFFERENCE and dtype != "float32" else 1.0
-        if not recent or (value := fmean(recent)) < scale * sign.warn or (is_solved and sign.metric in _OF_LEARNING):
+        scale = _ROUNDING if sign.of_rounding and dtype != "float32" else 1.0
+        if not recent or (value := fmean(recent)) < scale * sign.warn or (is_solved and sign.of_learning):
             continue
-        status = {} if sign.status == "*" else {"status": sign.status}
-        link = _rollouts(columns, "these rollouts", **status) if sign.status else _curves(sign.metric, "the curve")
-        yield _verdict("bad" if value >= scale * sign.bad else "warn", sign.title.format(value), sign.text, link)
+        status = {} if sign.rollouts == "*" else {"status": sign.rollouts}
+        link = _rollouts(columns, "these rollouts", **status) if sign.rollouts else _curves(sign.metric, "the curve")
+        yield _verdict("bad" if value >= scale * sign.bad else "warn", sign.title.format(value), sign.advice, link)
     entropies, gradients = columns.values("train/entropy"), columns.values("train/grad_norm")
     if seen.entropy is not None and not is_solved:
         change = f"{fmean(entropies[:FEWEST]):.3g} at first, {fmean(entropies[-RECENT:]):.2g} now"

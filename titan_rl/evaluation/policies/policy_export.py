@@ -14,13 +14,7 @@ from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.serve import load_serve_config
 from titan_rl.core.console import Console
 from titan_rl.core.errors import CheckpointError, ConfigError
-from titan_rl.evaluation.policies.policy_source import (
-    PolicySource,
-    best_of_run,
-    find_policy,
-    newest_checkpoint,
-    single_policy,
-)
+from titan_rl.evaluation.policies.policy_source import PolicySource, find_policy, newest_checkpoint, single_policy
 from titan_rl.run.checks.requirements import require_modules
 from titan_rl.training.choices import DType
 from titan_rl.training.settings import ModelConfig
@@ -106,10 +100,8 @@ def _saved(given: str, *, best: bool) -> PolicySource:
     path = Path(given)
     if is_run := (path / "config.toml").is_file():
         path = single_policy(path)
-    source = newest_checkpoint(path) if is_run else find_policy(given)
-    if best and is_run and source is not None:
-        return best_of_run(path)
-    if best and source is not None:
+    source = newest_checkpoint(path, best=best) if is_run else find_policy(given)
+    if best and not is_run:
         raise ConfigError(f"{given} is not a run, of which --best chooses a checkpoint; leave --best out")
     if source is None or source.checkpoint is None or source.toml is None:
         what = "has no checkpoint yet" if source is None else "is neither a run nor a checkpoint"

@@ -102,26 +102,25 @@ def _newest_of_run(run: Path) -> PolicySource:
     return replace(newest, run=run.resolve())
 
 
-def newest_checkpoint(run: Path) -> PolicySource | None:
-    """Find the policy of a run's newest checkpoint; None if the run has no checkpoint."""
-    checkpoint = latest(run / "checkpoints")
-    return None if checkpoint is None else _of_step(checkpoint, run, str(run))
+def newest_checkpoint(run: Path, *, best: bool = False) -> PolicySource | None:
+    """Find the policy of a run's newest checkpoint; None if the run has no checkpoint.
 
-
-def best_of_run(run: Path) -> PolicySource:
-    """Find the policy of a run's checkpoint with the highest held-out reward.
+    Args:
+        best: Whether to find the checkpoint with the highest held-out reward instead.
 
     Raises:
-        ConfigError: No checkpoint of the run has been validated.
-        CheckpointError: The state of the newest checkpoint cannot be read.
+        ConfigError: The run has checkpoints, and none of them was validated.
+        CheckpointError: The rewards in the newest checkpoint cannot be read.
     """
-    best = best_of(run / "checkpoints")
-    if best is None:
-        raise ConfigError(
-            f"no checkpoint of {run} was validated, so that none is the best: a run needs validation.interval and "
-            'checkpoint.keep = "best" for that. Leave --best out to export the newest one'
-        )
-    return _of_step(best[0], run, str(run))
+    checkpoint = latest(run / "checkpoints")
+    if best and checkpoint is not None:
+        if (found := best_of(run / "checkpoints")) is None:
+            raise ConfigError(
+                f"no checkpoint of {run} was validated, so that none is the best: a run needs validation.interval and "
+                'checkpoint.keep = "best" for that. Leave --best out to export the newest one'
+            )
+        checkpoint = found[0]
+    return None if checkpoint is None else _of_step(checkpoint, run, str(run))
 
 
 def _of_step(checkpoint: Path, run: Path, run_name: str) -> PolicySource:
