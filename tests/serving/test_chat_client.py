@@ -77,6 +77,24 @@ async def test_request_body_follows_the_openai_format() -> None:
     assert server.headers[0]["x-session-id"] == "s"
 
 
+async def test_beginning_of_a_reply_is_continued_by_the_server() -> None:
+    begun = {"role": "assistant", "content": "", "reasoning_content": "Let me", "prefix": True}
+    rest = {"role": "assistant", "content": "5", "reasoning_content": "see.", "written": " see.</think>5"}
+    server = Server(says(" see.</think>5"), says("fine"))
+    async with server.client() as chat:
+        for messages in ([user("2 + 3?"), begun], [user("2 + 3?"), begun, rest, user("Sure?")]):
+            await chat(messages, request_id="a", sampling=SAMPLING)
+    first, second = server.asked
+    assert (first["continue_final_message"], first["add_generation_prompt"]) == (True, False)
+    assert first["messages"] == [user("2 + 3?"), {"role": "assistant", "content": "<think>\nLet me"}]
+    assert "continue_final_message" not in second
+    assert second["messages"] == [
+        user("2 + 3?"),
+        {"role": "assistant", "content": "<think>\nLet me see.</think>5"},
+        user("Sure?"),
+    ]
+
+
 async def test_tool_calls_are_parsed_and_malformed_arguments_kept_as_text() -> None:
     good = {"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}
     bad = {"id": "c2", "function": {"name": "add", "arguments": "[1"}}

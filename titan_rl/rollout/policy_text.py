@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan_rl.rollout.renderer.text import split_prefix
+from titan_rl.rollout.renderer.text import prefix_text, split_prefix
 from titan_rl.rollout.renderer.thoughts import join_thought, split_thought, without_empty_thought
 from titan_rl.rollout.renderer.types import content_of
 from titan_rl.rollout.types import Message, Rollout
@@ -92,14 +92,16 @@ def joined(messages: Sequence[Message]) -> list[Message]:
     """Messages without the keys of this module, in which the beginning of an answer and its continuation are one
     message."""
     found: list[Message] = []
-    is_begun = False
+    was_prefix = False
     for message in messages:
         plain = {name: value for name, value in message.items() if name not in (WRITTEN, PREFIX)}
-        if is_begun and message.get("role") == "assistant":
-            plain["content"] = content_of(found.pop()) + text_of(message)
+        is_prefix, is_rest = bool(message.get(PREFIX)), was_prefix and message.get("role") == "assistant"
+        if is_prefix or is_rest:
+            text = prefix_text(message) if is_prefix else text_of(message)
+            plain["content"] = f"{found.pop()['content']}{text}" if is_rest else text
             plain.pop("reasoning_content", None)
         found.append(plain)
-        is_begun = bool(message.get(PREFIX))
+        was_prefix = is_prefix
     return found
 
 

@@ -14,7 +14,7 @@ from titan_rl.core.arrays import LARGEST_TOKEN_ID, logprob_array, token_array
 from titan_rl.core.calls.parsing import openai_base, server_root
 from titan_rl.core.errors import GenerationError, PromptTooLongError, RequestError
 from titan_rl.rollout.chat_env import ChatReply
-from titan_rl.rollout.policy_text import continuing, joined
+from titan_rl.rollout.policy_text import continuing, joined, with_prefix_marked
 from titan_rl.rollout.types import Message
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.connections import Connections
@@ -451,7 +451,7 @@ class HttpChatFn(HttpEndpoint):
     ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model,
-            "messages": _wire_messages(joined(messages)),
+            "messages": _wire_messages(joined(with_prefix_marked(messages))),
             self._max_tokens: sampling.max_tokens,
             "temperature": sampling.temperature,
             "seed": sampling.seed,

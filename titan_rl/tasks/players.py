@@ -31,7 +31,7 @@ from titan_rl.core.plain_data import plain_json
 from titan_rl.core.settings import FilePath, FunctionName, Section
 from titan_rl.rollout.environment.messages import MessageGame
 from titan_rl.rollout.environment.types import MessagePlayer, Player, SeatedEnv, SeatedMessageEnv, TokenPlayer
-from titan_rl.rollout.policy_text import continuing, joined
+from titan_rl.rollout.policy_text import continuing, joined, with_prefix_marked
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import Matched, Message, sample_alone
@@ -299,7 +299,8 @@ class EndpointPlayer:
             TimeoutError: the endpoint has not answered in time.
         """
         limits = {"max_tokens": self._settings.max_tokens, "temperature": self._settings.temperature}
-        body = {"model": self._settings.model, "messages": [plain_json(message) for message in joined(messages)]}
+        wired = joined(with_prefix_marked(messages))
+        body = {"model": self._settings.model, "messages": [plain_json(message) for message in wired]}
         body |= continuing(messages)
         body |= {name: value for name, value in limits.items() if value is not None}
         async with asyncio.timeout(self._settings.timeout_s):

@@ -421,8 +421,8 @@ def _prompt(record: _Line) -> str:
     """Digest of the messages before the first answer; the group's id for a rollout without messages."""
     opening: list[Any] = []
     for message in record.messages:
-        if as_table(message).get("role") == "assistant":
-            break
+        if as_table(message).get("role") == "assistant" and not as_table(message).get("prefix"):
+            break  # a message with "prefix" is the beginning of the answer, and part of the prompt
         opening.append(message)
     if not opening:
         return printable(record.group_id)

@@ -108,9 +108,7 @@ def prefix_ids(renderer: Renderer, prefix: Message) -> list[int]:
     """
     if prefix.get("tool_calls"):
         raise DataError("the prompt ends with a tool call of the assistant, which cannot be continued; add its result")
-    content, thought = content_of(prefix), str(prefix.get("reasoning_content") or "")
-    text = join_thought(thought, content or None) if thought else content
-    if not text:
+    if not (text := prefix_text(prefix)):
         return []
     prompt = list(renderer.render_ids([_QUESTION], add_generation_prompt=True))
     tokenizer, ids = tokenizer_of(renderer), text_ids(renderer, prompt, text)
@@ -125,6 +123,12 @@ def prefix_ids(renderer: Renderer, prefix: Message) -> list[int]:
             'a thought; set model.renderer = "chat_template", or end the prompt with "<think>"'
         )
     return [*between, *ids]
+
+
+def prefix_text(prefix: Message) -> str:
+    """Text of the beginning of an answer. A thought without `content` goes on."""
+    content, thought = content_of(prefix), str(prefix.get("reasoning_content") or "")
+    return join_thought(thought, content or None) if thought else content
 
 
 _QUESTION: Message = {"role": "user", "content": "1"}

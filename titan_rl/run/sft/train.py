@@ -25,6 +25,7 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import CheckpointError, ConfigError, DataError
+from titan_rl.rollout.policy_text import joined
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import renderable
@@ -173,7 +174,7 @@ def _rendered(renderer: Renderer, found: Found) -> list[int]:
     name, demonstration = found
     tools = None if demonstration.tools is None else renderable(demonstration.tools)
     try:
-        return renderer.render_ids(renderable(demonstration.messages), tools=tools)
+        return renderer.render_ids(renderable(joined(demonstration.messages)), tools=tools)
     except Exception as error:  # a template may raise anything
         raise DataError(f"{name}: it cannot be rendered: {error!r}") from error
 
