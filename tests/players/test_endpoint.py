@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -36,12 +37,12 @@ def said(content: Any) -> httpx.Response:
     return httpx.Response(200, json={"choices": [{"message": {"role": "assistant", "content": content}}]})
 
 
-async def ask(server: Server, **settings: Any) -> Any:
+async def ask(server: Server, messages: Sequence[Any] = ASKED, **settings: Any) -> Any:
     endpoint = EndpointPlayer(
         Endpoint(url="http://x/v1/", model="m", **settings), transport=httpx.MockTransport(server)
     )
     try:
-        return await endpoint.reply(ASKED)
+        return await endpoint.reply(messages)
     finally:
         await endpoint.close()
 
@@ -55,6 +56,14 @@ async def test_reply_is_the_endpoints_answer(monkeypatch: pytest.MonkeyPatch) ->
         {"url": "http://x/v1/chat/completions", "model": "m", "messages": ASKED, "temperature": 0.5}
     ]
     assert server.keys == ["Bearer secret"]
+
+
+async def test_beginning_of_the_reply_is_continued() -> None:
+    server = Server(said(" tails"))
+    await ask(server, [*ASKED, {"role": "assistant", "content": "I choose"}])
+    (asked,) = server.asked
+    assert asked["messages"] == [*ASKED, {"role": "assistant", "content": "I choose"}]
+    assert (asked["continue_final_message"], asked["add_generation_prompt"]) == (True, False)
 
 
 async def test_retries_transient_errors_until_the_timeout() -> None:

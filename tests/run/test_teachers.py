@@ -168,3 +168,12 @@ async def test_self_teacher_scores_tokens_after_the_teacher_messages(teaching: P
     assert list(scores.logprobs) == pytest.approx(whole[len(prompt) - 1 :])
     assert scores.top_k == 2
     assert rollout.turns[0].completion.token_ids == answered.token_ids
+
+
+def test_teacher_continues_the_beginning_of_an_answer(teaching: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("config.toml", [*SELF, ("training.distill", "reverse"), ("training.distill_top_k", "2")])
+    source = config.tasks[0]
+    messages = [{"role": "user", "content": "Say spam."}, {"role": "assistant", "content": "I say"}]
+    monkeypatch.setattr(type(source.task), "teacher_messages", lambda self, rollout: messages)
+    tokens = PrivilegedPrompt(source, ChatTemplateRenderer(byte_tokenizer()))(Rollout("g/0", "g", 0, "spam"))
+    assert byte_tokenizer().decode(tokens).endswith("<|im_start|>assistant\nI say")

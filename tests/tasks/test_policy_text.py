@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import byte_tokenizer
 from tasks.written import RENDERERS, hiding, opening, plain, play
+from tokenizers import AddedToken
 
-from titan_rl import FinishReason, PromptTask, Rollout, RolloutStatus, Rows, answer_of, text_of, thought_of
+import titan_rl
+from titan_rl import (
+    ChatTemplateRenderer,
+    FinishReason,
+    PromptTask,
+    Rollout,
+    RolloutStatus,
+    Rows,
+    answer_of,
+    text_of,
+    thought_of,
+)
+from titan_rl.rollout.renderer.renderers_package import renderer_of_name
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.tasks.adapters.trl import TRLTask
 
@@ -60,6 +76,11 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 def score(row: dict[str, Any], text: str) -> float:
     return compute_score(row["data_source"], text, row["reward_model"]["ground_truth"], row.get("extra_info"))
+
+
+def look(x: int) -> int:
+    """Look."""
+    return x
 
 
 class R1Task(PromptTask):
@@ -153,6 +174,52 @@ async def test_empty_thought_is_no_part_of_the_text(renderer: Callable[[], Rende
     assert [thought_of(rollout) for rollout in rollouts] == ["", ""]
 
 
+async def test_special_marks_of_a_thought_become_the_usual_ones() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("<think>", "</think>")], special_tokens=True)
+    renderer = renderer_of_name("qwen3", tokenizer)
+    assert renderer is not None
+    await play(R1Task(), renderer, [TIGHT, "<think>2 + 3 is", "5"], tokenizer=tokenizer)
+    assert heard == ["<think>\n2 + 3\n</think>\n\n<answer>5</answer>", "<think>\n2 + 3 is", "5"]
+
+
+async def test_text_that_the_renderer_cannot_parse_is_rewarded() -> None:
+    class Strict(ChatTemplateRenderer):
+        def parse_response(self, *args: Any, **kwargs: Any) -> Any:
+            raise ValueError("unreadable")
+
+    (rollout,) = await play(R1Task(), Strict(byte_tokenizer()), [RIGHT])
+    assert (rollout.status, rollout.reward, heard) == (RolloutStatus.ERROR_PARSE, 1.0, [RIGHT])
+
+
+async def test_malformed_tool_call_is_not_rewarded_by_its_text() -> None:
+    class WithTool(R1Task):
+        def tools(self, sample):
+            return look
+
+    template = (Path(titan_rl.__file__).parent / "training/tiny_model/chat_template.jinja").read_text()
+    renderer = ChatTemplateRenderer(byte_tokenizer(template))
+    (rollout,) = await play(WithTool(), renderer, ["<tool_call>\n{look\n</tool_call>"])
+    assert (rollout.status, rollout.reward, heard) == (RolloutStatus.ERROR_PARSE, 0.0, [])
+
+
+async def test_trl_messages_are_parsed_if_there_are_tools(tmp_path: Path) -> None:
+    template = (Path(titan_rl.__file__).parent / "training/tiny_model/chat_template.jinja").read_text()
+    task = trl_of(tmp_path, [{"role": "user", "content": "2 + 3?"}])
+    task = task.model_copy(update={"tools": (f"{__name__}:look",)})
+    await play(task, ChatTemplateRenderer(byte_tokenizer(template)), [TIGHT, UNCLOSED])
+    assert heard == [
+        [{"role": "assistant", "content": "<answer>5</answer>", "reasoning_content": "2 + 3"}],
+        [{"role": "assistant", "content": UNCLOSED}],
+    ]
+
+
+def test_text_survives_copies() -> None:
+    text = text_of(TIGHT)
+    for same in (pickle.loads(pickle.dumps(text)), copy.deepcopy(text)):
+        assert (same, same.answer, same.thought) == (TIGHT, "<answer>5</answer>", "2 + 3")
+
+
 def test_parts_of_texts_and_messages() -> None:
     assert (answer_of(TIGHT), thought_of(TIGHT), text_of(TIGHT)) == ("<answer>5</answer>", "2 + 3", TIGHT)
     assert (answer_of("5"), thought_of("5")) == ("5", "")
@@ -161,4 +228,6 @@ def test_parts_of_texts_and_messages() -> None:
     rollout = Rollout("0/0", "0", 0, sample=None, messages=[message, {"role": "user", "content": "Thanks."}])
     assert (answer_of(rollout), thought_of(rollout)) == ("5", "2 + 3")
     assert text_of(Rollout("0/0", "0", 0, sample=None)) == ""
+    begun = {"role": "assistant", "content": "So", "prefix": True}
+    assert text_of(Rollout("0/0", "0", 0, sample=None, messages=[{"role": "user", "content": "?"}, begun])) == ""
     assert (text_of(rollout).answer, text_of(rollout).thought) == ("5", "2 + 3")

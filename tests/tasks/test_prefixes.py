@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from byte_tokenizer import byte_tokenizer
+from models.chats import CHATS
 from rollout.test_message_token_env import LetterRenderer
 from tasks.test_policy_text import heard, rewards, trl_of
 from tasks.written import RENDERERS, TOKENIZER, hiding, opening, plain, play_prompts
@@ -35,10 +36,12 @@ from titan_rl import (
     thought_of,
 )
 from titan_rl.core.errors import DataError
+from titan_rl.rollout.renderer.registry import find_renderer, load_tokenizer_for
 from titan_rl.rollout.renderer.renderers_package import renderer_of_name
 from titan_rl.rollout.renderer.text import prompt_ids
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import RolloutGroup
+from titan_rl.run.sft.demonstration_sources import read_chats
 from titan_rl.training.data.sft_tokens import encode
 
 SO = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "So"}]
@@ -224,6 +227,29 @@ def test_renderer_that_cannot_continue_an_answer_is_named() -> None:
         prompt_ids(plain(), [SO[0], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}])
     with pytest.raises(DataError, match="no message before the beginning of the answer, 'So'"):
         prompt_ids(plain(), SO[1:])
+
+
+def test_renderer_that_reads_every_answer_as_a_thought_is_named(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer_for("auto", CHATS["glm4_moe"].write(tmp_path))
+    glm, of_template = find_renderer("auto")(tokenizer), find_renderer("chat_template")(tokenizer)
+    with pytest.raises(
+        DataError, match=r"'So', but GLM45Renderer would read the rest as a thought; set model.renderer"
+    ):
+        prompt_ids(glm, SO)
+    assert tokenizer.decode(prompt_ids(of_template, SO)).endswith("<|assistant|>\nSo")
+    for renderer in (glm, of_template):
+        assert tokenizer.decode(prompt_ids(renderer, THINKS)).endswith("<|assistant|>\n<think>\nLet me see.")
+
+
+def test_chats_of_a_file_mark_the_beginning_of_an_answer(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    rest = {"role": "assistant", "content": " it is 5"}
+    rows = [{"messages": [SO[0], each, rest]} for each in ({**SO[1], "prefix": True}, SO[1])]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (_, marked), (_, unmarked) = read_chats(file, 2)
+    assert learned(plain(), marked)[1] == f" it is 5{END}"
+    with pytest.raises(DataError, match=r'both from the assistant.*mark the first with "prefix": true'):
+        encode(plain(), unmarked)
 
 
 def test_line_break_of_the_template_precedes_the_beginning_of_an_answer() -> None:

@@ -44,9 +44,10 @@ async def play(
     *,
     reason: FinishReason = FinishReason.STOP,
     sample: Any = None,
+    tokenizer: Any = TOKENIZER,
 ) -> list[Rollout]:
     """Play a group whose rollouts answer with the texts, one each."""
-    rollouts, _ = await play_prompts(task, renderer, texts, reason=reason, sample=sample)
+    rollouts, _ = await play_prompts(task, renderer, texts, reason=reason, sample=sample, tokenizer=tokenizer)
     return rollouts
 
 
@@ -57,6 +58,7 @@ async def play_prompts(
     *,
     reason: FinishReason = FinishReason.STOP,
     sample: Any = None,
+    tokenizer: Any = TOKENIZER,
 ) -> tuple[list[Rollout], list[str]]:
     """Play a group, and return its prompts as text, too."""
     said, prompts = iter(texts), list[str]()
@@ -64,7 +66,7 @@ async def play_prompts(
     async def generate(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
         prompts.append(TOKENIZER.decode(list(prompt_token_ids)))
         end = "<|im_end|>" if reason is FinishReason.STOP else ""
-        ids = TOKENIZER.encode(next(said) + end, add_special_tokens=False)
+        ids = tokenizer.encode(next(said) + end, add_special_tokens=False)
         return Completion(request_id, ids, [0.0] * len(ids), reason, [VersionSpan(0, len(ids))])
 
     sample = task.train_sample(0, 0) if sample is None else sample

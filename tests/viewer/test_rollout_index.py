@@ -165,6 +165,18 @@ def test_faults_do_not_count_in_the_median_of_a_prompt() -> None:
     ]
 
 
+def test_beginnings_of_answers_distinguish_prompts() -> None:
+    asked = {"role": "user", "content": "2 + 3?"}
+    begun = [{"role": "assistant", "content": text, "prefix": True} for text in ("So", "Well")]
+    about = {"phase": "validation", "status": "completed", "reward": 1.0, "turns": []}
+    said = {"role": "assistant", "content": "5"}
+    index = RolloutIndex()
+    for step in (0, 1):
+        lines = [{**about, "step": step, "group_id": "g", "messages": [asked, each, said]} for each in begun]
+        index.add(lines_of(lines))
+    assert len(index.prompts()["prompts"]) == 2
+
+
 def test_ranges_cover_all_rollouts() -> None:
     index = RolloutIndex()
     index.add(lines_of([{"step": step, "reward": step / 10} for step in (3, 1, 2)]))

@@ -36,7 +36,7 @@ def written_text(renderer: Renderer, completion_ids: Sequence[int], parsed: Pars
         ids.pop()
     text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     thought = "" if parsed is None else (parsed.reasoning_content or "").strip()
-    is_marked = THINK in text or THINK_END in text or text.strip() == thought
+    is_marked = THINK in text or THINK_END in text
     if parsed is None or not thought or is_marked or text == tokenizer.decode(ids, skip_special_tokens=False):
         return text
     return join_thought(thought, None if parsed.reasoning_complete is False else parsed.content)
