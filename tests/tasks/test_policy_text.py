@@ -27,6 +27,7 @@ from titan_rl import (
     text_of,
     thought_of,
 )
+from titan_rl.rollout.policy_text import joined
 from titan_rl.rollout.renderer.renderers_package import renderer_of_name
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.tasks.adapters.trl import TRLTask
@@ -183,11 +184,18 @@ async def test_special_marks_of_a_thought_become_the_usual_ones() -> None:
     assert heard == ["<think>\n2 + 3\n</think>\n\n<answer>5</answer>", "<think>\n2 + 3 is", "5"]
 
 
-async def test_text_that_the_renderer_cannot_parse_is_rewarded() -> None:
-    class Strict(ChatTemplateRenderer):
-        def parse_response(self, *args: Any, **kwargs: Any) -> Any:
-            raise ValueError("unreadable")
+class Strict(ChatTemplateRenderer):
+    """A renderer that can read no answer."""
 
+    def parse_response(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("unreadable")
+
+
+class WithoutTokenizer(Strict):
+    tokenizer = None  # pyright: ignore[reportAssignmentType]
+
+
+async def test_text_that_the_renderer_cannot_parse_is_rewarded() -> None:
     (rollout,) = await play(R1Task(), Strict(byte_tokenizer()), [RIGHT])
     assert (rollout.status, rollout.reward, heard) == (RolloutStatus.ERROR_PARSE, 1.0, [RIGHT])
 
@@ -212,6 +220,27 @@ async def test_trl_messages_are_parsed_if_there_are_tools(tmp_path: Path) -> Non
         [{"role": "assistant", "content": "<answer>5</answer>", "reasoning_content": "2 + 3"}],
         [{"role": "assistant", "content": UNCLOSED}],
     ]
+
+
+async def test_answer_without_a_text_is_not_rewarded() -> None:
+    class Generous(R1Task):
+        def reward(self, sample, text):
+            return 1.0
+
+    (rollout,) = await play(Generous(), WithoutTokenizer(byte_tokenizer()), ["5"])
+    assert (rollout.status, rollout.reward) == (RolloutStatus.ERROR_PARSE, 0.0)
+
+
+@pytest.mark.parametrize("renderer", [hiding, plain])
+async def test_usual_texts_are_not_written_twice(renderer: Callable[[], Renderer]) -> None:
+    rollouts = await play(R1Task(), renderer(), ["5", RIGHT, TIGHT])
+    assert [rollout.messages[-1].get("written") for rollout in rollouts] == [None, None, TIGHT]
+
+
+def test_beginning_and_rest_of_an_answer_are_joined() -> None:
+    begun = {"role": "assistant", "content": "", "reasoning_content": "Let me", "prefix": True}
+    rest = {"role": "assistant", "content": "5", "reasoning_content": "see", "written": " see</think>5"}
+    assert joined([begun, rest]) == [{"role": "assistant", "content": "<think>\nLet me see</think>5"}]
 
 
 def test_text_survives_copies() -> None:
