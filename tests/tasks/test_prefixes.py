@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from byte_tokenizer import byte_tokenizer
+from chatting import play
 from models.chats import CHATS
 from rollout.test_message_token_env import LetterRenderer
 from tasks.test_policy_text import heard, rewards, trl_of
@@ -188,6 +189,24 @@ async def test_environment_may_begin_each_answer(make: Callable[[], Any]) -> Non
     assert [message["content"] for message in rollout.messages] == ["Go.", "I go ", "left", "And?", "Then ", "right"]
     assert [bool(message.get("prefix")) for message in rollout.messages] == [False, True, False] * 2
     assert text_of(rollout) == "right"
+
+
+async def test_policy_of_messages_gets_the_beginning_of_each_answer() -> None:
+    ends: list[str] = []
+
+    def say(messages):
+        ends.append(messages[-1]["content"])
+        return "left"
+
+    rollout = await play(Guiding(), 1, say)
+    assert ends == ["I go ", "Then "]
+    assert [bool(message.get("prefix")) for message in rollout.messages] == [False, True, False] * 2
+
+
+def test_rest_of_an_answer_ends_with_the_token_that_closes_a_turn() -> None:
+    renderer = ChatTemplateRenderer(byte_tokenizer(eos="<|endoftext|>"))
+    (demonstration,) = Begun().demonstrations(1)
+    assert learned(renderer, demonstration)[1] == f" it is 5{END}"
 
 
 def learned(renderer: Renderer, demonstration: Demonstration) -> tuple[str, str]:
