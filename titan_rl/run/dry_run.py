@@ -17,7 +17,6 @@ from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.config.build import is_single_turn, make_filters, make_renderer, open_rollouters
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
@@ -38,7 +37,6 @@ from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, calling
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.process.guard import guarded
 from titan_rl.run.process.signals import run_to_its_end
 from titan_rl.scheduling.filters import first_reason
 from titan_rl.scheduling.task_mix import Assigned
@@ -94,7 +92,6 @@ LIMIT_S = 60.0
 GRACE_S = 15.0
 """Extra time for closing an environment that hangs, in seconds."""
 ROLLOUT_LIMIT_S = 20.0
-ADVICE = "nothing has been trained"
 REPEATED = 4
 """Samples that are drawn twice."""
 
@@ -132,7 +129,7 @@ def play_dry_run(config: RunConfig, console: Console) -> list[DryRunResult]:
     limit_s, began = LIMIT_S + GRACE_S, time.monotonic()
     timer = threading.Timer(limit_s, lambda: PULSE.interrupt_if_late(time.monotonic() - began))
     timer.daemon = True
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, guarded(scratch_root(), "", ADVICE):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         parts = {Path(folder, str(number)): part for number, part in enumerate(_parts_of(config))}
         for run_folder in parts:
             run_folder.mkdir()

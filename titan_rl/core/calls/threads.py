@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
 from titan_rl.core.calls.bounded import OutOfTimeError
+from titan_rl.core.calls.pulse import PULSE
 from titan_rl.core.calls.user_code import record_location, thread_location
 
 T = TypeVar("T")
@@ -50,7 +51,11 @@ def call_within(
     outcome: Future[T] = Future()
     context = contextvars.copy_context()
 
-    work = partial(_settle, outcome, partial(context.run, fn))
+    def limited() -> T:
+        with PULSE.limited(limit_s):
+            return fn()
+
+    work = partial(_settle, outcome, partial(context.run, limited))
     thread = threading.Thread(target=work, name="user-call", daemon=True)
     thread.start()
     began, seen = time.monotonic(), progress and progress()

@@ -15,10 +15,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
+from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.errors import TitanRLError
 from titan_rl.core.run_files import record_immediate_end
-from titan_rl.run.process.guard import ONE_STOP_S, SECOND_STOPS, STOPS, echoes
+from titan_rl.run.process.guard import ONE_STOP_S, SECOND_STOPS, STOPS, echoes, guarded
 from titan_rl.run.terminal.standard_streams import StderrConsole
 
 logger = logging.getLogger(__name__)
@@ -201,7 +202,7 @@ def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
         BaseException: The error with which the program ended.
     """
     exit_of_others: BaseException | None = None
-    with _running_loop_suspended(), asyncio.Runner() as runner:
+    with _running_loop_suspended(), _guarded(), asyncio.Runner() as runner:
         loop = runner.get_loop()
         loop.set_default_executor(UsersThreads())
         task = loop.create_task(program)
@@ -221,6 +222,13 @@ def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
                 task.exception()  # marks the exception of the cancelled program as retrieved
             raise exit_of_others
         return task.result()
+
+
+def _guarded() -> contextlib.AbstractContextManager[None]:
+    """Guard a program of the main thread, unless its session has a guard already."""
+    if echoes or threading.current_thread() is not threading.main_thread():
+        return contextlib.nullcontext()
+    return guarded(scratch_root(), "", "start it again", ends_at_second=False)
 
 
 @contextlib.contextmanager
