@@ -162,6 +162,11 @@ def test_transport_that_needs_gpus_is_rejected_without_them() -> None:
     assert [name for name in ("shared_memory", "rdma", "cuda_ipc") if find_transport(name).needs_gpus] == ["cuda_ipc"]
 
 
+def test_transport_spec_takes_no_rank_in_place_of_a_time_limit() -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        TransportSpec("run", 3)  # pyright: ignore[reportCallIssue]
+
+
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [

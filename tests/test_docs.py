@@ -68,6 +68,14 @@ def test_links_on_a_page_resolve(page: Path) -> None:
         ("how do I use several machines", "hosts.md#ssh"),
         ("who can run programs on my workers", "hosts.md#who-can-reach-a-worker"),
         ("what does this setting do", "reference/settings.md#settings"),
+        ("how do I run several seeds", "how_to/questions.md#several-seeds-and-sweeps"),
+        ("how do I continue with another rate", "how_to/questions.md#continue-from-a-runs-weights-with-other-settings"),
+        ("how do I keep the best checkpoint", "how_to/questions.md#keep-the-best-checkpoint"),
+        ("how do I stop early", "how_to/questions.md#stop-early"),
+        ("which model does an agent start from", "how_to/agents.md#the-model-to-start-from"),
+        ("word or byte tokens", "how_to/questions.md#word-or-byte-tokens"),
+        ("which code made a run", "how_to/questions.md#which-code-made-a-run"),
+        ("which GPUs train", "how_to/questions.md#which-of-eight-gpus-train"),
     ],
 )
 def test_answers_are_within_two_clicks_of_the_readme(question: str, answer: str) -> None:

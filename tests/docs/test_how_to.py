@@ -16,7 +16,16 @@ WITH_TESTS = [page for page, found in SHOWN.items() if any(name.startswith("test
 
 @pytest.mark.slow
 def test_tests_shown_on_all_pages_pass(tmp_path: Path) -> None:
-    assert {page.stem for page in WITH_TESTS} >= {"engine", "loss", "mocks", "python", "strategy", "tasks", "tutorial"}
+    assert {page.stem for page in WITH_TESTS} >= {
+        "engine",
+        "loss",
+        "mocks",
+        "python",
+        "strategy",
+        "tasks",
+        "transport",
+        "tutorial",
+    }
     for page in WITH_TESTS:
         (tmp_path / page.stem).mkdir()
         for name, text in SHOWN[page].items():

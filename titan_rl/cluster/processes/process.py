@@ -182,10 +182,10 @@ def transport_of(process: ProcessSpec, run_id: str, statedict: StateDictConfig) 
     """Open the weight transport of the settings for this process."""
     spec = TransportSpec(
         run_id,
-        statedict.pull_timeout_s,
-        process.rank,
-        process.host,
-        process.address,
+        timeout_s=statedict.pull_timeout_s,
+        rank=process.rank,
+        host=process.host,
+        address=process.address,
         anchor_interval=statedict.anchor_interval,
     )
     return make_transport(statedict.transport, spec)

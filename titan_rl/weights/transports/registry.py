@@ -6,7 +6,7 @@ Importing this module imports no transport; the functions that make transports i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from titan_rl.core.calls.imports import find_function
@@ -20,6 +20,7 @@ class TransportSpec:
     trainer closes its ends."""
 
     run_id: str  # part of the names of shared files
+    _: KW_ONLY
     timeout_s: float = 120.0  # longest wait for the bytes of one shard
     rank: int = 0  # rank in the trainer or in the generator
     host: str = ""  # name of this process's host; hosts with equal names share memory
