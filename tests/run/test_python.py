@@ -300,7 +300,7 @@ def test_evaluate_compares_generate_functions(tmp_path: Path) -> None:
     assert good.task.pass_at[2].mean == 1.0
     assert (good.folder, bad.folder) == ((tmp_path / "good").absolute(), None)
     assert titan_rl.read_evaluation(tmp_path / "good") == good
-    assert "-3.000 ± 0.000 (3 same prompts)" in titan_rl.table([good, bad])
+    assert "-3.000 (3 same prompts, 1 distinct)" in titan_rl.table([good, bad])
     with pytest.raises(ConfigError, match="nums is no option; there are num_prompts"):
         titan_rl.evaluate(config(tmp_path), count_down, nums=3)
 
