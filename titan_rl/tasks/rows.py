@@ -140,7 +140,7 @@ class Rows(RowTask):
         type = "titan_rl.tasks:Rows"
         path = "questions.jsonl"               # {"question": "What is 2 + 2?", "answer": "4"}
         prompt = "{question} Answer briefly."
-        reward = "rewards:is_right"            # def is_right(row, answer): return answer.strip() == row["answer"]
+        reward = "rewards:is_right"            # def is_right(row, text): return answer_of(text) == row["answer"]
 
     Whether a row is held out depends on the columns that its prompt shows, so it stays the same when rows are added or
     the prompt is reworded.
@@ -151,7 +151,8 @@ class Rows(RowTask):
     validation_path: FilePath | None = None
     """Second file, whose rows are all held out; then no rows of `path` are."""
     reward: Annotated[str, FunctionName(())]
-    """Function of the row and the text of the answer; may be async. Answers that are cut off are worth 0."""
+    """Function of the row and the text that the policy wrote, with its thought; may be async. Answers that are cut off
+    are worth 0."""
     reward_in_thread: bool = False
     """Call the reward in a thread. For rewards that wait, or compute for more than some milliseconds."""
     demonstration: str = ""
