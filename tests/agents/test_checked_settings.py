@@ -60,7 +60,7 @@ def test_accepts_startable_commands(config: str, command: list[str]) -> None:
         (
             "train_file",
             "empty.jsonl",
-            "'empty.jsonl': empty.jsonl has no rows",
+            "empty.jsonl has no rows",
         ),
         ("train_file", "bad.jsonl", "bad.jsonl:2 is not valid JSON: Expecting ':' delimiter"),
         ("train_file", "words.jsonl", 'words.jsonl:1 is not a JSON object: "a"'),

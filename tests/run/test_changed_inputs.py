@@ -172,6 +172,15 @@ def of_seats(*overrides: tuple[str, str], step: int = 3) -> RunDirectory:
     return begin(*overrides, step=step)
 
 
+def test_changed_samples_of_agents_are_refused(rows: Path):
+    agents = 'type = "titan_rl.tasks.agents:AgentTask"\ntrain_file = "sums.jsonl"\ncommand = ["true"]'
+    (rows / "config.toml").write_text(f'[model]\npath = "policy"\n[task]\n{agents}\n')
+    run_dir = begin(("validation.num_prompts", "0"))
+    write_rows(range(101))
+    with pytest.raises(CheckpointError, match=r"task.train_file = '.*sums.jsonl': 1 lines were added after its 100"):
+        resume(run_dir)
+
+
 def test_changed_file_that_may_be_an_output_is_reported(rows: Path):
     Path("notes.txt").write_text("1\n")
     run_dir = of_seats(("task.notes", "notes.txt"))

@@ -201,7 +201,7 @@ PathText = Annotated[str, AfterValidator(_possible)]
 def _found(path: str, info: ValidationInfo) -> str:
     folders_of: dict[str, list[Path]] = info.context["folders"] if info.context else {INNER: [Path()]}
     folders = folders_of.get(info.field_name or INNER, folders_of[INNER])
-    for folder in folders:
+    for folder in folders if path else ():
         if (found := folder / os.path.expanduser(path)).exists():
             return str(found.resolve())
     return path

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from titan_rl.core.errors import ConfigError
-from titan_rl.core.settings import Section
+from titan_rl.core.settings import FilePath, Section
 
 _PART = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}|[{}]")
 
@@ -110,9 +110,9 @@ class AgentSettings(Section):
     open episodes over HTTP."""
     environment: Mapping[str, str] = Field(default_factory=dict[str, str])
     """Environment variables of the program, added to those of the run and the episode; with fields as in command."""
-    train_file: str = ""
+    train_file: FilePath = ""
     """File with the training samples: rows in JSON lines, JSON, CSV or Parquet."""
-    validation_file: str = ""
+    validation_file: FilePath = ""
     """File with the held-out samples."""
     rewards: Mapping[str, float] = Field(default_factory=lambda: {"reward": 1.0}, min_length=1)
     """Names of the rewards that agents report, and their weights."""
