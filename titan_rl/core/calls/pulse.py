@@ -158,15 +158,16 @@ class Pulse:
         """Make the shared memory, and return its descriptor for `PulseReader`; None if the system lacks it. Only if the
         main thread is the first to call this can its calls be interrupted."""
         if self.descriptor is None and hasattr(os, "memfd_create"):
-            self.descriptor = os.memfd_create("pulse")
-            os.ftruncate(self.descriptor, _STATE.size)
-            self._state = mmap.mmap(self.descriptor, _STATE.size)
-            stacks = os.open(f"/proc/self/fd/{self.descriptor}", os.O_WRONLY | os.O_APPEND)
+            descriptor = os.memfd_create("pulse")
+            os.ftruncate(descriptor, _STATE.size)
+            self._state = mmap.mmap(descriptor, _STATE.size)
+            stacks = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_APPEND)
             self._interrupts = threading.current_thread() is threading.main_thread()
             if self._interrupts:
                 signal.signal(_INTERRUPT, self._handle)
                 struct.pack_into("=?", self._state, 24, True)
             faulthandler.register(_WRITE_STACK, stacks, all_threads=True)
+            self.descriptor = descriptor  # last, because other threads write once it is set
         return self.descriptor
 
     def beat(self) -> None:
@@ -210,7 +211,7 @@ class Pulse:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         frames = of_callback(traceback.extract_stack(frame))
         call, blocked_s = self._late_call(), time.monotonic() - self._beat_at
-        if call is not None and not frames[-1].filename.startswith(_HERE):
+        if call is not None and frames and not frames[-1].filename.startswith(_HERE):
             call.is_interrupted, call.location = True, innermost(frames)
         elif kind_of(frames) != "environment" or blocked_s < self._env_limit_s:
             return
