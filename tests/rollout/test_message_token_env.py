@@ -267,6 +267,16 @@ async def test_opening_too_long_for_the_context_is_not_tokenized() -> None:
     assert (renderer.rendered, rollout.turns, rollout.reward) == ([], [], None)
 
 
+async def test_only_the_beginning_of_a_text_that_cannot_fit_is_tokenized() -> None:
+    renderer = LetterRenderer()
+    rollout = await played(Verbose(more="x" * 1_000_000), renderer, max_context=10_000)
+    assert rollout.status is RolloutStatus.TRUNCATED_PROMPT
+    assert [len(message["content"]) for message in renderer.rendered] == [2, 80_000]
+    renderer = LetterRenderer()
+    rollout = await played(Verbose(more="x" * 99_000), renderer, max_context=100_000)
+    assert rollout.status is RolloutStatus.TRUNCATED_TURNS
+
+
 async def test_long_text_is_tokenized_off_the_event_loop() -> None:
     renderer = LetterRenderer()
     rollout = await played(Verbose(more="x" * 30_000), renderer, max_context=100_000)

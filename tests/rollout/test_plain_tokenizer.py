@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import threading
+import time
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -210,3 +212,22 @@ def users_renderer(tokenizer: Any) -> Any:
 
 def test_users_renderer_is_called_with_a_tokenizer_of_transformers() -> None:
     make_renderer(ModelConfig(path=str(BASE), renderer=f"{__name__}:users_renderer"))
+
+
+def test_other_threads_run_while_a_text_is_tokenized() -> None:
+    tokenizer = PlainTokenizer.of_folder(BASE)
+    assert tokenizer is not None
+    begun = threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        tokenizer.encode("word " * 100_000)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0)  # offers the GIL
+        turns += 1
+    assert turns > 100

@@ -54,6 +54,8 @@ class GivesText(Say):
 
 def text_reward(rollout): return "good"
 
+def always(row, answer): return 1.0
+
 class HintRaises(Say):
     def teacher_messages(self, rollout): raise ValueError("no hint")
 
@@ -478,6 +480,21 @@ def test_samples_drawn_with_other_randomness_are_reported(dry_run, task: str, ca
 
 def test_samples_without_a_repr_are_accepted(dry_run):
     assert dry_run("DrawsObjects")[0] == 0
+
+
+def test_rows_with_long_prompts_are_counted(dry_run, capsys: pytest.CaptureFixture[str]):
+    lines = [json.dumps({"prompt": "word " * (500 if n == 3 else 1)}) for n in range(6)]
+    Path("rows.jsonl").write_text("\n".join(lines))
+    task = 'type = "titan_rl.tasks:Rows"\npath = "rows.jsonl"\nreward = "say_task:always"\nheld_out = 0'
+    Path("rows.toml").write_text(f'[model]\npath = "policy"\n[task]\n{task}\n')
+    assert main(["train", "rows.toml", "--dry-run"]) == 0
+    found = "rows: 1 of 6 prompts to train on, such as row 3 of "
+    room = "leave no room for an answer in model.max_context = 512 tokens"
+    output = capsys.readouterr().err
+    assert found in output
+    assert f"{room}, and are left out" in output
+    assert main(["train", "rows.toml", "--dry-run", "--task.long_prompts", "error"]) == 2
+    assert f'{room}; raise that, or set long_prompts = "leave_out" in the table' in capsys.readouterr().err
 
 
 def test_timeout_error_of_a_task_is_not_the_dry_run_limit(dry_run):

@@ -24,7 +24,16 @@ from titan_rl.rollout.renderer.registry import find_renderer, fit_template, load
 from titan_rl.rollout.renderer.tokenizer import TokenTexts, load_tokenizer
 from titan_rl.rollout.rewards.advantages import find_advantage
 from titan_rl.rollout.rewards.rubric import Rubric
-from titan_rl.rollout.task import FilteringTask, RunContext, SingleTurnTask, calling, drop_reason, opened, wrong_result
+from titan_rl.rollout.task import (
+    FilteringTask,
+    PromptedTask,
+    RunContext,
+    SingleTurnTask,
+    calling,
+    drop_reason,
+    opened,
+    wrong_result,
+)
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter, find_filter, first_reason, too_few_siblings, too_long
 from titan_rl.training.data.sample_builder import Distillation, RewardPlacement, SampleMaker
@@ -113,6 +122,28 @@ def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer) ->
         max_context=config.model.max_context,
         seed=config.seed if config.seeds_requests else None,
     )
+
+
+def leave_out_long_prompts(
+    sources: Sequence[TaskSource], renderer: Renderer, max_context: int, console: Console
+) -> None:
+    """Have tasks leave out prompts that leave no room for an answer, and show how many there are.
+
+    Raises:
+        ConfigError: There are some, and the task's `long_prompts` is "error".
+        DataError: No prompt leaves room, or the task raised.
+    """
+    for source in sources:
+        if not isinstance(source.task, PromptedTask):
+            continue
+        with calling("its prompts", source.name):
+            found = source.task.leave_out_long_prompts(renderer, max_context)
+        if not found:
+            continue
+        problem = f"{source.name}: {found} leave no room for an answer in model.max_context = {max_context} tokens"
+        if source.task.long_prompts == "error":
+            raise ConfigError(f'{problem}; raise that, or set long_prompts = "leave_out" in the table of the task')
+        console.warning(f"{problem}, and are left out")
 
 
 @asynccontextmanager

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from titan_rl.config.build import make_rollouter
+from titan_rl.config.build import leave_out_long_prompts, make_rollouter
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import ResolvedSuite, TaskSource
+from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, GenerationError, RewardError
 from titan_rl.evaluation.policies.inference import OpenedPolicy
@@ -192,6 +193,9 @@ async def open_suites(
         DataError: A task's held-out samples cannot be created.
     """
     renderer = policy.renderer or NoTokens()
+    if policy.renderer is not None:
+        sources = [suite.source for suite in chosen_suites(config, settings)]
+        await in_thread(leave_out_long_prompts, sources, renderer, config.model.max_context, console)
     async with contextlib.AsyncExitStack() as tasks:
         suites: list[Suite] = []
         opened_tasks: set[str] = set()

@@ -128,6 +128,22 @@ class CheckedTask(Task, Protocol):
 
 
 @runtime_checkable
+class PromptedTask(Task, Protocol):
+    """Task whose opening messages are known before a rollout begins.
+
+    Attributes:
+        long_prompts: "leave_out" to run without prompts that leave no room for an answer, or "error" to refuse to run.
+    """
+
+    long_prompts: str
+
+    def leave_out_long_prompts(self, renderer: Renderer, max_context: int) -> str:
+        """Leave such prompts out of all later samples, and describe them: "3 of 100 prompts, such as row 7 of a.jsonl".
+        Empty if there are none. Called once, before the first sample of a run."""
+        ...
+
+
+@runtime_checkable
 class ServingTask(Task, Protocol):
     """Task that serves models next to the run."""
 

@@ -17,7 +17,13 @@ from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from titan_rl.config.build import is_single_turn, make_filters, make_renderer, open_rollouters
+from titan_rl.config.build import (
+    is_single_turn,
+    leave_out_long_prompts,
+    make_filters,
+    make_renderer,
+    open_rollouters,
+)
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.bounded import OutOfTimeError
@@ -199,6 +205,8 @@ async def _play_tasks(config: RunConfig, folder: Path, console: Console) -> list
             for rollouter in rollouters.values():
                 rollouter.rubric.limit_calls(ROLLOUT_LIMIT_S)
             with LoopWatchdog(console, blocked_after_s=BLOCKED_AFTER_S):
+                context = config.model.max_context
+                await in_thread(leave_out_long_prompts, config.sources, renderer, context, console)
                 _check_held_out(config)
                 with contextlib.closing(RunJournal(folder / "journal")) as journal:
                     played = [

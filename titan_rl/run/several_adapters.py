@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_rl.cluster.processes.garbage_collection import settled_heap
-from titan_rl.config.build import open_rollouters
+from titan_rl.config.build import leave_out_long_prompts, open_rollouters
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.cancellation import FirstError, stray_cancellation_fails
 from titan_rl.core.calls.threads import in_thread
@@ -294,6 +294,8 @@ class Experiments:
         sinks = resources.enter_context(opened)
         journal = resources.enter_context(open_journal(start, run_dir, progress))
         run = PolicyTraining(config, run_dir, progress, sinks, start, journal, published)
+        context = config.model.max_context
+        await in_thread(leave_out_long_prompts, config.sources, self._renderer, context, progress)
         opening = open_rollouters(config, run_dir.path, progress, self._renderer)
         runners = await resources.enter_async_context(opening)
         trainer = await resources.enter_async_context(run.open_trainer(self._trainers.of(name)))

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from titan_rl.cluster.processes.fork_server import forked_kinds
 from titan_rl.cluster.processes.garbage_collection import settled_heap
-from titan_rl.config.build import open_rollouters
+from titan_rl.config.build import leave_out_long_prompts, open_rollouters
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Verbosity
 from titan_rl.generation.router.router import GeneratorRouter
@@ -105,6 +106,9 @@ async def _train(
         planes = await _start_planes(session, components, resources)
     renderer = making.result()
     resources.enter_context(LoopWatchdog(progress))  # after the imports, which block the event loop
+    with progress.working("measuring the prompts"):
+        context = config.model.max_context
+        await in_thread(leave_out_long_prompts, config.sources, renderer, context, progress)
     group_runners: Mapping[str, GroupRunner]
     if planes.workers is not None:  # the workers open the tasks themselves
         group_runners = {source.name: planes.workers.of(source.name) for source in config.sources}

@@ -8,6 +8,7 @@ demonstrated   conversations made by playing environments with scripted players
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import inspect
 import json
@@ -19,7 +20,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
@@ -34,18 +35,25 @@ from titan_rl.rollout.environment.threaded import expected
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
 from titan_rl.rollout.group.user_code_boundary import EnvCalls, RolloutEnded, UserCodeBoundary
 from titan_rl.rollout.policy_text import PolicyText, text_of, with_prefix_marked
+from titan_rl.rollout.prompt_length import PromptLimit
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric, TextRubric
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, Demonstration
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus
-from titan_rl.tasks.tools import ToolEnv, messages_of
+from titan_rl.tasks.tools import ToolEnv, messages_of, tools_of
 
 Player = Callable[[Sequence[Message]], str | Message]
 """Function from the conversation so far to the assistant's answer."""
 
 MOST_DRAWS = 1000
 """Largest number of draws for one training or held-out sample."""
+
+PROBED = 256
+"""Number of prompts that are drawn before a run, to count those that are too long."""
+
+PROBED_S = 2.0
+"""Longest time for that, in seconds."""
 
 CARELESS = 1 / 6
 """Share of the demonstrations that `demonstrate_carelessly` makes. They are the last ones."""
@@ -154,8 +162,12 @@ class MessageTask(Section):
         digest = hashlib.blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.held_out * 2**64
 
+    def leaves_room(self, sample: Any) -> bool:
+        """Whether a sample's prompt leaves room for an answer, as far as that is known before a rollout."""
+        return True
+
     def _draw(self, key: str, *, held_out: bool) -> Any:
-        """Draw samples until one is held out, or until one is not.
+        """Draw samples until one is held out, or until one is not, and leaves room for an answer.
 
         Raises:
             DataError: no such sample was found.
@@ -163,7 +175,7 @@ class MessageTask(Section):
         rng = random.Random(key)  # seeded with a string, so the same in every process
         for _ in range(MOST_DRAWS):
             sample = self.sample(rng)
-            if not self.held_out or self.is_held_out(sample) == held_out:
+            if (not self.held_out or self.is_held_out(sample) == held_out) and self.leaves_room(sample):
                 return sample
         side = "held-out" if held_out else "training"
         raise DataError(
@@ -172,12 +184,53 @@ class MessageTask(Section):
         )
 
 
+class OpeningTask(MessageTask):
+    """Base class of message tasks whose opening messages are known before a rollout begins."""
+
+    long_prompts: Literal["leave_out", "error"] = "leave_out"
+    """Prompts that leave no room for an answer in model.max_context: leave_out runs without them, and says how many
+    there are; error refuses to run."""
+
+    @functools.cached_property  # not a private attribute, which would count in comparisons of settings
+    def _limit(self) -> PromptLimit | None:
+        return None
+
+    @abstractmethod
+    def opening(self, sample: Any) -> Sequence[Message]:
+        """Opening messages of a sample."""
+
+    def offered_tools(self, sample: Any) -> object:
+        """Tools of one rollout; see `tools_of`."""
+        return ()
+
+    @abstractmethod
+    def count_long_prompts(self, limit: PromptLimit) -> str:
+        """Describe how many prompts leave no room for an answer; empty if none is found."""
+
+    def leave_out_long_prompts(self, renderer: Renderer, max_context: int) -> str:
+        """Leave prompts that leave no room for an answer out of all samples; see `PromptedTask`."""
+        if not type(self).env.__module__.startswith("titan_rl."):
+            return ""  # an environment of the user's may shorten its prompts
+        tools = tools_of(self.offered_tools(self.train_sample(0, 0)))
+        limit = PromptLimit(renderer, max_context, [tool.schema for tool in tools])
+        vars(self)["_limit"] = limit
+        return self.count_long_prompts(limit)
+
+    def leaves_room(self, sample: Any) -> bool:
+        if self._limit is None:
+            return True
+        try:
+            return self._limit.fits(self.opening(sample))
+        except Exception:  # the rollout will report it
+            return True
+
+
 AnswerReward = Callable[[Any, PolicyText], float | Awaitable[float]]
 """Function `reward(sample, text)`: reward of an answer to the prompt of a sample. The text is the whole answer as the
 policy wrote it, with its thought; `answer_of(text)` and `thought_of(text)` are its parts."""
 
 
-class PromptTask(MessageTask):
+class PromptTask(OpeningTask):
     """Base class of a `Task` of one prompt and one answer. This one is complete:
 
         class Sums(PromptTask):
@@ -231,6 +284,20 @@ class PromptTask(MessageTask):
 
     def key(self, sample: Any) -> str:
         return json.dumps(plain_json(messages_of(self.prompt(sample))), sort_keys=True)
+
+    def opening(self, sample: Any) -> Sequence[Message]:
+        return messages_of(self.prompt(sample))
+
+    def offered_tools(self, sample: Any) -> object:
+        return self.tools(sample)
+
+    def count_long_prompts(self, limit: PromptLimit) -> str:
+        ends = time.monotonic() + PROBED_S
+        for index in range(PROBED):
+            self.train_sample(0, index)
+            if time.monotonic() > ends:
+                break
+        return f"{limit.num_long} of the first {limit.num_tested} prompts" if limit.num_long else ""
 
 
 def answer_rubric(reward: AnswerReward, *, in_thread: bool = False) -> Rubric:

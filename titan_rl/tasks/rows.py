@@ -8,6 +8,7 @@ import random
 import string
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import islice
 from typing import Annotated, Any
 
 from titan_rl.core.calls.imports import find_function
@@ -15,10 +16,11 @@ from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.core.plain_data import plain_json
 from titan_rl.core.settings import FilePath, FunctionName
 from titan_rl.rollout.environment.types import MessageEnv
+from titan_rl.rollout.prompt_length import USUAL_TOKEN, PromptLimit, num_characters
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message
 from titan_rl.tasks.chats import openai_messages
-from titan_rl.tasks.message_task import MessageTask, answer_rubric
+from titan_rl.tasks.message_task import OpeningTask, answer_rubric
 from titan_rl.tasks.row_files import Row, read_rows
 from titan_rl.tasks.tools import ToolEnv, messages_of
 
@@ -41,12 +43,20 @@ class ChosenRows:
     def __getitem__(self, index: int) -> Row:
         return dict(self._data[self._indices[index]])
 
+    def number(self, index: int) -> int:
+        """Number of a row in the data set."""
+        return self._indices[index]
+
 
 Sides = tuple[ChosenRows, ChosenRows]
 """Rows for training, and held-out rows."""
 
 
-class RowTask(MessageTask):
+MOST_TOKENIZED = 2_000_000
+"""Number of characters that are tokenized before a run to count the prompts that are too long, for each side."""
+
+
+class RowTask(OpeningTask):
     """Base class of tasks whose samples are rows. Each epoch goes through all rows in a different order."""
 
     prompt: str = "prompt"
@@ -69,12 +79,18 @@ class RowTask(MessageTask):
     def train_sample(self, seed: int, index: int) -> Row:
         rows = self.rows(held_out=False)
         epoch, position = divmod(index, len(rows))
-        return rows[_order(len(rows), f"{seed}/{epoch}")[position]]
+        order = _order(len(rows), f"{seed}/{epoch}")
+        following = (rows[order[(position + more) % len(rows)]] for more in range(len(rows)))
+        row = next(filter(self.leaves_room, following), None)  # the next row takes the place of one that is too long
+        if row is None:
+            raise DataError(f"no row of {self.source} leaves room for an answer in model.max_context")
+        return row
 
     def validation_samples(self, count: int) -> list[Row]:
-        """First `count` held-out rows, or all of them if there are fewer."""
+        """First `count` held-out rows that leave room for an answer, or all of them if there are fewer."""
         rows = self.rows(held_out=True)
-        return [rows[index] for index in _order(len(rows), "validation")[:count]]
+        drawn = (rows[index] for index in _order(len(rows), "validation"))
+        return list(islice(filter(self.leaves_room, drawn), count))
 
     def rows(self, *, held_out: bool) -> ChosenRows:
         return self._sides[held_out]
@@ -90,6 +106,41 @@ class RowTask(MessageTask):
         if not columns_in(self.prompt):
             raise KeyError(self.prompt)
         return self.prompt.format_map(row)
+
+    @property
+    @abstractmethod
+    def source(self) -> str:
+        """Name of the data, for messages."""
+
+    def opening(self, sample: Row) -> list[Message]:
+        return self.messages(sample)
+
+    def count_long_prompts(self, limit: PromptLimit) -> str:
+        trained, held_out = self._sides
+        parts = [self._count(limit, trained, "prompts to train on")]
+        if held_out is not trained:
+            parts.append(self._count(limit, held_out, "held-out prompts"))
+        return " and ".join(filter(None, parts))
+
+    def _count(self, limit: PromptLimit, rows: ChosenRows, what: str) -> str:
+        """Describe the number of long prompts, measured in a random order for as long as `MOST_TOKENIZED` allows."""
+        long: list[int] = []
+        measured = tokenized = 0
+        for index in _order(len(rows), "measured"):
+            messages = self.messages(rows[index])
+            if limit.most_tokens(messages) >= limit.max_context:
+                tokenized += min(num_characters(messages), limit.max_context * USUAL_TOKEN)
+            if tokenized > MOST_TOKENIZED and measured:
+                break
+            measured += 1
+            if not self.leaves_room(rows[index]):
+                long.append(index)
+        if not long:
+            return ""
+        if len(long) == len(rows):
+            raise DataError(f"none of the {len(rows):,} {what} leaves room for an answer; raise model.max_context")
+        of = f"{len(rows):,}" if measured == len(rows) else f"the {measured:,} measured of {len(rows):,}"
+        return f"{len(long):,} of {of} {what}, such as row {rows.number(min(long))} of {self.source},"
 
     def messages(self, row: Row) -> list[Message]:
         """Opening messages of a row, in the form of OpenAI, also if those of the row are in that of ShareGPT."""
@@ -124,7 +175,7 @@ class RowTask(MessageTask):
             ConfigError: a row has no prompt.
         """
         if not self.held_out:
-            return ChosenRows(data), ChosenRows(data)
+            return (rows := ChosenRows(data)), rows
         sides: tuple[list[int], list[int]] = ([], [])
         for number in range(len(data)):
             row: Row = data[number]
@@ -173,8 +224,15 @@ class Rows(RowTask):
         return sides
 
     def env(self, sample: Row) -> MessageEnv:
+        return ToolEnv(self.messages(sample), self.offered_tools(sample))
+
+    def offered_tools(self, sample: Row) -> list[Any]:
         tools: list[Any] = [find_function("task.tools", name, {}) for name in self.tools]
-        return ToolEnv(self.messages(sample), [tool() if isinstance(tool, type) else tool for tool in tools])
+        return [tool() if isinstance(tool, type) else tool for tool in tools]
+
+    @property
+    def source(self) -> str:
+        return self.path
 
     def demonstrate(self, sample: Row, messages: Sequence[Message], rng: random.Random) -> str | Message:
         if not self.demonstration:

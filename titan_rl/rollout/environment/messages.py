@@ -23,8 +23,9 @@ from titan_rl.rollout.environment.types import (
     TokenStep,
 )
 from titan_rl.rollout.policy_text import with_prefix_marked, with_written
+from titan_rl.rollout.prompt_length import is_surely_longer, num_characters
 from titan_rl.rollout.renderer.text import extended_ids, prompt_ids, split_prefix, written_text
-from titan_rl.rollout.renderer.types import Renderer, content_of, message_of, require_tool_support
+from titan_rl.rollout.renderer.types import Renderer, message_of, require_tool_support
 from titan_rl.rollout.types import Message, RolloutStatus
 from titan_rl.types import Completion, FinishReason
 
@@ -49,9 +50,6 @@ _WELL_FORMED = ("ok", "unknown_tool")
 MAX_CONTEXT: ContextVar[int | None] = ContextVar("MAX_CONTEXT", default=None)
 """Largest number of tokens in the current rollout's prompts, if known."""
 
-LONGEST_TOKEN = 256
-"""Largest number of characters in a token. The vocabularies in use have at most 128."""
-
 LONG_TEXT = 20_000
 """Number of characters from which on tokenizing takes longer than starting a thread."""
 
@@ -73,23 +71,25 @@ class GrowingPrompt:
         self._completion: list[int] | None = None  # completion of the prompt
 
     async def next(self, messages: Sequence[Message], whose: str) -> list[int]:
-        """Next prompt after messages of any length. A long text is tokenized off the event loop, and a text that cannot
-        fit into the rollout's context is refused.
+        """Next prompt after messages of any length. A long text is tokenized off the event loop, and only its beginning
+        if that does not fit into the rollout's context.
 
         Args:
             messages: New messages.
             whose: Source of the messages, for the error.
 
         Raises:
-            PromptTooLongError: the messages have more characters than `MAX_CONTEXT` tokens can represent.
+            PromptTooLongError: the messages have more than `MAX_CONTEXT` tokens, and are long.
         """
-        size = sum(len(content_of(message)) for message in messages)
+        size = num_characters(messages)
+        if size < LONG_TEXT:
+            return self.after(messages)
         most = MAX_CONTEXT.get()
-        if most is not None and size > most * LONGEST_TOKEN:
+        if most is not None and await in_thread(is_surely_longer, self._renderer, messages, self._tools, most):
             raise PromptTooLongError(
                 f"{whose} returned messages of {size:,} characters, which cannot fit into max_context = {most} tokens"
             )
-        return self.after(messages) if size < LONG_TEXT else await in_thread(self.after, messages)
+        return await in_thread(self.after, messages)
 
     def after(self, messages: Sequence[Message]) -> list[int]:
         """The next prompt. If the messages end with the beginning of the answer, so does the prompt.

@@ -102,12 +102,15 @@ class PlainTokenizer:
 
     def __call__(self, text: str, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False) -> Any:
         """Encode a text; return its tokens, and the range of characters of each if that is asked for."""
-        encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        offsets = {"offset_mapping": encoding.offsets} if return_offsets_mapping else {}
-        return {"input_ids": encoding.ids, **offsets}
+        if not return_offsets_mapping:
+            return {"input_ids": self.encode(text, add_special_tokens=add_special_tokens)}
+        (encoding,) = self.backend_tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Other threads run meanwhile; `encode` of tokenizers holds the GIL, for seconds if the text has a megabyte.
+        (encoding,) = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(
         self,

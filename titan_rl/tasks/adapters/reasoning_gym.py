@@ -154,7 +154,7 @@ class ReasoningGym(PromptTask):
             dataset = self._dataset(f"{key}/{chunk}/{number}")
             for at in range(start, ITEMS_PER_DATASET, SAMPLES_PER_DATASET):
                 item = dataset[at]
-                if not self.held_out or self.is_held_out(item) == held_out:
+                if (not self.held_out or self.is_held_out(item) == held_out) and self.leaves_room(item):
                     return item
         side = "held-out" if held_out else "training"
         raise DataError(

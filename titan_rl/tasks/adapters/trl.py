@@ -199,6 +199,13 @@ class TRLTask(RowTask):
         made = functools.partial(ToolClassEnv, factory, messages, sample, columns, tools, self._instances)
         return cast("MessageEnv", ThreadedEnv(made))
 
+    @property
+    def source(self) -> str:
+        return self.dataset or "no data set"
+
+    def offered_tools(self, sample: Row) -> list[Any]:
+        return [*self._functions()]
+
     def key(self, sample: Row) -> str:
         return repr(self.messages(sample))
 
