@@ -64,8 +64,9 @@ async def test_rows_section() -> None:
 def test_rows_settings_table_is_complete() -> None:
     documented = dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", PAGE, re.MULTILINE))
     for name, info in Rows.model_fields.items():
-        shown = {None: "none", False: "`false`", "": '`""`', (): "`[]`", 0.1: "`0.1`", "prompt": '`"prompt"`'}
-        assert documented[name].strip() == ("" if info.is_required() else shown[info.default]), name
+        shown = {None: "none", False: "`false`", (): "`[]`", 0.1: "`0.1`"}
+        default = f'`"{info.default}"`' if isinstance(info.default, str) else shown.get(info.default)
+        assert documented[name].strip() == ("" if info.is_required() else default), name
 
 
 async def test_tools_section() -> None:
