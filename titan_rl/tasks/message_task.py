@@ -173,11 +173,19 @@ class MessageTask(Section):
             DataError: no such sample was found.
         """
         rng = random.Random(key)  # seeded with a string, so the same in every process
+        num_long = 0
         for _ in range(MOST_DRAWS):
             sample = self.sample(rng)
-            if (not self.held_out or self.is_held_out(sample) == held_out) and self.leaves_room(sample):
-                return sample
+            if not self.held_out or self.is_held_out(sample) == held_out:
+                if self.leaves_room(sample):
+                    return sample
+                num_long += 1
         side = "held-out" if held_out else "training"
+        if num_long:
+            raise DataError(
+                f"the prompts of {num_long} {side} samples in a row leave no room for an answer; raise "
+                f"model.max_context, or have {type(self).__name__}.prompt return shorter ones"
+            )
         raise DataError(
             f"{type(self).__name__}.sample returned no {side} sample in {MOST_DRAWS} draws with held_out = "
             f"{self.held_out}; have it draw from more different ones, or set held_out = 0"
