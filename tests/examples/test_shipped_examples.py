@@ -18,8 +18,8 @@ EXAMPLES.remove("agent")  # played by a program, which a dry run does not start
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_dry_run_of_shipped_example(name: str, tmp_path: Path) -> None:
     path = Path("examples", name, "cpu.toml")
-    make_tiny_model(tmp_path / "base", texts=(), level="byte", parameters=100_000, max_context=1024)
-    made = [("model.max_context", "1024"), ("training.row_tokens", "4096")]  # bytes are more tokens than words
+    make_tiny_model(tmp_path / "base", texts=(), level="byte", parameters=100_000, max_context=2048)
+    made = [("model.max_context", "2048"), ("training.row_tokens", "4096")]  # bytes are more tokens than words
     made += [(key, str(tmp_path / "base")) for key in ("model.path", "training.teacher")]
     assert play_dry_run(load_config(path, made if name == "distillation" else made[:-1]), LOG)
 

@@ -167,7 +167,7 @@ def test_long_prompts_that_are_drawn_are_replaced() -> None:
     assert set(same) <= set(samples)
     assert task == other
     with pytest.raises(
-        DataError, match=r"prompts of \d+ training samples in a row leave no room for an answer; raise model.max"
+        DataError, match=r"prompts of \d+ training samples in a row leave no room for an answ"
     ):
         Questions(share=1).leave_out_long_prompts(renderer(), 80)
 
