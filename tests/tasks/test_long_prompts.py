@@ -166,9 +166,7 @@ def test_long_prompts_that_are_drawn_are_replaced() -> None:
     same = [sample for at in range(200) if not (sample := other.train_sample(0, at)).startswith(LONG)]
     assert set(same) <= set(samples)
     assert task == other
-    with pytest.raises(
-        DataError, match=r"prompts of \d+ training samples in a row leave no room for an answ"
-    ):
+    with pytest.raises(DataError, match=r"prompts of \d+ training samples in a row leave no room for an answ"):
         Questions(share=1).leave_out_long_prompts(renderer(), 80)
 
 
