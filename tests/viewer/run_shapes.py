@@ -85,6 +85,12 @@ SHAPES = {
     "two_validations": Shape("2 measurements", "good", ramp(0.2, 0.7), validate_every=0),
     "falls_from_the_start": Shape("gets worse", "bad", ramp(0.7, 0.3)),
     "harder_samples": Shape("learns", "good", ramp(0.5, 0.5), held_out=ramp(0.2, 0.8)),
+    "much_harder_samples": Shape(
+        "Held-out reward rises, while training reward falls", "warn", ramp(0.7, 0.3), held_out=ramp(0.2, 0.8)
+    ),
+    "solved_with_easy_held_out_samples": Shape(
+        "solved its samples", "good", ramp(0.3, 0.996, 0.0, 0.5), held_out=ramp(0.95, 0.95)
+    ),
 }
 """Shapes by name. The run with several adapters is made of some of them."""
 

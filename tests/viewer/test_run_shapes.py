@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer.run_shapes import SHAPES, write_shape
+from viewer.run_shapes import SHAPES, ramp, rise_and_fall, write_shape
 
 from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.viewer.runs import RunReader
@@ -102,3 +102,26 @@ def test_reward_tile_is_coloured_only_by_a_change_that_counts(tmp_path: Path) ->
         if (folder := write_shape(tmp_path / name, replace(SHAPES[name], num_groups=64)))
     }
     assert tones == {"learns": "good", "flat": "", "collapsed": "bad"}
+
+
+def test_tasks_that_are_solved_or_lost_are_told_apart(tmp_path: Path) -> None:
+    curves = {"easy": ramp(0.99, 0.99), "lost": rise_and_fall(0.3, 0.9, 0.4), "rising": ramp(0.2, 0.8)}
+    tasks = {f"task/{name}/finished_reward_mean": curve for name, curve in curves.items()}
+    folder = write_shape(tmp_path / "run", replace(SHAPES["learns"], more=tasks))
+    titles = {
+        line["name"]: (line["tone"], line["title"]) for line in summary_of(folder)["tasks"] if line["name"] in curves
+    }
+    assert titles == {"easy": ("good", "is solved"), "lost": ("bad", "gets worse"), "rising": ("good", "learns")}
+
+
+@pytest.mark.parametrize(("name", "entropy", "expected"), [
+    ("learns", (1.0, 0.01), "The entropy has collapsed"), ("learns", (1.0, 0.3), None), ("learns", (1.0, 3.0), None),
+    ("solved", (1.0, 0.0001), None), ("flat", (1.0, 3.0), "The entropy grows"),
+])  # fmt: skip
+def test_entropy_is_judged_by_what_the_reward_does(
+    tmp_path: Path, name: str, entropy: tuple[float, float], expected: str | None
+) -> None:
+    curve = lambda at: entropy[0] + (entropy[1] - entropy[0]) * min(2 * at, 1.0)  # noqa: E731
+    shape = replace(SHAPES[name], more={"train/entropy": curve})
+    titles = [verdict["title"] for verdict in summary_of(write_shape(tmp_path / "run", shape))["verdicts"][1:]]
+    assert [title.partition(":")[0] for title in titles if "entropy" in title] == ([expected] if expected else [])
