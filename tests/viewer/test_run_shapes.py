@@ -125,3 +125,9 @@ def test_entropy_is_judged_by_what_the_reward_does(
     shape = replace(SHAPES[name], more={"train/entropy": curve})
     titles = [verdict["title"] for verdict in summary_of(write_shape(tmp_path / "run", shape))["verdicts"][1:]]
     assert [title.partition(":")[0] for title in titles if "entropy" in title] == ([expected] if expected else [])
+
+
+def test_solved_run_has_no_alarm(tmp_path: Path) -> None:
+    shape = replace(SHAPES["solved"], more={"train/grad_norm": lambda at: 0.0 if at > 0.6 else 0.3})
+    summary = summary_of(write_shape(tmp_path / "run", shape))
+    assert (len(summary["verdicts"]), summary["warnings"]) == (1, [])
