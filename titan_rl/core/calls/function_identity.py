@@ -9,12 +9,10 @@ Standard library only.
 
 from __future__ import annotations
 
-import enum
 import functools
-from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, cast
 
 MAX_DEPTH = 5
@@ -39,51 +37,34 @@ def function_name(function: object) -> str:
 
 
 def _identity(value: Any, depth: int) -> Any:
-    if value is None or isinstance(value, str | bytes | int | float | complex | enum.Enum | PurePath):
+    if value is None or isinstance(value, str | bytes | int | float | PurePath):
         return repr(value)
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     kind = _identity(type(value), 0)
-    if depth == 0:
-        return kind
-
-    def inside(each: Any) -> Any:
-        return _identity(each, depth - 1)
-
-    if isinstance(value, functools.partial):
-        made = cast("functools.partial[Any]", value)
-        return [kind, inside(made.func), *map(inside, made.args), inside(made.keywords)]
-    if isinstance(value, MethodType):
-        return [inside(value.__func__), inside(value.__self__)]
-    if isinstance(value, FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
-        bound = [value.__defaults__, value.__kwdefaults__, *cells]
-        return [value.__module__, value.__qualname__, _code(value.__code__), *map(inside, bound)]
-    if isinstance(value, Mapping):
-        return [kind, *([repr(key), inside(each)] for key, each in cast("Mapping[Any, Any]", value).items())]
-    if isinstance(value, AbstractSet):
-        return [kind, *sorted(map(repr, cast("AbstractSet[Any]", value)))]
-    if isinstance(value, list | tuple):
-        return [kind, *map(inside, cast("list[Any]", value))]
-    kept = {name: each for name, each in _attributes(value).items() if not isinstance(each, list | AbstractSet)}
-    return [kind, getattr(value, "__qualname__", ""), *inside(kept)]
+    if isinstance(value, CodeType):
+        return [value.co_code.hex(), value.co_names, *(_identity(each, MAX_DEPTH) for each in value.co_consts)]
+    if isinstance(value, frozenset):
+        return [kind, *sorted(map(repr, cast("frozenset[Any]", value)))]
+    return [kind, *(_identity(each, depth - 1) for each in _bound(value))] if depth else kind
 
 
-def _attributes(value: object) -> dict[str, Any]:
-    state: Any = object.__getstate__(value)
-    parts = cast("tuple[Any, ...]", state if isinstance(state, tuple) else (state,))  # of __dict__, and of __slots__
-    return {
-        name: each for part in parts if isinstance(part, dict) for name, each in cast("dict[str, Any]", part).items()
-    }
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty: the variable has no value yet
-        return None
-
-
-def _code(code: CodeType) -> Any:
-    constants = [_code(each) if isinstance(each, CodeType) else _identity(each, 2) for each in code.co_consts]
-    return [code.co_code.hex(), code.co_names, constants]
+def _bound(value: Any) -> Iterable[Any]:
+    """Values that a value consists of."""
+    match value:
+        case functools.partial():
+            return cast("Any", value).func, cast("Any", value).args, cast("Any", value).keywords
+        case MethodType():
+            return value.__func__, value.__self__
+        case FunctionType():
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+            name = f"{value.__module__}.{value.__qualname__}"
+            return name, value.__code__, value.__defaults__, value.__kwdefaults__, *cells
+        case list() | tuple():
+            return cast("Sequence[Any]", value)
+        case Mapping():
+            return cast("Mapping[Any, Any]", value).items()
+        case _:
+            state: Any = object.__getstate__(value)  # attributes in __dict__, or a pair of these and those in __slots__
+            parts = filter(None, cast("Sequence[Any]", state) if isinstance(state, tuple) else (state,))
+            return [item for part in parts for item in part.items() if not isinstance(item[1], list | set)]
