@@ -101,7 +101,9 @@ def _override(tables: Tables, key: str, value: object, about: str) -> None:
     """Set the dotted `key` in place, and create missing tables on its path."""
     # No file can hold half of a surrogate pair, to which a byte of an argument that is not UTF-8 is decoded, too.
     if _HALF_SURROGATE.search(ascii((key, value))):
-        raise ConfigError(f"{ascii(about)[1:-1]} = {value!a} has half of a surrogate pair, which is not text")
+        raise ConfigError(
+            f"{ascii(about)[1:-1]} = {value!a} has half of a surrogate pair, which no path may have, and no file"
+        )
     *parents, name = key.split(".")
     table = tables
     for depth, parent in enumerate(parents, start=1):

@@ -153,9 +153,12 @@ def _unknown(key: str, given: Any, valid: list[str], *, in_table: bool) -> Itera
         yield key, f"{key} = {given!r} is not a setting; {advice}"
         return
     tables = [name for name in valid if any(other.startswith(f"{name}.") for other in valid)]
-    named = cast("dict[str, Any]", given)
+    try:
+        named = list(dotted(cast("dict[str, Any]", given)))
+    except RecursionError:  # a name of thousands of parts
+        named = []
     guess, unknown = nearest(key, tables), not named
-    for name, value in dotted(named):
+    for name, value in named:
         misspelt_table = f"{guess}.{name}" in valid
         advice = None if misspelt_table else _of_peers(f"{key}.{name}", valid, in_table=in_table)
         unknown |= advice is None
