@@ -8,39 +8,20 @@ spent in each.
 
 from __future__ import annotations
 
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
-ADVICE = {
-    "generation": "more generators, shorter completions (sampling.max_tokens), or a larger scheduling.max_staleness",
-    "environments": "a faster environment, rollout.num_workers, or more rollouts in flight "
-    "(scheduling.max_staleness, generation.max_running)",
-    "rewards": "a faster reward or judge, or a reward in its own threads (in_thread=True)",
-    "the teacher": "a smaller or faster teacher, or a server of its own (training.teacher)",
-    "training": "fewer or shorter rollouts a step, longer rows (training.row_tokens), or more ranks "
-    "(training.data_parallel)",
-    "weight sync": "another statedict.transport, or fewer probes (statedict.num_probes)",
-    "validation": "a larger validation.interval, or a smaller validation.num_prompts",
-    "checkpoints": "a larger checkpoint.interval, or a faster disk",
-}
+_ACTIVITIES: Mapping[str, Any] = tomllib.loads(files("titan_rl.metrics").joinpath("bottleneck.toml").read_text("utf-8"))
+
+ADVICE: Mapping[str, str] = {name: activity["advice"] for name, activity in _ACTIVITIES.items()}
 """Advice by bottleneck."""
 
-_STAGES = {
-    "time/samples_s": "training",
-    "time/train_s": "training",
-    "sync/wait_for_pull_s": "weight sync",
-    "sync/begin_publish_s": "weight sync",
-    "time/validation_s": "validation",
-    "time/checkpoint_s": "checkpoints",
-}
-
-_OUTSIDE = {
-    "rollout/metrics/env_seconds": "environments",
-    "rollout/metrics/reward_seconds": "rewards",
-    "rollout/metrics/teacher_seconds": "the teacher",
-}
+_STAGES = {stage: name for name, activity in _ACTIVITIES.items() for stage in activity.get("stages", ())}
+_OUTSIDE = {activity["outside"]: name for name, activity in _ACTIVITIES.items() if "outside" in activity}
 """Activities of rollouts outside the engines."""
 
 

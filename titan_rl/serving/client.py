@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self, cast
+from typing import Any, Self, TypedDict, Unpack, cast
 
 import httpx
 
@@ -27,6 +27,16 @@ NOT_UNDERSTOOD = (LookupError, TypeError, ValueError, AttributeError, Arithmetic
 """Exceptions raised when an answer of unexpected form is read. JSON that nests too deeply is a `RecursionError`."""
 
 
+class HttpOptions(TypedDict, total=False):
+    """Options of `HttpEndpoint`, which its clients pass on."""
+
+    api_key: str | None
+    timeout_s: float
+    connection_attempts: int
+    max_connections: int
+    transport: httpx.AsyncBaseTransport | None
+
+
 class HttpEndpoint:
     """Endpoint of a server, with its connections. Connection errors are retried with backoff. If a server answers 429
     with `Retry-After`, the request is repeated after that time, unless that would exceed `timeout_s`.
@@ -44,10 +54,10 @@ class HttpEndpoint:
         self,
         endpoint: str,
         *,
-        api_key: str | None,
-        timeout_s: float,
-        connection_attempts: int,
-        max_connections: int,
+        api_key: str | None = None,
+        timeout_s: float = 3600.0,
+        connection_attempts: int = 5,
+        max_connections: int = 1024,
         busy: frozenset[int] = frozenset(),
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
@@ -171,36 +181,15 @@ class HttpGenerateFn(HttpEndpoint):
     Args:
         url: URL of the server, with or without the "/v1" at its end. The path of the endpoint is added.
         model: Name of the model; None for the one that is served.
-        api_key: Sent as a bearer token.
         version: Policy version of tokens for which the server reports no version, or one that is not a number.
-        timeout_s: Time limit of one completion including all retries and waits, in seconds.
-        connection_attempts: Number of attempts to connect, with growing pauses.
-        transport: httpx transport that replaces the network.
+        options: Key, limits and transport of the connections; see `HttpEndpoint`.
 
     vLLM returns logprobs of the distribution that tokens are sampled from only if it is started with `--logprobs-mode
     processed_logprobs`.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        model: str | None = None,
-        api_key: str | None = None,
-        version: int = 0,
-        timeout_s: float = 3600.0,
-        connection_attempts: int = 5,
-        max_connections: int = 1024,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(
-            f"{server_root(url)}/inference/v1/generate",
-            api_key=api_key,
-            timeout_s=timeout_s,
-            connection_attempts=connection_attempts,
-            max_connections=max_connections,
-            transport=transport,
-        )
+    def __init__(self, url: str, *, model: str | None = None, version: int = 0, **options: Unpack[HttpOptions]) -> None:
+        super().__init__(f"{server_root(url)}/inference/v1/generate", **options)
         self._model = model
         self._version = version
 
@@ -369,35 +358,15 @@ class HttpChatFn(HttpEndpoint):
     Args:
         url: URL of the server, with or without the "/v1" at its end.
         model: Name of the model on the server.
-        api_key: Sent as a bearer token.
         body: More fields of each request, such as {"reasoning_effort": "low"}. A field with the value None is left out
             of the request, such as {"temperature": None} for a model that accepts no temperature.
-        timeout_s: Time limit of one reply including all retries and waits, in seconds.
-        connection_attempts: Number of attempts to connect, or to reach a busy server.
-        transport: httpx transport that replaces the network.
+        options: Key, limits and transport of the connections; see `HttpEndpoint`.
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        model: str,
-        api_key: str | None = None,
-        body: Mapping[str, Any] | None = None,
-        timeout_s: float = 3600.0,
-        connection_attempts: int = 5,
-        max_connections: int = 1024,
-        transport: httpx.AsyncBaseTransport | None = None,
+        self, url: str, *, model: str, body: Mapping[str, Any] | None = None, **options: Unpack[HttpOptions]
     ) -> None:
-        super().__init__(
-            f"{openai_base(url)}/chat/completions",
-            api_key=api_key,
-            timeout_s=timeout_s,
-            connection_attempts=connection_attempts,
-            max_connections=max_connections,
-            busy=_BUSY,
-            transport=transport,
-        )
+        super().__init__(f"{openai_base(url)}/chat/completions", busy=_BUSY, **options)
         self._model = model
         self._body = dict(body or {})
         self._max_tokens = "max_tokens"  # name of this field in requests to this server

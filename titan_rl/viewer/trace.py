@@ -26,18 +26,9 @@ Spans = NDArray[np.void]
 """Array with the dtype `SPAN`."""
 
 SPAN = np.dtype(
-    [
-        ("start", "i8"),
-        ("end", "i8"),
-        ("offset", "i8"),
-        ("length", "i4"),
-        ("name", "i4"),
-        ("kind", "i4"),
-        ("step", "i4"),
-        ("version", "i4"),
-        ("depth", "i4"),
-        ("goes_on", "?"),
-    ]
+    [(name, "i8") for name in ("start", "end", "offset")]
+    + [(name, "i4") for name in ("length", "name", "kind", "step", "version", "depth")]
+    + [("goes_on", "?")]
 )
 """A span: start and end in microseconds since 1970, offset and length of its line in the file, indices of its name and
 kind in `Names`, step and version from its args or -1, the number of spans of its lane in which it lies, and whether it

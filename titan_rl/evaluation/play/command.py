@@ -216,6 +216,7 @@ class ToolCall:
         return {"type": "function", "id": "call_0", "function": function}
 
 
+@dataclass(eq=False, slots=True)
 class Person:
     """Person who types what a policy would generate.
 
@@ -232,25 +233,15 @@ class Person:
         has_quit: Whether the person has quit. The rollout being played then ends as aborted.
     """
 
-    def __init__(
-        self,
-        screen: Screen,
-        lines: TextIO,
-        renderer: Renderer,
-        tokenizer: Any,
-        console: Console,
-        *,
-        is_terminal: bool,
-    ) -> None:
-        self.tools: Callable[[], Sequence[Mapping[str, object]] | None] = lambda: None
-        self.has_quit = False
-        self._screen = screen
-        self._lines = lines
-        self._renderer = renderer
-        self._tokenizer = tokenizer
-        self._console = console
-        self._is_terminal = is_terminal
-        self._last: Completion | None = None
+    screen: Screen
+    lines: TextIO
+    renderer: Renderer
+    tokenizer: Any
+    console: Console
+    is_terminal: bool
+    tools: Callable[[], Sequence[Mapping[str, object]] | None] = lambda: None
+    has_quit: bool = False
+    _last: Completion | None = None
 
     async def generate(
         self,
@@ -260,10 +251,10 @@ class Person:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        by_text = self._screen.has_shown
-        if not self._screen.has_shown:
-            self._screen.prompt(prompt_token_ids)
-        self._screen.has_shown = False
+        by_text = self.screen.has_shown
+        if not self.screen.has_shown:
+            self.screen.prompt(prompt_token_ids)
+        self.screen.has_shown = False
         tokens: list[int] | None = None
         while tokens is None:
             typed = await self._type("reply> " if by_text else "tokens> ", prompt_token_ids)
@@ -275,7 +266,7 @@ class Person:
                 tokens = self._text_tokens(typed) if by_text else self._typed_tokens(typed)
         cut = tokens[: sampling.max_tokens]
         if len(tokens) > len(cut):
-            self._console.message(
+            self.console.message(
                 f"the reply has {len(tokens)} tokens, and sampling.max_tokens is {sampling.max_tokens}"
             )
         ended = FinishReason.STOP if len(cut) == len(tokens) else FinishReason.LENGTH
@@ -310,13 +301,13 @@ class Person:
                 if (call := self._parsed_call(rest)) is not None:
                     return call
             elif command == "/help":
-                self._console.message(HELP)
+                self.console.message(HELP)
             elif command == "/tokens" and prompt_token_ids is not None:
-                self._screen.tokens(prompt_token_ids, self._last)
+                self.screen.tokens(prompt_token_ids, self._last)
             elif command == "/tokens":
-                self._console.message("tokens need the model's tokenizer")
+                self.console.message("tokens need the model's tokenizer")
             elif command.startswith("/"):
-                self._console.message(f"there is no command {command}; see /help")
+                self.console.message(f"there is no command {command}; see /help")
             else:
                 return text
 
@@ -325,19 +316,19 @@ class Person:
         try:
             arguments: Any = parse_json(given or "{}")
         except ValueError as error:
-            self._console.message(f"{given!r} is not valid JSON: {error}")
+            self.console.message(f"{given!r} is not valid JSON: {error}")
             return None
         return ToolCall(name, arguments)
 
     def _text_tokens(self, text: str) -> list[int]:
-        stop = self._renderer.get_stop_token_ids()[:1]
-        return [*self._tokenizer.encode(text, add_special_tokens=False), *stop]
+        stop = self.renderer.get_stop_token_ids()[:1]
+        return [*self.tokenizer.encode(text, add_special_tokens=False), *stop]
 
     def _typed_tokens(self, text: str) -> list[int] | None:
         try:
             return [int(piece) for piece in text.replace(",", " ").split()]
         except ValueError:
-            self._console.message("type token ids, such as: 5 9 2")
+            self.console.message("type token ids, such as: 5 9 2")
             return None
 
     def _call(self, call: ToolCall) -> list[int] | None:
@@ -345,13 +336,13 @@ class Person:
         tools, question = self.tools(), {"role": "user", "content": "1"}
         answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call.message]}
         offered = None if tools is None else list(tools)
-        before = list(self._renderer.render_ids([question], tools=offered, add_generation_prompt=True))
-        token_ids = list(self._renderer.render_ids([question, answer], tools=offered))
-        stops = set(self._renderer.get_stop_token_ids())
+        before = list(self.renderer.render_ids([question], tools=offered, add_generation_prompt=True))
+        token_ids = list(self.renderer.render_ids([question, answer], tools=offered))
+        stops = set(self.renderer.get_stop_token_ids())
         written = token_ids[len(before) :]
         end = next((index for index, token in enumerate(written) if token in stops), None)
         if token_ids[: len(before)] != before or end is None:
-            self._console.message("this renderer does not render calls; type the call as the model would write it")
+            self.console.message("this renderer does not render calls; type the call as the model would write it")
             return None
         return written[: end + 1]
 
@@ -364,12 +355,12 @@ class Person:
         while (line := await self._line("... ")) is not None and line.strip() != QUOTES:
             lines.append(line)
         if line is None:
-            self._console.message(f"the input ends within {QUOTES}, so there is no reply")
+            self.console.message(f"the input ends within {QUOTES}, so there is no reply")
             return None
         return "\n".join(lines)
 
     async def _line(self, prompt: str) -> str | None:
-        if self._is_terminal:
-            self._screen.write_line(prompt)
-        line = await in_thread(self._lines.readline)
+        if self.is_terminal:
+            self.screen.write_line(prompt)
+        line = await in_thread(self.lines.readline)
         return printable(line).rstrip("\r\n") if line else None

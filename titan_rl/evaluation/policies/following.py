@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -104,6 +104,7 @@ def publish_folder(transport: StateDictTransport, folder: Path, dtype: DType, ve
     return with_checksums(transport.publish(version, named), named)
 
 
+@dataclass(eq=False, slots=True)
 class RunFollower:
     """Follower of a run that loads newer checkpoints into the generators of a server while requests continue.
 
@@ -112,59 +113,48 @@ class RunFollower:
     further. It is tried again after `every_s`, then after twice that time, and so on; a newer checkpoint is tried at
     once.
 
-    Attributes:
-        version: Current version of the generators.
-
     Args:
         run: Folder of the run, which may or may not be training.
         name: Name of the run in messages.
-        version: Version with which the generators begin.
+        version: Current version of the generators.
         every_s: Seconds between checks of the folder.
         console: Console for messages about checkpoints that are served or cannot be served.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        name: str,
-        publisher: Publisher,
-        router: GeneratorRouter,
-        *,
-        version: int,
-        every_s: float,
-        console: Console,
-    ) -> None:
-        self.version = version
-        self._run = run
-        self._name = name
-        self._publisher = publisher
-        self._router = router
-        self._every_s = every_s
-        self._console = console
-        self._published = version
-        self._failed = version  # version of the newest checkpoint that could not be served
-        self._wait_s = 0.0  # seconds until that checkpoint is tried again
-        self._again_at = 0.0
+    run: Path
+    name: str
+    publisher: Publisher
+    router: GeneratorRouter
+    version: int
+    every_s: float
+    console: Console
+    _published: int = field(init=False)
+    _failed: int = field(init=False)  # version of the newest checkpoint that could not be served
+    _wait_s: float = 0.0  # seconds until that checkpoint is tried again
+    _again_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._published = self._failed = self.version
 
     async def follow(self) -> None:
         """Look for newer checkpoints until this is cancelled."""
         while True:
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(self.every_s)
             await self.look()
 
     async def look(self) -> None:
         """Serve the newest checkpoint, if it is newer than the served one."""
         clock = asyncio.get_running_loop().time
         try:
-            source = await in_thread(newest_checkpoint, self._run)
+            source = await in_thread(newest_checkpoint, self.run)
         except OSError as error:
-            logger.warning("%s cannot be read: %s", self._run, error)
+            logger.warning("%s cannot be read: %s", self.run, error)
             return
         if source is None or source.version <= self.version:
             return
         if source.version == self._failed and clock() < self._again_at:
             return
-        source = replace(source, name=f"step {source.version} of {self._name}")
+        source = replace(source, name=f"step {source.version} of {self.name}")
         try:
             await self._serve(source)
         except Exception as error:
@@ -174,19 +164,19 @@ class RunFollower:
                 return
             if not isinstance(error, TitanRLError):
                 logger.exception("%s cannot be served", source.name)
-            self._wait_s = min(self._wait_s * 2, MAX_WAIT_S) if source.version == self._failed else self._every_s
+            self._wait_s = min(self._wait_s * 2, MAX_WAIT_S) if source.version == self._failed else self.every_s
             self._failed, self._again_at = source.version, clock() + self._wait_s
-            instead = self._router.trouble() or f"version {self.version} is still served"
-            self._console.warning(
+            instead = self.router.trouble() or f"version {self.version} is still served"
+            self.console.warning(
                 f"{source.name} cannot be served: {reason(error)}; {instead}; retrying in {self._wait_s:g} s"
             )
 
     async def _serve(self, source: PolicySource) -> None:
         if self._published < source.version:
-            await self._publisher.publish(source)
+            await self.publisher.publish(source)
             self._published = source.version
-        report = await self._router.pull_state_dict(source.version)
+        report = await self.router.pull_state_dict(source.version)
         self.version = source.version
-        self._publisher.keep_only(source.version)
+        self.publisher.keep_only(source.version)
         late = f", but by {', '.join(sorted(report.failed))}, which try again" if report.failed else ""
-        self._console.message(f"{source.name} is served{late}")
+        self.console.message(f"{source.name} is served{late}")

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import httpx
 
@@ -39,7 +38,7 @@ from titan_rl.run.checks.requirements import require_modules
 from titan_rl.run.open_host_workers import open_workers
 from titan_rl.run.process.environment import run_environment
 from titan_rl.run.session import SessionFiles
-from titan_rl.serving.client import HttpChatFn, HttpGenerateFn
+from titan_rl.serving.client import HttpChatFn, HttpGenerateFn, HttpOptions
 from titan_rl.training.settings import ModelConfig
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 from titan_rl.weights.types import PublishedWeights, StateDictTransport
@@ -214,7 +213,7 @@ async def open_endpoint(
         transport: Transport of httpx that replaces the network, for tests.
     """
     key = os.environ.get(settings.key_env)
-    connections: dict[str, Any] = {"api_key": key, "max_connections": settings.in_flight, "transport": transport}
+    connections: HttpOptions = {"api_key": key, "max_connections": settings.in_flight, "transport": transport}
     model = settings.model or await _only_model(url, key, transport)
     name = f"{model} at {url}"
     if settings.api == "tokens":

@@ -14,6 +14,7 @@ from typing import Any
 from titan_rl.core.clusters import clustered_error, influences
 from titan_rl.core.tracing.spans import Track
 from titan_rl.metrics.sinks.types import MetricSink
+from titan_rl.metrics.table import METRICS
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.rollout_log import DroppedGroups, RolloutLog
@@ -352,6 +353,11 @@ def finished_figures(trained: Sequence[RolloutGroup], dropped: Sequence[RolloutG
     return figures | ({"rollout/finished_reward_mean": fmean(rewards)} if rewards else {})
 
 
+_PREFIX = "task/<task>/"
+_OF_TASKS = [metric.name.removeprefix(_PREFIX) for metric in METRICS if metric.name.startswith(_PREFIX)]
+"""Names of the metrics of each task. Most are those of all rollouts, computed for the task alone."""
+
+
 def task_metrics(task: str, trained: Sequence[RolloutGroup], dropped: DroppedGroups) -> dict[str, float]:
     """Compute the metrics of a step's groups of one task.
 
@@ -365,24 +371,11 @@ def task_metrics(task: str, trained: Sequence[RolloutGroup], dropped: DroppedGro
     groups = [group for group in trained if group.task == task]
     figures = group_metrics(groups)
     figures |= finished_figures(groups, [group for group in dropped.finished if group.task == task])
-    names = (
-        "reward_mean",
-        "reward_std",
-        "zero_variance_groups",
-        "completion_tokens_mean",
-        "completion_tokens_max",
-        "turns_mean",
-        "fault_fraction",
-        "finished_groups",
-        "finished_reward_mean",
-        "finished_errors",
-        "finished_fault_fraction",
-    )
     reasons = {f"dropped/{reason}": float(count) for (of, reason), count in dropped.reasons.items() if of == task}
     return {
         "num_groups": float(len(groups)),
         "share": len(groups) / len(trained),
-        **{name: figures[f"rollout/{name}"] for name in names if f"rollout/{name}" in figures},
+        **{name: figures[f"rollout/{name}"] for name in _OF_TASKS if f"rollout/{name}" in figures},
         **reasons,
     }
 

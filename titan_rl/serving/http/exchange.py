@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -79,33 +80,18 @@ class ServerMetrics:
     """Metrics of one application. Another application in the same process has its own."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self.responses = Counter(
-            "titan_rl_responses",
-            "Responses, by path and status.",
-            ("path", "status"),
-            registry=self._registry,
+        self._registry = registry = CollectorRegistry()
+        timer = partial(Histogram, buckets=_SECONDS, registry=registry)
+        counter = partial(Counter, registry=registry)
+        self.responses = counter("titan_rl_responses", "Responses, by path and status.", ("path", "status"))
+        self.completions_running = Gauge("titan_rl_completions_running", "Completions in progress.", registry=registry)
+        self.prompt_tokens = counter("titan_rl_prompt_tokens", "Prompt tokens.")
+        self.completion_tokens = counter("titan_rl_completion_tokens", "Sampled tokens.")
+        self.gone = counter("titan_rl_clients_gone", "Requests whose client disconnected before the answer.")
+        self.first_token_s = timer(
+            "titan_rl_time_to_first_token_seconds", "From the request to the first token of a completion."
         )
-        self.completions_running = Gauge(
-            "titan_rl_completions_running", "Completions in progress.", registry=self._registry
-        )
-        self.prompt_tokens = Counter("titan_rl_prompt_tokens", "Prompt tokens.", registry=self._registry)
-        self.completion_tokens = Counter("titan_rl_completion_tokens", "Sampled tokens.", registry=self._registry)
-        self.gone = Counter(
-            "titan_rl_clients_gone", "Requests whose client disconnected before the answer.", registry=self._registry
-        )
-        self.first_token_s = Histogram(
-            "titan_rl_time_to_first_token_seconds",
-            "From the request to the first token of a completion.",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self.completion_s = Histogram(
-            "titan_rl_completion_seconds",
-            "From the request to the last token of a completion.",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
+        self.completion_s = timer("titan_rl_completion_seconds", "From the request to the last token of a completion.")
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -239,6 +225,7 @@ class Exchanges:
         self.metrics.completions_running.inc(num_completions)
 
 
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Answer to one request, as an ASGI application. All work happens within `Exchanges.open`.
 
@@ -248,51 +235,42 @@ class Answer:
         dialect: Form of answers in the request's protocol.
     """
 
-    def __init__(
-        self,
-        exchanges: Exchanges,
-        work: Callable[[Emit | None], Awaitable[Any]],
-        *,
-        num_completions: int = 1,
-        stream: bool = False,
-        dialect: Dialect = OPENAI,
-    ) -> None:
-        self._exchanges = exchanges
-        self._work = work
-        self._num_completions = num_completions
-        self._is_stream = stream
-        self._dialect = dialect
+    exchanges: Exchanges
+    work: Callable[[Emit | None], Awaitable[Any]]
+    num_completions: int = 1
+    stream: bool = False
+    dialect: Dialect = OPENAI
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = _Response(send)
         try:
-            async with self._exchanges.open(receive, self._num_completions):
-                if self._is_stream:
-                    await self._stream(response)
+            async with self.exchanges.open(receive, self.num_completions):
+                if self.stream:
+                    await self._send_events(response)
                 else:
-                    await send_json(response.send, 200, await self._work(None))
+                    await send_json(response.send, 200, await self.work(None))
         except ClientGoneError:
-            self._exchanges.metrics.gone.inc()
+            self.exchanges.metrics.gone.inc()
         except Exception as error:
             reported = api_error_of(error, scope["request_id"])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORD_S):  # the client may not read
                     if not response.started:
-                        await send_error(send, reported, self._dialect)
-                    elif self._is_stream:
-                        event = self._dialect.event(self._dialect.stream_error(reported))
-                        await response.send_chunk(event + self._dialect.last, more=False)
+                        await send_error(send, reported, self.dialect)
+                    elif self.stream:
+                        event = self.dialect.event(self.dialect.stream_error(reported))
+                        await response.send_chunk(event + self.dialect.last, more=False)
 
-    async def _stream(self, response: _Response) -> None:
+    async def _send_events(self, response: _Response) -> None:
         """Send events as they are emitted: those of one iteration of the event loop in one piece, and the last with the
         end. The first event starts the response, so that an earlier failure can be answered with its own status."""
-        events = Events(self._exchanges.limits.keep_alive_s)
+        events = Events(self.exchanges.limits.keep_alive_s)
 
         def emit(data: Any) -> None:
-            events.add(self._dialect.event(data))
+            events.add(self.dialect.event(data))
 
         async def work() -> None:
-            await self._work(emit)
+            await self.work(emit)
 
         task = asyncio.create_task(work())
         task.add_done_callback(events.wake)
@@ -300,7 +278,7 @@ class Answer:
             while True:
                 chunk, is_over = await events.next(), task.done()
                 if is_over and task.exception() is None:
-                    await response.send_chunk(chunk + self._dialect.last, more=False)
+                    await response.send_chunk(chunk + self.dialect.last, more=False)
                     return
                 if chunk:
                     await response.send_chunk(chunk, more=True)
