@@ -14,17 +14,6 @@ WIDTH = 100  # columns
 
 
 def set_up(parser: Parser) -> None:
-    parser.description = (
-        "Describe the learning algorithms: how rewards become advantages, the terms of the loss with their "
-        "denominators, which other models each needs, its source, and the settings that it stands for. "
-        'A run selects one with training.algorithm = "NAME"; settings given alongside it override its own.'
-    )
-    parser.add_argument(
-        "name",
-        metavar="NAME",
-        nargs="?",
-        help='name of an algorithm, or your own as "module:value" (default: all built-in algorithms)',
-    )
     parser.set_defaults(run=run)
 
 

@@ -12,8 +12,6 @@ from titan_rl.run.terminal.waiting import WAITING
 
 
 def set_up(parser: Parser) -> None:
-    parser.description = "Print a script that completes titan-rl's commands and settings, for a shell to read."
-    parser.epilog = 'for instance, in ~/.bashrc:  eval "$(titan-rl completion bash)"'
     parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
     parser.set_defaults(run=run)
 

@@ -18,27 +18,12 @@ from titan_rl.run.terminal.waiting import WAITING
 
 
 def set_up(parser: Parser) -> None:
-    parser.description = (
-        "Check the machine and the installed packages: what a run needs and can use, and how to add what is missing. "
-        "The exit code is 1 if a run cannot start. With --model, check a family of models instead, with a tiny random "
-        "model of the same structure: the trainer's logprobs against transformers' in float64, logprobs and gradients "
-        "of packed sequences against those of each alone, and vLLM's logprobs against the trainer's, before and after "
-        "hot swaps of weights. The exit code is then 1 if one of them differs or cannot be checked here, or if the "
-        "model cannot be trained."
-    )
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="FOLDER",
-        help="check the model whose config.json is in FOLDER; weights and tokenizer are not needed. It takes a minute",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
-        return _check(arguments.model, as_json=arguments.json)
+        return _check(Path(arguments.model), as_json=arguments.json)
     missing = 0
     for finding in check_up():
         missing += finding.state == "missing"

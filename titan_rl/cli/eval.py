@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_rl.cli.main import signals_end_imports
-from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.options import Parser
 from titan_rl.cli.runs import CONFIG, print_imports
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
@@ -27,34 +27,6 @@ if TYPE_CHECKING:  # slow to import
 
 
 def set_up(parser: Parser) -> None:
-    parser.usage = (
-        "titan-rl eval [CONFIG.toml ...] POLICY [POLICY ...] [--num-prompts N] [--samples N] [--temperature T] "
-        "[--table.setting value ...]\n       titan-rl eval --compare FOLDER [FOLDER ...]"
-    )
-    parser.description = (
-        "Evaluate policies on the held-out prompts of a config's tasks: the mean reward with its standard error, "
-        "clustered by prompt, pass@k, and counts by status. A policy is the folder of a run (its newest checkpoint), "
-        "of one of a run's checkpoints, of a Hugging Face model or of an adapter in PEFT's format, or the URL of an "
-        "OpenAI-compatible endpoint. "
-        "Without a CONFIG.toml the first policy must be a run, whose config is used. Several policies are compared "
-        "side by side, with their differences from the first. At a task with several seats they also play each other, "
-        "and get Elo ratings."
-    )
-    parser.add_argument(
-        "given", type=file_path, metavar="POLICY", nargs="+", help="CONFIG.toml files first, then policies"
-    )
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="show earlier evaluations, named by their --out folders",
-    )
-    parser.add_argument(
-        "--out",
-        type=file_path,
-        metavar="FOLDER",
-        help="keep results and transcripts here; an evaluation that was interrupted here continues",
-    )
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_verbosity()
     parser.add_options(EvalConfig)
     parser.add_settings("titan_rl.config.run:RunConfig")

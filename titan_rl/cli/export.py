@@ -6,36 +6,13 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.options import Parser
 from titan_rl.evaluation.policies.policy_export import export_policy
 from titan_rl.run.observability.progress import status
 from titan_rl.run.terminal.standard_streams import StderrConsole, print_next_command, print_result, print_stderr
 
 
 def set_up(parser: Parser) -> None:
-    parser.description = (
-        "Write a policy as a Hugging Face folder, which transformers, vLLM and titan-rl load: the newest checkpoint of "
-        "a run, or a given checkpoint, saved by any number of ranks. The result is read back and compared."
-    )
-    parser.add_argument(
-        "policy", type=file_path, metavar="RUN", help="the folder of a run or of one of its checkpoints"
-    )
-    parser.add_argument("out", type=file_path, metavar="OUT", help="the folder to write, which must not exist")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="dtype of the weights (default: that of the run)"
-    )
-    parser.add_argument(
-        "--adapter",
-        action="store_true",
-        help="write only the adapter of a run with [training.adapter], as a folder that PEFT loads; by default it is "
-        "merged into its base",
-    )
-    parser.add_argument(
-        "--best",
-        action="store_true",
-        help="write the checkpoint of a run with the highest held-out reward instead of the newest one; "
-        'checkpoint.keep = "best" keeps it',
-    )
     parser.set_defaults(run=run)
 
 

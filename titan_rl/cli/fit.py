@@ -21,16 +21,7 @@ GIB = 2**30
 
 
 def set_up(parser: Parser) -> None:
-    parser.usage = "titan-rl fit CONFIG.toml ... --gpus N --memory GIB [--table.setting value ...] [--json]"
-    parser.description = (
-        "Compute the memory that each GPU of a run holds, by component, from the model's config.json and the settings. "
-        "Neither weights nor a GPU are needed. If the run does not fit, name the settings that save memory, and exit "
-        "with code 1."
-    )
     parser.add_run_config()
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
-    parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="memory of a GPU, in GiB")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 

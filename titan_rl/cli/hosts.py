@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.options import Parser
 from titan_rl.cli.runs import find_run
 from titan_rl.cluster.hosts.host_files import HostFiles, describe
 from titan_rl.run.terminal.standard_streams import print_result, print_stderr
@@ -14,8 +14,6 @@ STOPPED = "stopped waiting; the run carries out the request, and `titan-rl hosts
 
 
 def set_up(parser: Parser) -> None:
-    parser.description = "Show the hosts of a run, or add or drain one while it is running."
-    parser.add_argument("of", type=file_path, metavar="RUN", help="the run's folder")
     actions = parser.add_subparsers(required=True, metavar="list|add|drain")
     listing = actions.add_parser("list", help="show the hosts and what runs on them")
     listing.set_defaults(run=_list)

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import jinja2
 
-from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.options import Parser
 from titan_rl.core.errors import ConfigError
 from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 from titan_rl.training.choices import Level
@@ -38,11 +38,6 @@ OF_TEMPLATES: Mapping[str, Any] = {"template": "single", "model": None, "level":
 
 
 def set_up(parser: Parser) -> None:
-    parser.description = (
-        "Make a folder NAME with a task of your own: samples, rewards, demonstrations, settings, tests, a README. It "
-        "can be learned on two cores in a minute or two; change it step by step. Prints the files."
-    )
-    parser.add_argument("name", type=file_path, metavar="NAME", help="the folder to make, and the Python package in it")
     parser.add_argument(
         "--template",
         choices=TEMPLATES,
@@ -54,12 +49,6 @@ def set_up(parser: Parser) -> None:
         "--example",
         metavar="EXAMPLE",
         help=f"copy an example instead, under the name NAME: {', '.join(example_names())}",
-    )
-    parser.add_argument(
-        "--model",
-        type=file_path,
-        metavar="FOLDER",
-        help="train this Hugging Face folder; by default a tiny model is made by titan-rl sft",
     )
     parser.add_argument(
         "--level",

@@ -16,13 +16,7 @@ from titan_rl.run.terminal.standard_streams import print_result, print_stderr
 
 
 def set_up(parser: Parser) -> None:
-    parser.usage = "titan-rl launch CONFIG.toml ... [--table.setting value ...] [--dry-run]"
-    parser.description = (
-        "Submit the run that CONFIG.toml describes to the provider that hosts.provider names: a batch script to Slurm, "
-        "manifests to Kubernetes. Files and options are those of titan-rl train."
-    )
     parser.add_run_config()
-    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and stop")
     parser.set_defaults(run=run)
 
 

@@ -19,27 +19,6 @@ if TYPE_CHECKING:
 
     from titan_rl.cli.options import Parser
 
-COMMANDS = {
-    "init": "make a package with a task of your own",
-    "train": "train a policy",
-    "launch": "submit a run to Slurm or Kubernetes",
-    "sft": "fine-tune a model on demonstrations",
-    "serve": "serve a policy",
-    "play": "play a task in place of the policy, or watch a policy",
-    "eval": "evaluate policies on held-out prompts",
-    "view": "show runs in a browser, also while they are running",
-    "hosts": "show the hosts of a run, add or drain one",
-    "export": "write a run's policy as a Hugging Face folder",
-    "settings": "explain the settings",
-    "algorithms": "describe the learning algorithms",
-    "fit": "compute the GPU memory of a run",
-    "doctor": "check what this machine lacks for a run",
-    "worker": "let runs use this machine",
-    "completion": "complete commands and settings in a shell",
-}
-"""Commands with their descriptions. Each is implemented in the module `titan_rl.cli.NAME`."""
-
-
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 STOPPED_EARLY = "stopped before a run began"
 
@@ -117,16 +96,19 @@ def command_line(command: str | None = None) -> Parser:
         command: The only command that gets its options, because importing all commands takes a second. By default all
             commands get their options, and their settings are declared, too.
     """
+    import tomllib
     from importlib import import_module
+    from importlib.resources import files
 
     from titan_rl.cli.options import Parser, Version
 
     parser = Parser(prog="titan-rl", description="Reinforcement learning of language models.")
     parser.add_argument("--version", action=Version, nargs=0, help="print the version of titan-rl, and stop")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, does in COMMANDS.items():
-        added = commands.add_parser(name, help=does)
+    for name, table in tomllib.loads(files("titan_rl.cli").joinpath("commands.toml").read_text("utf-8")).items():
+        added = commands.add_parser(name, help=table["summary"])
         if command is None or name == command:
+            added.declare(table)
             import_module(f"titan_rl.cli.{name}").set_up(added)
         if command is None:
             added.declare_settings()

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +32,20 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, allow_abbrev=False)
         self._settings: str | None = None
+
+    def declare(self, command: Mapping[str, Any]) -> None:
+        """Set the usage and the description of a command, and add its arguments.
+
+        Args:
+            command: Table of commands.toml.
+        """
+        self.usage, self.description, self.epilog = map(command.get, ("usage", "description", "epilog"))
+        types = {"path": file_path, "int": int, "float": float}
+        for name, argument in command.get("arguments", {}).items():
+            options: dict[str, Any] = dict(argument)
+            if "type" in options:
+                options["type"] = types[options["type"]]
+            self.add_argument(name, **options)
 
     def add_settings(self, root: str) -> None:
         """Accept every setting as an option, and set `overrides` to the given pairs (name, text) in their order.

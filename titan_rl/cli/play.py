@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TextIO
 
-from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.options import Parser
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError
@@ -18,27 +18,7 @@ from titan_rl.run.terminal.standard_streams import StderrConsole, print_next_com
 
 
 def set_up(parser: Parser) -> None:
-    parser.usage = (
-        "titan-rl play CONFIG.toml ... [--policy RUN|MODEL|URL] [--sample N] [--count N] [--validation] [--task NAME] "
-        "[--table.setting value ...]"
-    )
-    parser.description = (
-        "Play a task in place of the policy: read its prompts, type its replies, and see the environment's answers and "
-        "the rewards. With --policy, watch a policy instead. Replies may also be piped in. A line is a reply; a line "
-        'of """ begins a reply of several lines, and another ends it; /help lists the commands. An environment of '
-        "tokens without messages is played in token ids."
-    )
     parser.add_run_config()
-    parser.add_argument(
-        "--policy",
-        type=file_path,
-        metavar="RUN",
-        help="a run, checkpoint, model, adapter or endpoint that plays",
-    )
-    parser.add_argument("--sample", metavar="N", type=int, default=0, help="the first sample (default: 0)")
-    parser.add_argument("--count", metavar="N", type=int, default=1, help="number of samples to play (default: 1)")
-    parser.add_argument("--validation", action="store_true", help="play held-out samples instead of training samples")
-    parser.add_argument("--task", metavar="NAME", help="the task to play (default: the first)")
     parser.add_options(EvalConfig, leave_out=("num_prompts", "samples", "tasks", "success", "in_flight"))
     parser.set_defaults(run=run)
 

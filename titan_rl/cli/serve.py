@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from titan_rl.cli.main import signals_end_imports
-from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.options import Parser
 from titan_rl.cli.runs import print_imports
 from titan_rl.config.serve import dump_serve_config, load_serve_config
 from titan_rl.core.errors import ConfigError
@@ -21,27 +21,11 @@ FOLLOW_S = 5.0
 
 
 def set_up(parser: Parser) -> None:
-    parser.usage = (
-        "titan-rl serve (RUN | MODEL | ADAPTER | CONFIG.toml) [--follow] [--table.setting value ...] [--dry-run]"
-    )
-    parser.description = (
-        "Serve a policy without training, to the usual clients of agents: the newest checkpoint of a run, with the "
-        "run's settings; the model of a Hugging Face folder; an adapter in PEFT's format, merged into the model that "
-        "its adapter_config.json names; or the model that a TOML file names. An option --table.setting value, or "
-        "--table.setting=value, overrides the file."
-    )
-    parser.add_argument(
-        "policy",
-        type=file_path,
-        metavar="RUN_OR_MODEL",
-        help="a folder of a run, a model or an adapter, or a TOML file",
-    )
     parser.add_argument(
         "--follow",
         action="store_true",
         help=f"load newer checkpoints of the run as they appear: --server.follow_s {FOLLOW_S:g}, unless that is set",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings, and stop")
     parser.add_verbosity()
     parser.add_settings("titan_rl.config.serve:ServeConfig")
     parser.set_defaults(run=run)

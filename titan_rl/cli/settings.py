@@ -15,10 +15,6 @@ WIDEST = 100  # columns
 
 
 def set_up(parser: Parser) -> None:
-    parser.description = (
-        "Explain the settings: every table with its keys, their types, defaults and meanings. In a TOML file they are "
-        "keys of tables, on the command line options: --training.lr 1e-5."
-    )
     parser.add_argument(
         "table",
         metavar="TABLE",

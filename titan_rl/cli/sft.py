@@ -10,29 +10,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from titan_rl.cli.main import signals_end_imports
-from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.options import Parser
 from titan_rl.core.console import Verbosity
 from titan_rl.run.terminal.standard_streams import print_next_command, print_result, print_stderr
 from titan_rl.run.terminal.waiting import WAITING
 
 
 def set_up(parser: Parser) -> None:
-    parser.usage = "titan-rl sft (CONFIG.toml ... | --resume RUN) [--table.setting value ...] [--dry-run]"
-    parser.description = (
-        "Fine-tune a model on demonstrations, and write it to the model.path of CONFIG.toml, from which `titan-rl "
-        "train` starts. Without sft.start a tiny model is made; without sft.data the task "
-        "provides the demonstrations, and with it no [task] is needed."
-    )
     parser.add_run_config(nargs="*")
-    parser.add_argument(
-        "--resume", type=file_path, metavar="RUN", help="continue the run in this folder from its newest checkpoint"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check settings and demonstrations, print the settings that are not their defaults, or with --verbose "
-        "all, and stop",
-    )
     parser.add_verbosity()
     parser.set_defaults(run=run)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_rl.cli.main import signals_end_imports
-from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.options import Parser
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import GenerationError, MissingExtraError
 from titan_rl.run.terminal.standard_streams import StderrConsole, print_next_command, print_result, print_stderr
@@ -21,35 +21,7 @@ if TYPE_CHECKING:
 
 
 def set_up(parser: Parser) -> None:
-    parser.usage = (
-        "titan-rl train (CONFIG.toml ... | --resume RUN | --from RUN) [--table.setting value ...] [--dry-run]"
-    )
-    parser.description = (
-        "Train the policy that CONFIG.toml describes. Later files override earlier ones, and an option --table.setting "
-        "value, or --table.setting=value, overrides all files. The value none unsets an optional setting."
-    )
     parser.add_run_config(nargs="*")
-    parser.add_argument(
-        "--resume",
-        type=file_path,
-        metavar="RUN",
-        help="continue the run in this folder from its newest checkpoint and its journal",
-    )
-    parser.add_argument(
-        "--from",
-        dest="start_from",
-        type=file_path,
-        metavar="RUN",
-        help="begin a new run with the settings of the run in this folder, from its newest weights; all settings may "
-        "change",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check everything except other hosts, print the settings that differ from their defaults (with --verbose "
-        "all), say where and with how many threads processes run, play a group without a model, report whether the run "
-        "can start, and stop",
-    )
     parser.add_verbosity()
     parser.set_defaults(run=run)
 

@@ -11,7 +11,7 @@ import webbrowser
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.options import Parser
 from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.core.files import write_output
 from titan_rl.run.process.environment import file_modes
@@ -24,25 +24,6 @@ USUAL = "runs"
 
 
 def set_up(parser: Parser) -> None:
-    parser.description = (
-        "Show runs in a browser, also while they are running: curves, rollouts token by token, a timeline, settings. A "
-        "RUN is the folder of a run or an evaluation, or a folder that contains some; the default is ./runs. The page "
-        "is served on this machine only, under the printed address with its key, until Ctrl-C."
-    )
-    parser.add_argument(
-        "runs", type=file_path, metavar="RUN", nargs="*", help="folder of a run, or of several (default: runs)"
-    )
-    parser.add_argument(
-        "--port", type=int, help="port to serve on; 0 takes any free port (default: 8484 if it is free)"
-    )
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
-    parser.add_argument("--json", action="store_true", help="print a JSON object for each run, one per line, and stop")
-    parser.add_argument(
-        "--report", type=file_path, metavar="FILE", help="write the page as one HTML file, without a server, and stop"
-    )
-    parser.add_argument(
-        "--trace", type=file_path, metavar="FILE", help="write the Chrome trace of a run, for ui.perfetto.dev, and stop"
-    )
     parser.set_defaults(run=run)
 
 

@@ -15,11 +15,6 @@ from titan_rl.run.terminal.standard_streams import StderrConsole, print_stderr
 
 
 def set_up(parser: Parser) -> None:
-    parser.usage = "titan-rl worker [--listen HOST:PORT] [--drain-s SECONDS]"
-    parser.description = (
-        "Let runs started on other machines use this one, one run after the other: "
-        "`titan-rl train CONFIG.toml --hosts.addresses HOST:PORT,...` on one of the machines uses it."
-    )
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
