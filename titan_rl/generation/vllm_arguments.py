@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -19,37 +20,9 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 
-_FIXED = (
-    *("tokenizer", "skip_tokenizer_init", "scheduler_cls", "logprobs_mode"),
-    *("generation_config", "async_scheduling", "distributed_executor_backend", "disable_log_stats"),
-    *("quantization", "load_format", "pipeline_parallel_size", "data_parallel_size"),
-    *("max_loras", "max_cpu_loras", "fully_sharded_loras", "default_mm_loras"),
-)
-
-OWN = {
-    "model": "model.path",
-    "dtype": "model.dtype",
-    "max_model_len": "model.max_context",
-    "seed": "seed",
-    "max_num_seqs": "generation.max_running",
-    "max_num_active_seqs": "generation.max_running",
-    "kv_cache_memory_bytes": "generation.kv_cache_gib",
-    "gpu_memory_utilization": "generation.gpu_share",
-    "enable_prefix_caching": "generation.prefix_cache",
-    "speculative_config": "[generation.speculative]",
-    "enable_return_routed_experts": "generation.return_routed_experts",
-    "tensor_parallel_size": "generation.tensor_parallel_size",
-    "enable_sleep_mode": "scheduling.on_batch_ready",
-    "enable_lora": "[training.adapter]",
-    "max_lora_rank": "training.adapter.rank",
-    "lora_target_modules": "training.adapter.targets",
-    "lora_dtype": "model.dtype",
-    **dict.fromkeys(_FIXED),
-}
-"""Fields of EngineArgs that the library sets, each with the setting that determines it. None stands for fields whose
-other values would not work: tokens would carry the wrong version, logprobs would be those of another distribution, or
-weights could not be swapped.
-"""
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+OWN: Mapping[str, str | None] = {**_TABLES["determined"], **dict.fromkeys(_TABLES["fixed"]["names"])}
+"""Fields of EngineArgs that the library sets, each with the setting that determines it; None for a fixed value."""
 
 
 def problem_of(options: Mapping[str, Any]) -> tuple[str, str] | None:

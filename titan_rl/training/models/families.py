@@ -18,29 +18,16 @@ from titan_rl.core.errors import ModelError
 from titan_rl.core.settings import dotted
 from titan_rl.training.choices import Implementation
 
-_QWEN3 = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-
-TORCHTITAN_FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3": _QWEN3,
-    "qwen3_moe": {**_QWEN3, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-}
-"""Values that torchtitan's models require of fields of config.json, by `model_type`. They are also the fields'
-defaults."""
-
-TORCHTITAN_ROPE: Mapping[str, tuple[str, ...]] = {
-    "qwen3": ("default", "yarn"),
-    "qwen3_moe": ("default", "yarn"),
-    "llama": ("default", "llama3", "yarn"),
-}
-"""Types of rotary embeddings that torchtitan's models support, by `model_type`."""
-
 _FAMILIES = tomllib.loads(files("titan_rl.training.models").joinpath("families.toml").read_text("utf-8"))
 
 
 def _values(field: str) -> dict[str, Any]:
     return {family: entry[field] for family, entry in _FAMILIES.items() if field in entry}
 
+
+TORCHTITAN: Mapping[str, Mapping[str, Any]] = _values("torchtitan")
+"""Families that torchtitan's models have, by `model_type`: the values that the models require of fields of config.json,
+which are also the fields' defaults, and the types of rotary embeddings that they support."""
 
 REFUSED: Mapping[str, str] = _values("refused")
 """Families that transformers has but that cannot be trained, by `model_type`, with the reason."""
@@ -254,13 +241,13 @@ def _check_experts(hf: Mapping[str, Any], ranks: int) -> None:
 def torchtitan_lacks(hf: Mapping[str, Any]) -> str | None:
     """Reason why torchtitan's models cannot train a model; None if they can."""
     name: Any = hf.get("model_type")
-    if name not in TORCHTITAN_FIELDS:
-        return f"torchtitan's models here have no model_type {name!r}, only {', '.join(TORCHTITAN_FIELDS)}"
-    for key, value in TORCHTITAN_FIELDS[name].items():
+    if name not in TORCHTITAN:
+        return f"torchtitan's models here have no model_type {name!r}, only {', '.join(TORCHTITAN)}"
+    for key, value in TORCHTITAN[name]["fields"].items():
         if (found := hf.get(key, value)) != value:
             return f"torchtitan's {name} supports only {key} {value!r}, and config.json has {found!r}"
-    if (rope_type := _rope_type(hf)) not in TORCHTITAN_ROPE[name]:
-        known = " and ".join(map(repr, TORCHTITAN_ROPE[name]))
+    if (rope_type := _rope_type(hf)) not in TORCHTITAN[name]["rope_types"]:
+        known = " and ".join(map(repr, TORCHTITAN[name]["rope_types"]))
         return f"config.json has rope type {rope_type!r}; only {known} are supported by torchtitan's {name}"
     if (share := _rope(hf).get("partial_rotary_factor") or 1.0) != 1.0:
         return f"config.json has partial_rotary_factor {share}, which torchtitan's {name} does not support"

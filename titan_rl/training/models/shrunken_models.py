@@ -3,6 +3,7 @@ real weights. `training/tiny_model` creates tiny models that can learn a task.""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -14,21 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from titan_rl.core.errors import ModelError, in_one_line
 from titan_rl.training.models.families import EXPERT_COUNTS
 
-VOCABULARY = 128
-WINDOW = 8
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_SIZES: Mapping[str, int] = _TABLES["sizes"]
+_FIELDS: Mapping[str, Sequence[str]] = _TABLES["fields"]
+
+VOCABULARY, HEAD_DIM = _SIZES["vocab_size"], _SIZES["head_dim"]
 HEADS = 4
-HEAD_DIM = 32
-STATE = 16
-"""Entries of the state of a Mamba layer for each channel."""
-
-CHUNK = 16
-"""Tokens of a chunk of a Mamba layer. A document has more, so that a state passes from chunk to chunk."""
-
 INITIALIZER_RANGE = 0.02
 """Largest initial standard deviation of the weights of models with Mamba layers. With their usual one, which is five
 times as large, the logits are large, and so is their rounding."""
 
-POSITIONS = 2048
 TRAINED_POSITIONS = 512
 """Positions for which the original model of a scaled rotary embedding was trained."""
 
@@ -40,51 +36,6 @@ first layer of each kind is kept."""
 MOST_PARAMETERS = 20_000_000
 
 _WIDTH, _EXPERT_WIDTH = 96, 32
-_SIZES: Mapping[str, int] = {
-    "head_dim": HEAD_DIM,
-    "global_head_dim": HEAD_DIM,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": POSITIONS,
-    "n_positions": POSITIONS,
-    "sliding_window": WINDOW,
-    "sliding_window_size": WINDOW,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": HEAD_DIM,
-    "qk_rope_head_dim": HEAD_DIM,
-    "v_head_dim": HEAD_DIM,
-    "linear_key_head_dim": HEAD_DIM,
-    "linear_value_head_dim": HEAD_DIM,
-    "linear_head_dim": HEAD_DIM,
-    "linear_num_heads": HEADS,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": HEADS,
-    "mamba_d_state": STATE,
-    "ssm_state_size": STATE,
-    "state_size": STATE,
-    "mamba_dt_rank": 8,
-    "time_step_rank": 8,
-    "mamba_chunk_size": CHUNK,
-    "chunk_size": CHUNK,
-}
-"""Values of a tiny config, for the fields that are numbers in the original config."""
-
-_HIDDEN = ("hidden_size", "n_embd", "word_embed_proj_dim", "block_dim", "conv_dim", "conv_dim_out")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-_FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
-"""Fields with the number of layers before the first mixture of experts."""
-
-_STEPS = (
-    "interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval", "expert_layer_period",
-    "attn_layer_period",
-)  # fmt: skip
-"""Fields with the period of mixtures of experts, or of attention, among the layers."""
-
-_STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
-"""Fields with the number of heads of Mamba layers and with their size."""
-
-_LAYER_LISTS = ("mlp_only_layers", "attn_layer_indices")
-"""Fields with the indices of the layers of a kind."""
 
 
 def tiny_config(config: Any, **fields: Any) -> Any:
@@ -144,7 +95,7 @@ def _shrink_heads(tiny: Any, config: Any) -> None:
         tiny.num_attention_heads, tiny.num_key_value_heads = 2 * min(HEADS, heads // kv_heads), 2
     width, old_width = tiny.num_attention_heads * HEAD_DIM, heads * old_head_dim
     hidden = width + HEAD_DIM * ((config.hidden_size > old_width) - (config.hidden_size < old_width))
-    for name in _HIDDEN:
+    for name in _FIELDS["hidden"]:
         if _number(tiny, name):
             setattr(tiny, name, hidden)
     for name in ("query_pre_attn_scalar", "rotary_dim"):
@@ -160,7 +111,7 @@ def _shrink_states(tiny: Any) -> None:
     tiny.initializer_range = min(INITIALIZER_RANGE, tiny.initializer_range)
     if _number(tiny, "mamba_d_ssm"):
         tiny.mamba_d_ssm = width
-    for heads, size in _STATE_HEADS:
+    for heads, size in _TABLES["state_heads"].items():
         if _number(tiny, heads):
             setattr(tiny, heads, width // HEAD_DIM)
             setattr(tiny, size, HEAD_DIM)
@@ -184,7 +135,7 @@ def _shrink_experts(tiny: Any) -> None:
     for name in EXPERT_COUNTS:
         if found := _number(tiny, name):
             setattr(tiny, name, min(MOST_EXPERTS, found))
-    for name in _TOP_K:
+    for name in _FIELDS["top_k"]:
         if found := _number(tiny, name):
             setattr(tiny, name, min(2, found))
     if (groups := _number(tiny, "n_group")) > 1:
@@ -197,15 +148,17 @@ def _shorten(tiny: Any, config: Any) -> None:
     """Keep the first layers, at least two, until every kind of layer occurs."""
     total: int = config.num_hidden_layers
     lists = {name: value for name, value in vars(tiny).items() if isinstance(value, list) and len(value) == total}
-    bounds = {name: found for name in _FIRST_LAYERS if (found := _number(tiny, name))}
-    listed = {name: found for name in _LAYER_LISTS if isinstance(found := getattr(tiny, name, None), list | tuple)}
+    bounds = {name: found for name in _FIELDS["first_layers"] if (found := _number(tiny, name))}
+    listed = {
+        name: found for name in _FIELDS["layer_lists"] if isinstance(found := getattr(tiny, name, None), list | tuple)
+    }
     kinds = [
         (*(repr(value[layer]) for value in lists.values()), *(layer < found for found in bounds.values()),
          *(layer in found for found in listed.values()))
         for layer in range(total)
     ]  # fmt: skip
     firsts = sorted({kinds.index(kind) for kind in kinds})
-    steps = [_number(tiny, name) for name in _STEPS]
+    steps = [_number(tiny, name) for name in _FIELDS["steps"]]
     size = min(total, max(2, firsts[-1] + 1, *steps))
     kept: Sequence[int] = range(size) if size <= MOST_LAYERS or max(steps) > 1 else sorted({0, 1, *firsts})
     for name, value in lists.items():

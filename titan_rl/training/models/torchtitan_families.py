@@ -127,7 +127,7 @@ class PairsRoPE(ComplexRoPE):
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert `rope_parameters` of config.json, of a type in `TORCHTITAN_ROPE`, to arguments of `HalvesRoPE.Config` and
+    """Convert `rope_parameters` of config.json, of a type in families.toml, to arguments of `HalvesRoPE.Config` and
     `PairsRoPE.Config`.
 
     Raises:
@@ -340,4 +340,4 @@ LLAMA3 = Architecture(
 )
 
 ARCHITECTURES: dict[str, Architecture] = {"qwen3": QWEN3, "qwen3_moe": QWEN3, "llama": LLAMA3}
-"""Families by the `model_type` of their config.json. `TORCHTITAN_FIELDS` lists the supported values of its fields."""
+"""Families by the `model_type` of their config.json. families.toml has the supported values of its fields."""
