@@ -62,7 +62,7 @@ def test_kernels_of_vllm_are_those_that_it_chooses_for_the_cpu(
     for name in ("__init__.py", "_C.abi3.so", "_C_AVX2.abi3.so", "_C_AVX512.abi3.so"):
         (tmp_path / "vllm" / name).touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (finding,) = try_out({"vllm kernels": TRIALS["vllm kernels"]}, "install it", timeout_s=60.0)
+    (finding,) = try_out({"vllm kernels": TRIALS["packages"]["vllm kernels"]}, "install it", timeout_s=60.0)
     assert finding == Finding("vllm kernels", "ok", f"{kernels}, which fits torch")
 
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from packaging.requirements import Requirement
 from titan_rl.cluster.hosts.cores import usable_cores, usable_memory
 from titan_rl.cluster.hosts.folders import LONGEST_TMPDIR, scratch_root
 from titan_rl.core.errors import install_command
-from titan_rl.run.process.environment import EXPOSED, OWN_NAMESPACE, PRIVATE, shares_network
+from titan_rl.run.process.environment import EXPOSED, OWN_NAMESPACE, shares_network
 from titan_rl.weights.shard_files import shard_root
 
 LEAST_SHARED_MEMORY = 1 << 30  # bytes; for two versions of the weights, and for memory that engines share
@@ -30,6 +31,8 @@ LEAST_MEMORY = 6 << 30  # bytes; an engine and a trainer with a tiny model need 
 LEAST_OPEN_FILES = 1024
 _ROOT = Path(__file__).parents[3]  # folder of this package, which may not be installed
 _OTHER_BUILD = "install packages that are built for this CPU, which lacks an instruction that these use"
+
+TRIALS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("trials.toml").read_text("utf-8"))
 
 State = Literal["ok", "warning", "missing", "absent"]
 
@@ -55,7 +58,8 @@ def check_up() -> Iterator[Finding]:
     """Run all checks: of the machine, of the versions of packages, and of their imports, which begin first and take
     longest."""
     extra = _extra()
-    imports = try_out({**TRIALS, **(_CUDA if extra == "gpu" else {})}, install_command(extra, "--force-reinstall"))
+    trials = TRIALS["packages"] | (TRIALS["cuda"] if extra == "gpu" else {})
+    imports = try_out(trials, install_command(extra, "--force-reinstall"))
     yield from _machine()
     try:
         yield from _packages(extra)
@@ -133,7 +137,7 @@ def _other_users() -> Iterator[Finding]:
     if not shares_network():
         yield Finding(subject, "ok", "this network namespace is not the machine's")
     elif _installed("torchmonarch") is not None:
-        for finding in try_out({subject: _PRIVATE_SOCKETS}, OWN_NAMESPACE):
+        for finding in try_out(TRIALS["sockets"], OWN_NAMESPACE):
             yield finding if finding.state == "ok" else Finding(subject, "warning", EXPOSED, OWN_NAMESPACE)
 
 
@@ -194,44 +198,3 @@ def _installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-_PRIVATE_SOCKETS = (
-    "import os, pathlib, monarch.actor; from titan_rl.cluster.processes.sockets import bind_below\n"
-    f"assert bind_below(pathlib.Path(os.devnull)); found = {PRIVATE!r}"
-)
-# Importing vLLM takes three times as long as loading its kernels, which may not fit torch. The choice among those for
-# x86 CPUs is that of vLLM's CPU platform. The others use instructions that the CPU may lack.
-_KERNELS = """
-import platform
-import torch
-from importlib.util import find_spec
-from pathlib import Path
-vllm = find_spec("vllm")
-assert vllm is not None and vllm.origin is not None, "vllm is not installed"
-name = "_C*"
-if torch.version.cuda is None and platform.machine() == "x86_64":
-    name = "_C_AVX2"
-    if torch.cpu._is_avx512_supported():
-        name = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
-kernels = next(iter(sorted(Path(vllm.origin).parent.glob(f"{name}.*so"))), None)
-assert kernels is not None, f"vllm is installed without its kernels, {name}.so"
-torch.ops.load_library(kernels)
-found = f"{kernels.name}, which fits torch"
-"""
-TRIALS = {
-    "import torch": "import torch; found = f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU build'",
-    "vllm kernels": _KERNELS,
-    "import monarch": "import monarch.actor, monarch.rdma as r; found = f'RDMA over {r.get_rdma_backend()}'",
-    "import torchtitan": (
-        "import torchtitan, transformers; from importlib.util import find_spec\n"
-        "if find_spec('torchvision'): import torchvision  # one built for another torch breaks transformers' models\n"
-        "found = 'with transformers'"
-    ),
-}
-_CUDA = {
-    "CUDA": (
-        "import torch; assert torch.cuda.is_available(), 'no CUDA device can be used; does nvidia-smi list one?'\n"
-        "found = ', '.join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))"
-    ),
-}
