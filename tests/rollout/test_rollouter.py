@@ -506,7 +506,7 @@ async def test_error_about_non_numeric_advantages_names_the_function(given: Any)
     def odd(rewards: Sequence[float]) -> Any:
         return given
 
-    with pytest.raises(RewardError, match="advantage 'odd' returned .* for the rewards"):
+    with pytest.raises(RewardError, match=r"advantage 'odd' returned .* for the rewards"):
         await Stage(advantage=odd).group(Generator(), size=2)
 
 
