@@ -22,7 +22,7 @@ from titan_rl.rollout.rewards.advantages import (
 )
 from titan_rl.rollout.rewards.reward import SoftOverlong
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
-from titan_rl.scheduling.filters import too_few_siblings, zero_variance
+from titan_rl.scheduling.filters import too_few_siblings, too_long, zero_variance
 from titan_rl.types import Completion, FinishReason, VersionSpan
 
 COMPARING = [group_mean, leave_one_out, standardized]
@@ -118,6 +118,30 @@ def test_zero_variance_considers_numbered_seats() -> None:
     assert (too_few_siblings(group), zero_variance(group)) == (None, None)
     alike = games({"solver.0": 1.0, "solver.1": 1.0}, {"solver.0": 0.0, "solver.1": 0.0})
     assert zero_variance(alike) == "zero_variance"
+
+
+def test_reward_of_a_rollout_that_is_not_compared_is_no_variance() -> None:
+    group = games({"": 1.0}, {"": 1.0}, {"": 0.0})
+    group.rollouts[2].advantage = None  # it ended in a fault
+    assert zero_variance(group) == "zero_variance"
+
+
+def test_group_is_too_long_only_if_every_sibling_is() -> None:
+    def of_lengths(*lengths: int) -> RolloutGroup:
+        made = [
+            Rollout(
+                f"g/{i}",
+                "g",
+                i,
+                None,
+                turns=[Turn([0] * (length - 1), Completion("r", [1], [0.0], FinishReason.STOP, (VersionSpan(0, 1),)))],
+            )
+            for i, length in enumerate(lengths)
+        ]
+        return RolloutGroup("g", None, made)
+
+    drop = too_long(10)
+    assert (drop(of_lengths(10, 50)), drop(of_lengths(11, 50))) == (None, "too_long")
 
 
 def test_each_role_has_its_own_moving_baseline() -> None:

@@ -40,8 +40,11 @@ def choose(waiting: Iterable[int], is_ready: Callable[[int], bool], *, size: int
 @given(
     window=st.integers(1, 6),
     size=st.integers(1, 4),
-    events=st.lists(st.tuples(st.sampled_from(["add", "finish", "finish", "drop", "batch"]), st.integers(0, 9))),
+    events=st.lists(
+        st.tuples(st.sampled_from(["add", "finish", "finish", "drop", "again", "batch"]), st.integers(0, 9))
+    ),
 )
+@example(window=1, size=1, events=[("add", 0), ("add", 0), ("finish", 1), ("again", 0), ("finish", 0)])
 def test_ready_queue_agrees_with_a_full_scan(window: int, size: int, events: list[tuple[str, int]]):
     queue, finished, admitted = ReadyQueue(), dict[int, bool](), 0
     for event, number in events:
@@ -58,6 +61,12 @@ def test_ready_queue_agrees_with_a_full_scan(window: int, size: int, events: lis
             place = list(finished)[number % len(finished)]
             queue.remove(place)
             del finished[place]
+        elif event == "again" and any(finished.values()):
+            done = [place for place, is_done in finished.items() if is_done]
+            place = done[number % len(done)]
+            queue.remove(place)
+            queue.add(place, -place)
+            finished[place] = False
         expected = choose(finished, lambda place: finished[place], size=size, window=window)
         if event == "batch" and queue.count(window) >= size:
             assert queue.first(size) == [-place for place in expected]

@@ -101,6 +101,7 @@ class ReadyQueue:
         self._open = set[int]()  # task indices of unfinished groups
         self._beyond: list[int] = []  # heap of finished task indices outside the window at the last `count`
         self._eligible = set[int]()  # finished task indices within the window
+        self._newest = -1  # highest task index so far
 
     def add(self, task_index: int, index: int, version: int = 0) -> None:
         """Append an admitted group.
@@ -110,6 +111,11 @@ class ReadyQueue:
             index: Position of the group in the data.
             version: Newest version pulled; never less than that of the previous group.
         """
+        if task_index < self._newest:  # it is generated again, so that later groups may be too far ahead of it
+            for later in [each for each in self._eligible if each > task_index]:
+                self._eligible.remove(later)
+                heapq.heappush(self._beyond, later)
+        self._newest = max(self._newest, task_index)
         self._indices[task_index] = index
         self._open.add(task_index)
         heapq.heappush(self._unfinished, task_index)
