@@ -49,13 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out or Path(config.run_dir) / "evaluations" / f"{stamp}-{run_name(config)}")
     with signals_end_imports():
         # Imported after the settings have been checked, because this imports everything that the processes need.
-        from titan_rl.evaluation.evaluate import run_evaluations
+        from titan_rl.evaluation.evaluate import PolicyEvaluations
 
     evaluations: list[Evaluation] = []
     ratings: list[Ratings] = []
     try:
         with Progress(0, sys.stderr, unit="sample", verbosity=arguments.verbosity, vanish=True) as progress:
-            code = run_evaluations(config, settings, policies, out, evaluations, ratings, progress)
+            code = PolicyEvaluations(config, settings, policies, out, evaluations, ratings, progress).run()
     finally:
         if evaluations:
             _show(evaluations, arguments, ratings)

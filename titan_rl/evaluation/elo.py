@@ -108,15 +108,14 @@ def rate(task: str, policies: Sequence[str], results: Pairs, prompts: Pairs | No
     [94, -94]
     """
     count = len(policies)
-    played, won = np.zeros((count, count)), np.zeros((count, count))
+    games, points = np.zeros((count, count)), np.zeros((count, count))
     for (i, j), of_pair in results.items():
-        if of_pair:
-            total = sum(of_pair)
-            played[i, j] += len(of_pair) + 2 * _PRIOR
-            played[j, i] += len(of_pair) + 2 * _PRIOR
-            won[i, j] += total + _PRIOR
-            won[j, i] += len(of_pair) - total + _PRIOR
-    if count < 2 or not _is_connected(played):
+        games[[i, j], [j, i]] += len(of_pair)
+        points[[i, j], [j, i]] += sum(of_pair), len(of_pair) - sum(of_pair)
+    have_played = games > 0
+    played, won = games + 2 * _PRIOR * have_played, points + _PRIOR * have_played
+    # Entry i, j of this power is the number of ways from i to j in at most `count` games.
+    if count < 2 or not np.linalg.matrix_power(np.eye(count) + have_played, count).all():
         raise ValueError(f"{', '.join(policies)}: two or more policies that have played each other are needed")
     elos = np.zeros(count)
     for _ in range(_STEPS):  # Newton; the likelihood is concave
@@ -129,27 +128,26 @@ def rate(task: str, policies: Sequence[str], results: Pairs, prompts: Pairs | No
     covariance = np.linalg.pinv(_information(played, elos))
     errors: list[float | None] = [*np.sqrt(np.diag(covariance)).tolist()]
     if prompts is not None:
-        scores = _prompt_scores(elos, results, prompts)
-        spread = len(scores) / max(len(scores) - 1, 1) * covariance @ scores.T @ scores @ covariance
+        gradients = _gradients(elos, results, prompts)
+        num_prompts = len(gradients)
+        spread = num_prompts / max(num_prompts - 1, 1) * covariance @ gradients.T @ gradients @ covariance
         largest = np.sqrt(np.maximum(np.diag(covariance), np.diag(spread)))
-        errors = [*largest.tolist()] if len(scores) > 1 else [None] * count
-    ratings: list[Rating] = []
-    for k, policy in enumerate(policies):
-        own = [result for (i, _), of_pair in results.items() if i == k for result in of_pair]
-        own += [1 - result for (_, j), of_pair in results.items() if j == k for result in of_pair]
-        ratings.append(Rating(policy, float(elos[k]), errors[k], len(own), sum(own) / len(own)))
-    of_pairs = {pair: (sum(of_pair) / len(of_pair), len(of_pair)) for pair, of_pair in results.items() if of_pair}
+        errors = [*largest.tolist()] if num_prompts > 1 else [None] * count
+    num_games = games.sum(axis=1)
+    scores = points.sum(axis=1) / num_games
+    ratings = map(Rating, policies, elos.tolist(), errors, num_games.astype(int).tolist(), scores.tolist())
+    of_pairs = {pair: (fmean(of_pair), len(of_pair)) for pair, of_pair in results.items() if of_pair}
     return Ratings(task, tuple(ratings), of_pairs)
 
 
-def _prompt_scores(elos: np.ndarray, results: Pairs, prompts: Pairs) -> np.ndarray:
+def _gradients(elos: np.ndarray, results: Pairs, prompts: Pairs) -> np.ndarray:
     """Gradient of the log likelihood of each prompt's games by the ratings.  # [num_distinct, num_policies]"""
     chances = _chances(elos)
-    scores: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(elos)))
+    gradients: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(elos)))
     for (i, j), of_pair in results.items():
         for result, prompt in zip(of_pair, prompts[i, j], strict=True):
-            scores[prompt][[i, j]] += SCALE * (result - chances[i, j]) * np.array([1, -1])
-    return np.array(list(scores.values()))
+            gradients[prompt][[i, j]] += SCALE * (result - chances[i, j]) * np.array([1, -1])
+    return np.array(list(gradients.values()))
 
 
 def _chances(elos: np.ndarray) -> np.ndarray:
@@ -163,14 +161,6 @@ def _information(played: np.ndarray, elos: np.ndarray) -> np.ndarray:
     chances = _chances(elos)
     weights = SCALE**2 * played * chances * (1 - chances)
     return np.diag(weights.sum(axis=1)) - weights
-
-
-def _is_connected(played: np.ndarray) -> bool:
-    reached, count = {0}, 0
-    while len(reached) > count:
-        count = len(reached)
-        reached |= {j for i in list(reached) for j in range(len(played)) if played[i, j]}
-    return count == len(played)
 
 
 class Pair:

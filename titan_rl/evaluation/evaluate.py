@@ -1,8 +1,8 @@
 """Evaluation of policies, as `titan-rl eval` does it:
 
-EvaluationRun     evaluates one policy, from the prompts to the results, and keeps the evaluation in a folder
-run_evaluations   checks the requirements of the policies, sets up signals, guard and environment for engines, and
-                  opens, evaluates and closes one policy after the other
+EvaluationRun      evaluates one policy, from the prompts to the results, and keeps the evaluation in a folder
+PolicyEvaluations  checks the requirements of the policies, sets up signals, guard and environment for engines, and
+                   opens, evaluates and closes one policy after the other
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -254,16 +255,9 @@ class EvaluationRun:
 STOPPING = "stopping: the results so far are shown; repeat the signal to end at once"
 
 
-def run_evaluations(
-    config: RunConfig,
-    settings: EvalConfig,
-    policies: Sequence[str],
-    out: Path,
-    evaluations: list[Evaluation],
-    ratings: list[Ratings],
-    progress: Progress,
-) -> int:
-    """Evaluate one policy after the other.
+@dataclass(frozen=True, slots=True)
+class PolicyEvaluations:
+    """Evaluations of several policies, one after the other.
 
     Args:
         policies: Folders and URLs of the policies.
@@ -273,43 +267,74 @@ def run_evaluations(
             stopped or fails.
         ratings: List to which Elo ratings are appended, for each task in whose games the policies have played each
             other.
-
-    Returns:
-        The exit code: 0, or 128 + the number of the signal that ended the command in order.
-
-    Raises:
-        ConfigError: `out` is the folder of a run, or cannot be written to.
-        TitanRLError: The error that ended the command, or kept it from starting.
     """
-    chosen_suites(config, settings)
-    if weights := [given for given in policies if not is_url(given)]:
-        require_engine(config)
-        check_own_machine(config.hosts)
-    for given in weights:
-        find_policy(given)
-    ended = f"ended at once; {out} has the results so far, and the same command with --out {out} continues"
-    with file_modes(share=config.share_run_dir):
-        files = SessionFiles(f"eval-{out.name}", out.absolute() / "logs")
-        log = files.logs / "evaluation.log"
-        _prepare_folder(out, log)
-        with (
-            logging_to(log),
-            process_session(
-                files.run_id,
-                config.pythonpath,
-                stopping=STOPPING,
-                ended=ended,
-                forks=forked_kinds(config, trains=False, generates=bool(weights)),
-            ) as signals,
-        ):
-            signals.console = progress
-            program = _evaluate_all(config, settings, policies, out, evaluations, ratings, files, progress, signals)
-            try:
-                run_to_its_end(program)
-            except Exception as error:
-                error.add_note(f"logs and transcripts are in {out}")
-                raise
-            return signals.code
+
+    config: RunConfig
+    settings: EvalConfig
+    policies: Sequence[str]
+    out: Path
+    evaluations: list[Evaluation]
+    ratings: list[Ratings]
+    progress: Progress
+
+    def run(self) -> int:
+        """Evaluate the policies.
+
+        Returns:
+            The exit code: 0, or 128 + the number of the signal that ended the command in order.
+
+        Raises:
+            ConfigError: `out` is the folder of a run, or cannot be written to.
+            TitanRLError: The error that ended the command, or kept it from starting.
+        """
+        config, out = self.config, self.out
+        chosen_suites(config, self.settings)
+        if weights := [given for given in self.policies if not is_url(given)]:
+            require_engine(config)
+            check_own_machine(config.hosts)
+        for given in weights:
+            find_policy(given)
+        ended = f"ended at once; {out} has the results so far, and the same command with --out {out} continues"
+        with file_modes(share=config.share_run_dir):
+            files = SessionFiles(f"eval-{out.name}", out.absolute() / "logs")
+            log = files.logs / "evaluation.log"
+            _prepare_folder(out, log)
+            with (
+                logging_to(log),
+                process_session(
+                    files.run_id,
+                    config.pythonpath,
+                    stopping=STOPPING,
+                    ended=ended,
+                    forks=forked_kinds(config, trains=False, generates=bool(weights)),
+                ) as signals,
+            ):
+                signals.console = self.progress
+                try:
+                    run_to_its_end(self._evaluate_all(files, signals))
+                except Exception as error:
+                    error.add_note(f"logs and transcripts are in {out}")
+                    raise
+                return signals.code
+
+    async def _evaluate_all(self, files: SessionFiles, signals: StopSignals) -> None:
+        config, settings, progress = self.config, self.settings, self.progress
+        taken: set[str] = set()
+        with signals.ending_in_order():
+            async with OpenedPolicies(config, settings, files, progress) as opened:
+                run: EvaluationRun | None = None
+                for given in self.policies:
+                    with progress.working(f"loading {given}"):
+                        policy = await opened.open(given)
+                    run = EvaluationRun(config, settings, policy, self.out / folder_name(policy.name, taken), progress)
+                    try:
+                        with progress.working(f"playing {policy.name}", progress.counted):
+                            await run.run()
+                    finally:
+                        if (evaluation := run.evaluation()).tasks:  # otherwise no task could be opened
+                            self.evaluations.append(evaluation)
+                if run is not None and len(self.policies) > 1 and not any(map(is_url, self.policies)):
+                    self.ratings.extend(await rate_policies(config, settings, run, opened, self.out, progress))
 
 
 def check_out_folder(out: Path) -> None:
@@ -340,35 +365,6 @@ def _unwritable(out: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"--out {out}: the results cannot be written there: {error.strerror}; name a folder that you can write to"
     )
-
-
-async def _evaluate_all(
-    config: RunConfig,
-    settings: EvalConfig,
-    policies: Sequence[str],
-    out: Path,
-    evaluations: list[Evaluation],
-    ratings: list[Ratings],
-    files: SessionFiles,
-    progress: Progress,
-    signals: StopSignals,
-) -> None:
-    taken: set[str] = set()
-    with signals.ending_in_order():
-        async with OpenedPolicies(config, settings, files, progress) as opened:
-            run: EvaluationRun | None = None
-            for given in policies:
-                with progress.working(f"loading {given}"):
-                    policy = await opened.open(given)
-                run = EvaluationRun(config, settings, policy, out / folder_name(policy.name, taken), progress)
-                try:
-                    with progress.working(f"playing {policy.name}", progress.counted):
-                        await run.run()
-                finally:
-                    if (evaluation := run.evaluation()).tasks:  # otherwise no task could be opened
-                        evaluations.append(evaluation)
-            if run is not None and len(policies) > 1 and not any(map(is_url, policies)):
-                ratings += await rate_policies(config, settings, run, opened, out, progress)
 
 
 async def rate_policies(

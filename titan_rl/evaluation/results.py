@@ -256,7 +256,7 @@ def task_result(
     counted = [record for record in records if not is_fault(record) and record["status"] != RolloutStatus.ABORTED]
     tokens = [count for record in counted if (count := _tokens(record)) is not None]
     keys = {prompt_key({**record, "seat": None}): record for record in records}
-    clusters = {key: _id_of(record) or key for key, record in keys.items()}
+    clusters = {key: record.get("prompt_id", record["prompt_digest"]) or key for key, record in keys.items()}
     scored = [record for record in records if _reward(record) is not None]
     best = max(scored, key=lambda record: record["reward"], default=None)
     return TaskResult(
@@ -271,7 +271,7 @@ def task_result(
         breakdown=_breakdown(records),
         turns=fmean(len(record["turns"]) for record in counted) if counted else 0.0,
         completion_tokens=fmean(tokens) if tokens else None,
-        errors=_errors(records),
+        errors=Counter(_error(record) for record in records if is_fault(record)).most_common(8),
         measures=dict(measures or {}),
         best_breakdown={} if best is None else _values(best),
         num_faults=sum(map(is_fault, records)),
@@ -289,11 +289,6 @@ def _reward(record: Record) -> float | None:
 
 def _is_unparsed(record: Record) -> bool:
     return record["status"] == RolloutStatus.ERROR_PARSE and not is_fault(record) and record["reward"] is None
-
-
-def _id_of(record: Record) -> str:
-    """Identity of a sample's prompt; "" if it is unknown."""
-    return record.get("prompt_id", record["prompt_digest"])
 
 
 def _estimates(rewards: Rewards, clusters: Clusters, samples_per_prompt: int, success: float) -> dict[str, Any]:
@@ -341,11 +336,6 @@ def _tokens(record: Record) -> float | None:
     tokens; None if unknown."""
     num_tokens = record["metrics"].get("completion_tokens")
     return num_tokens if num_tokens is not None else record["num_completion_tokens"] or None
-
-
-def _errors(records: Sequence[Record]) -> list[tuple[str, int]]:
-    counts = Counter(_error(record) for record in records if is_fault(record))
-    return counts.most_common(8)
 
 
 def _error(record: Record) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.errors import ConfigError
+from titan_rl.core.http_server import HttpServer, listening_socket
 from titan_rl.serving.api_keys import Keys
 from titan_rl.serving.app import PolicyApp
 from titan_rl.serving.http.exchange import ServerLimits
@@ -42,22 +42,16 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
     """
     listener = listener_of(host, port, app.keys)
     bound = listener.getsockname()[1]
-    config = uvicorn.Config(
+    started = asyncio.Event()
+    server = HttpServer(
         app,
-        http=partial(Connection, app.exchanges.limits),  # pyright: ignore[reportArgumentType]
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        log_level="warning",  # below, it logs the headers of each request
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
+        started.set,
+        http=partial(Connection, app.exchanges.limits),
         timeout_keep_alive=75,  # longer than clients keep idle connections, so that clients close them
         timeout_graceful_shutdown=GRACE_S,
     )
-    server = _Server(config)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    ready = asyncio.ensure_future(server.ready.wait())
+    ready = asyncio.ensure_future(started.wait())
     try:
         await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -80,21 +74,6 @@ def external_url(url: str) -> str:
     return f"{scheme}://{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]") else url
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """Leave signals to the run."""
-        yield
-
-
 def listener_of(host: str, port: int, keys: Keys) -> socket.socket:
     """Open a listening socket, which the caller has to close.
 
@@ -106,18 +85,10 @@ def listener_of(host: str, port: int, keys: Keys) -> socket.socket:
             f"host is {host!r}, which other machines can reach, but there is no key for clients; give it one: "
             "Keys(api=[...]), or TITAN_RL_API_KEY in the environment of titan-rl serve"
         )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio disables Nagle's algorithm only for sockets with an explicit TCP protocol; otherwise every answer waits 40
-    # ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
+        return listening_socket(host, port)
     except (OSError, OverflowError, ValueError) as error:
-        listener.close()
         raise ConfigError(f"cannot listen on host {host!r} and port {port}: {error}") from error
-    return listener
 
 
 LINGER_S = 2.0

@@ -33,12 +33,11 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -49,6 +48,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from titan_rl.core.calls.parsing import host_of, names_this_machine
 from titan_rl.core.errors import ConfigError
+from titan_rl.core.http_server import HttpServer, listening_socket
 from titan_rl.viewer.html import STATIC, page_file, served_page
 from titan_rl.viewer.metric_columns import described
 from titan_rl.viewer.rollout_index import QueryError, RolloutQuery, integer, number
@@ -296,21 +296,16 @@ def listen(port: int | None) -> socket.socket:
     Raises:
         ConfigError: The port cannot be used.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((HOST, PORT if port is None else port))
+            return listening_socket(HOST, PORT if port is None else port)
         except OSError as error:
             if port is not None or error.errno != errno.EADDRINUSE:
                 raise
-            listener.bind((HOST, 0))
-        listener.listen()
+            return listening_socket(HOST, 0)
     except (OSError, OverflowError) as error:
-        listener.close()
         problem = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise ConfigError(f"--port {port}: {problem}; use another one, or 0 for any free port") from None
-    return listener
 
 
 def run_viewer(app: ViewerApp, listener: socket.socket, ready: Callable[[], None]) -> int:
@@ -326,18 +321,7 @@ def run_viewer(app: ViewerApp, listener: socket.socket, ready: Callable[[], None
 
 
 async def _serve(app: ViewerApp, listener: socket.socket, ready: Callable[[], None]) -> int:
-    config = uvicorn.Config(
-        app,
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    server = _Server(config, ready)
+    server = HttpServer(app, ready, timeout_graceful_shutdown=GRACE_S)
     loop, received = asyncio.get_running_loop(), [0]
 
     def stop(signum: int) -> None:
@@ -349,18 +333,3 @@ async def _serve(app: ViewerApp, listener: socket.socket, ready: Callable[[], No
         loop.add_signal_handler(signum, stop, signum)
     await server.serve(sockets=[listener])
     return 128 + received[0] if received[0] else 0
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """Leave signals to this module."""
-        yield

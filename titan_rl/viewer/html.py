@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
-from importlib.resources import files
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from typing import Any
 
@@ -23,7 +22,7 @@ from markupsafe import Markup
 
 STATIC = "/static/"
 _PACKAGE = "titan_rl.viewer"
-_SUFFIXES = (".js", ".css")
+_PAGE = Path(__file__).parent / "page"
 _MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css"}
 
 
@@ -71,16 +70,7 @@ def page_file(path: str) -> tuple[bytes, str]:
 @cache
 def page_files() -> tuple[str, ...]:
     """Sorted paths of the modules and styles, relative to `page/`."""
-    found: list[str] = []
-    folders = [""]
-    for folder in folders:
-        for entry in files(_PACKAGE).joinpath("page", folder).iterdir():
-            path = f"{folder}{entry.name}"
-            if entry.is_dir():
-                folders.append(f"{path}/")
-            elif path.endswith(_SUFFIXES):
-                found.append(path)
-    return tuple(sorted(found))
+    return tuple(sorted(path.relative_to(_PAGE).as_posix() for path in _PAGE.rglob("*") if path.suffix in _MEDIA_TYPES))
 
 
 def _page(url: Callable[[str], str], policy: str, data: Markup | None = None, title: str = "titan_rl") -> Page:
@@ -121,7 +111,7 @@ def _data_url(path: str) -> str:
 
 
 def _read(path: str) -> bytes:
-    return files(_PACKAGE).joinpath("page", path).read_bytes()
+    return (_PAGE / path).read_bytes()
 
 
 def _media_type(path: str) -> str:

@@ -20,17 +20,35 @@ T = TypeVar("T")
 Prompts = Annotated[Many[T], Field(max_length=4096)]
 
 
-class TextBody(wire.SamplingBody):
-    """Fields of both chat and text completions."""
+class OpenAIBody(wire.SamplingBody):
+    """Fields of all three endpoints."""
 
     model: str | None = None
-    n: wire.Count | None = None
-    max_tokens: wire.Count | None = None
-    stop: wire.StopString | Annotated[Many[wire.StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: wire.StreamOptions | None = None
     user: str | None = None
     return_token_ids: bool = False
+
+
+class TurnBody(OpenAIBody):
+    """Fields of both chat completions and responses."""
+
+    top_logprobs: wire.TopCount | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: wire.TemplateKwargs | None = None
+    # Fields without effect on the completion.
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class TextBody(OpenAIBody):
+    """Fields of both chat and text completions."""
+
+    n: wire.Count | None = None
+    max_tokens: wire.Count | None = None
+    stop: wire.StopString | Annotated[Many[wire.StopString], Field(max_length=16)] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -49,16 +67,13 @@ class CompletionBody(TextBody):
         return self.logprobs or 0
 
 
-class ChatBody(TextBody):
+class ChatBody(TextBody, TurnBody):
     messages: Annotated[Many[Chat], Field(min_length=1)]
     max_completion_tokens: wire.Count | None = None
     logprobs: bool | None = None
-    top_logprobs: wire.TopCount | None = None
     tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: wire.TemplateKwargs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     modalities: Annotated[Many[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
@@ -66,10 +81,6 @@ class ChatBody(TextBody):
     # Fields without effect on the completion: the policy itself decides how much it thinks.
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
 
     @property
     def num_top_logprobs(self) -> int:
@@ -97,33 +108,21 @@ class ResponsesText(Body):
     verbosity: str | None = None
 
 
-class ResponsesBody(wire.SamplingBody):
+class ResponsesBody(TurnBody):
     input: str | Annotated[Many[Item], Field(min_length=1)]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     max_output_tokens: wire.Count | None = None
-    stream: bool | None = None
-    stream_options: wire.StreamOptions | None = None
     tools: Many[ResponsesTool] | None = None
     tool_choice: ResponsesToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     store: bool | None = None
     include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: wire.TopCount | None = None
     text: ResponsesText | None = None
-    chat_template_kwargs: wire.TemplateKwargs | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    return_token_ids: bool = False
-    metadata: dict[str, str] | None = None
     # Fields without effect on the completion: the policy itself decides how much it thinks.
     reasoning: dict[str, Any] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
 
     @property
     def with_logprobs(self) -> bool:
