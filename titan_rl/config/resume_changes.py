@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,33 +21,11 @@ from titan_rl.scheduling.settings import MODES
 from titan_rl.training.algorithms import find_algorithm
 from titan_rl.training.settings import TrainingConfig
 
-RESUMABLE = (
-    *("training.steps", "training.decay_steps", "training.stop_at.", "training.data_parallel"),
-    *("training.context_parallel", "training.tensor_parallel", "training.expert_parallel"),
-    *("training.activation_checkpointing", "training.offload", "training.attention", "training.compile"),
-    *("training.max_skipped_steps", "training.teacher", "generation.", "hosts.", "routing.", "statedict."),
-    *("rollout.env_in_thread", "rollout.env_timeout_s", "rollout.generate_timeout_s", "rollout.max_retries"),
-    *("rollout.num_workers", "scheduling.max_failed_groups", "scheduling.max_refills"),
-    *("scheduling.max_running_rollouts", "validation.beside_training", "validation.interval", "validation.suites"),
-    *("checkpoint.", "logging.", "share_run_dir"),
-)
-"""Settings, or prefixes of settings, that a resumed run may change: its length, its hosts, its time limits
-and the addresses of its teachers."""
+_TABLES: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+RESUMABLE, LOCATIONS = tuple(_TABLES["resumable"]), tuple(_TABLES["locations"])
 
 PRESETS = ("training.algorithm", "scheduling.mode")
 """Settings that set others, whose values a run's file has, too."""
-
-LOCATIONS = (
-    "name",
-    "run_dir",
-    "model.path",
-    "training.adapter.start",
-    "pythonpath",
-    "sft.start",
-    "sft.out",
-    "sft.data",
-)
-"""Settings with names and paths of folders, which may have been moved."""
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

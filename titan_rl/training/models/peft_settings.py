@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +20,8 @@ PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _MUST_BE = {"peft_type": "LORA", "bias": "none"}
-_WITHOUT_EFFECT = frozenset(
-    [
-        # Options that are read, and notes about the adapter.
-        *("r", "lora_alpha", "target_modules", "init_lora_weights", "base_model_name_or_path", "revision", "task_type"),
-        *("auto_mapping", "peft_version"),
-        # Options of its training.
-        *("inference_mode", "lora_dropout", "velora_config", "megatron_config", "megatron_core", "runtime_config"),
-        "ensure_weight_tying",
-        # The choice of layers, which the names of the matrices show.
-        *("exclude_modules", "layers_to_transform", "layers_pattern"),
-        # Settings of initializations and variants, which are refused themselves if they change what is computed.
-        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
-    ]
-)
+_OPTIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_WITHOUT_EFFECT = frozenset(chain.from_iterable(_OPTIONS["without_effect"].values()))
 """Options of PEFT that do not change what an adapter computes from its matrices. No other may be set."""
 
 _KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
