@@ -16,17 +16,20 @@ from rich.text import Text
 
 from titan_rl.cluster.hosts.lifecycle import HostStatus
 from titan_rl.core.console import ConsoleLines, Verbosity
+from titan_rl.generation.router.pool import ReplicaStatus
+from titan_rl.generation.types import GaugeSummary
 from titan_rl.run.observability.progress import Operations, Progress, ShownStep
 from titan_rl.run.observability.summary import RunSummary, show_summary
-from titan_rl.run.terminal.live_display import SLOT_STYLES, LiveLines, ReplicaLook, RunLook, View, flow, layout
+from titan_rl.run.terminal.live_display import SLOT_STYLES, LiveLines, RunLook, View, flow, layout
 from titan_rl.testing.clock import ManualClock
 
+WAITING = GaugeSummary(10, {"waiting_requests": 26.0}, {}, {})
 LOOK = RunLook(
     {**dict.fromkeys(SLOT_STYLES, 0), "generating": 12, "in the environment": 3, "finished": 1},
     [
-        ReplicaLook("generator-0", True, 11, 40),
-        ReplicaLook("generator-1", True, 12, 38, waiting=2.6),
-        ReplicaLook("generator-2", False, None, 0, error="it died: exit code -9"),
+        ReplicaStatus("generator-0", True, 11, 0, 40, None),
+        ReplicaStatus("generator-1", True, 12, 0, 38, None, WAITING),
+        ReplicaStatus("generator-2", False, None, 0, 0, "it died: exit code -9"),
     ],
     12,
 )
@@ -69,7 +72,7 @@ def test_narrow_terminal_stacks_the_parts_of_the_display():
 
 
 def test_replicas_out_of_service_come_first_when_space_is_short():
-    many = [ReplicaLook(f"generator-{n}", n != 7, 3, 10, error=None if n != 7 else "it hangs") for n in range(16)]
+    many = [ReplicaStatus(f"generator-{n}", n != 7, 3, 0, 10, None if n != 7 else "it hangs") for n in range(16)]
     lines = drawn(View("step", 0, 10, float("nan"), 0.0, look=RunLook({}, many, 3)), height=6)
     assert lines[1].startswith("✗ generator-7")
     assert lines[-1] == "  13 more: 13 serve, 130 requests"
@@ -113,7 +116,7 @@ def test_display_never_exceeds_the_terminal_size(
     look = RunLook(
         dict(zip(SLOT_STYLES, slots, strict=True)),
         [
-            ReplicaLook(f"generator-{number}", number % 3 > 0, number, number, 1.0, text)
+            ReplicaStatus(f"generator-{number}", number % 3 > 0, number, 0, number, text, WAITING)
             for number in range(num_replicas)
         ],
         3,

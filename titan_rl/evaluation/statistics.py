@@ -116,9 +116,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """
     if k > num_samples:
         raise ValueError(f"pass@{k} needs at least {k} samples of a prompt; there are {num_samples}")
-    if num_samples - num_right < k:
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_right + 1, num_samples + 1))
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def passes_at_k(rewards: Rewards, k: int, success: float) -> dict[Any, list[float]]:

@@ -1,26 +1,8 @@
-"""Description of one metric, and the groups in which metrics are shown."""
+"""Description of one metric."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
-
-
-class MetricGroup(StrEnum):
-    """Groups of metrics, in the order in which they are shown."""
-
-    REWARD = "Reward"
-    ENDS = "Outcomes and lengths"
-    VALIDATION = "Validation"
-    OPTIMIZATION = "Optimization"
-    OFF_POLICY = "Off-policy"
-    SPEED = "Speed"
-    SCHEDULING = "Scheduling"
-    SYNC = "Weight sync"
-    ENGINES = "Engines"
-    HOSTS = "Hosts"
-    TASKS = "Tasks"
-    SERVER = "Server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +12,7 @@ class Metric:
     Args:
         name: Name in `metrics.jsonl`. A part in angle brackets is variable, such as a task's name: "task/<task>/share".
         help: Meaning of the metric, in one sentence.
+        group: Group in which the metric is shown: its table in `metrics.toml`.
         unit: Unit of the values; "" if they have none.
         normal: Values in a healthy run, if they can be stated.
         otherwise: Advice for other values.
@@ -37,7 +20,7 @@ class Metric:
 
     name: str
     help: str
-    group: MetricGroup
+    group: str
     unit: str = ""
     normal: str = ""
     otherwise: str = ""

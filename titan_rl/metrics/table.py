@@ -9,20 +9,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
-from titan_rl.metrics.metric import Metric, MetricGroup
+from titan_rl.metrics.metric import Metric
 
+_TABLE = tomllib.loads(files("titan_rl.metrics").joinpath("metrics.toml").read_text("utf-8"))
 
-def _read_table() -> tuple[Metric, ...]:
-    table = tomllib.loads(files("titan_rl.metrics").joinpath("metrics.toml").read_text("utf-8"))
-    return tuple(
-        Metric(name, group=MetricGroup(group), **entry)
-        for group, entries in table.items()
-        for name, entry in entries.items()
-    )
+GROUPS = tuple(_TABLE)
+"""Groups of metrics, in the order in which they are shown."""
 
-
-METRICS = _read_table()
-"""All metrics, sorted by group in the order of `MetricGroup`."""
+METRICS = tuple(Metric(name, group=group, **entry) for group in GROUPS for name, entry in _TABLE[group].items())
+"""All metrics, sorted by group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +66,7 @@ def _held_out(name: str) -> Match | None:
                 metric,
                 name=f"{prefix}/{metric.name.removeprefix('rollout/')}",
                 help=f"{metric.help} Measured on held-out samples.",
-                group=MetricGroup.VALIDATION,
+                group="Validation",
             )
             return Match(derived, {**labels, **match.labels})
     return None
@@ -90,13 +85,6 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"<(\w+)>", part_pattern, re.escape(name)))
 
 
-_PATTERNS = {
-    "task": "[^/]+",
-    "adapter": "[^/]+",
-    "suite": "[^/]+",
-    "seat": "[^/]+",
-    "measure": "[^/]+",
-    "age": r"-?\d+",
-    "host": "[^/]+",
-}
+_CHECKED = ("task", "adapter", "suite", "seat", "measure", "host")
+_PATTERNS = {"age": r"-?\d+", **dict.fromkeys(_CHECKED, "[^/]+")}
 """Patterns of variable parts. Names that the library checks have no slash; other names of the user may have one."""

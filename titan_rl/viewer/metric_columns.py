@@ -11,8 +11,7 @@ from typing import Any
 
 from typing_extensions import TypeIs
 
-from titan_rl.metrics.metric import MetricGroup
-from titan_rl.metrics.table import find_metric
+from titan_rl.metrics.table import GROUPS, find_metric
 
 Curve = dict[str, list[float | None]]
 """{"steps": [...], "values": [...]}, and "low" and "high" if each point stands for several steps."""
@@ -95,7 +94,7 @@ def _finite(value: float) -> float | None:
 
 
 OTHERS = "Others"
-_ORDER = {group.value: index for index, group in enumerate(MetricGroup)}
+_ORDER = [*GROUPS, OTHERS]
 
 
 def described(names: Iterable[str]) -> list[dict[str, Any]]:
@@ -104,10 +103,10 @@ def described(names: Iterable[str]) -> list[dict[str, Any]]:
     Example: `described(["train/loss"])` begins `[{"name": "train/loss", "unit": "", "help": "...",`.
     """
     metrics = [_described(name) for name in names if name != "time_s"]
-    return sorted(metrics, key=lambda metric: (_ORDER.get(metric["group"], len(_ORDER)), metric["name"]))
+    return sorted(metrics, key=lambda metric: (_ORDER.index(metric["group"]), metric["name"]))
 
 
 def _described(name: str) -> dict[str, Any]:
     metric = find_metric(name)
     texts = {field: getattr(metric, field, "") for field in ("unit", "help", "normal", "otherwise")}
-    return {"name": name, **texts, "group": OTHERS if metric is None else metric.group.value}
+    return {"name": name, **texts, "group": OTHERS if metric is None else metric.group}

@@ -534,3 +534,10 @@ class ReplicaStatus:
             error,
             gauges,
         )
+
+    @property
+    def mean_waiting(self) -> float:
+        """Mean number of requests waiting in the engine; 0 if unknown."""
+        if self.gauges is None or not self.gauges.num_steps:
+            return 0.0
+        return self.gauges.sums.get("waiting_requests", 0.0) / self.gauges.num_steps

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 from titan_rl.cluster.hosts.cores import plural
 from titan_rl.cluster.hosts.lifecycle import HostHistory
-from titan_rl.generation.router.pool import ReplicaStatus
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import GaugeSummary
 from titan_rl.rollout.group.running_groups import Waits
-from titan_rl.run.terminal.live_display import SLOT_STYLES, ReplicaLook, RunLook
+from titan_rl.run.terminal.live_display import SLOT_STYLES, RunLook
 from titan_rl.scheduling.lease import GroupState
 
 
@@ -81,7 +80,7 @@ class GenerationStatus:
         }
         return RunLook(
             {state: states.get(state, 0) for state in SLOT_STYLES},
-            [_look_of(replica) for replica in self._router.replicas],
+            self._router.replicas,
             version,
             self._hosts.look(),
         )
@@ -104,12 +103,3 @@ class GenerationStatus:
             f"{len(serving)} of {self._num_generators} generators serve",
             *errors,
         ]
-
-
-def _look_of(replica: ReplicaStatus) -> ReplicaLook:
-    gauges, waiting = replica.gauges, None
-    if gauges is not None and gauges.num_steps and "waiting_requests" in gauges.sums:
-        waiting = gauges.sums["waiting_requests"] / gauges.num_steps
-    return ReplicaLook(
-        replica.name, replica.serving, replica.version, replica.num_requests, waiting, replica.last_error
-    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
 from statistics import fmean
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, Group, RenderableType
 from rich.live import Live
@@ -21,6 +21,9 @@ from titan_rl.cluster.hosts.lifecycle import HostStatus
 from titan_rl.core.plain_data import terminal_text
 from titan_rl.core.run_files import work_of
 from titan_rl.run.terminal.standard_streams import silence
+
+if TYPE_CHECKING:  # commands without a run need no router
+    from titan_rl.generation.router.pool import ReplicaStatus
 
 logger = logging.getLogger(__name__)
 
@@ -161,23 +164,6 @@ ASCII_SIGNS = ".#e$~=-"
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaLook:
-    """Snapshot of a replica.
-
-    Args:
-        waiting: Mean number of requests waiting in the replica's engine, if known.
-        error: Reason why the replica does not serve.
-    """
-
-    name: str
-    serving: bool
-    version: int | None
-    num_requests: int
-    waiting: float | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RunLook:
     """Snapshot of generation.
 
@@ -188,7 +174,7 @@ class RunLook:
     """
 
     slots: Mapping[str, int]
-    replicas: Sequence[ReplicaLook]
+    replicas: Sequence[ReplicaStatus]
     version: int
     hosts: Sequence[HostStatus] = ()
 
@@ -334,8 +320,8 @@ def _replica_lines(look: RunLook, most: int, ascii_only: bool) -> list[Text]:
             f"{replica.name:<{widest}}",
             ("  starting" if replica.version is None else f"  v{replica.version}", "dim"),
             f"  {replica.num_requests} requests",
-            ("" if replica.waiting is None or replica.waiting < 0.5 else f", {replica.waiting:.0f} waiting", "yellow"),
-            (f"  {replica.error}" if replica.error else "", "red"),
+            ("" if replica.mean_waiting < 0.5 else f", {replica.mean_waiting:.0f} waiting", "yellow"),
+            (f"  {replica.last_error}" if replica.last_error else "", "red"),
         )
         for replica in shown
     ]
