@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import count
 from typing import Any, cast
 
@@ -53,6 +53,7 @@ Step = Callable[[Attempt], AbstractContextManager[object]]
 skipped. After it has yielded, it may check or replace the answer."""
 
 
+@dataclass(eq=False)
 class Generation:
     """A `GenerateFn` that passes each request through a list of steps, the first of them outermost.
 
@@ -69,18 +70,11 @@ class Generation:
         resume: Continues aborted completions. By default aborted completions are returned to the caller.
     """
 
-    def __init__(
-        self,
-        ask: RequestFn,
-        *,
-        around_attempt: Sequence[Step] = (),
-        ready: Callable[[], Awaitable[object]] | None = None,
-        resume: Resume | None = None,
-    ) -> None:
-        self._ask = ask
-        self._around_attempt = around_attempt
-        self._ready = ready
-        self._resume = resume
+    ask: RequestFn
+    _: KW_ONLY
+    around_attempt: Sequence[Step] = ()
+    ready: Callable[[], Awaitable[object]] | None = None
+    resume: Resume | None = None
 
     async def __call__(
         self,
@@ -91,21 +85,21 @@ class Generation:
         sampling: SamplingParams,
     ) -> Completion:
         request, on_chunk = EngineRequest(request_id, prompt_token_ids, sampling, session_id), listener()
-        if self._resume is None:
+        if self.resume is None:
             return await self._attempt(request, on_chunk)
-        return await self._resume.complete(self._attempt, request, on_chunk)
+        return await self.resume.complete(self._attempt, request, on_chunk)
 
     async def _attempt(self, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
         attempt = Attempt(request, on_chunk)
-        if self._ready is not None:
-            await self._ready()
+        if self.ready is not None:
+            await self.ready()
         with ExitStack() as stack:
-            for step in self._around_attempt:
+            for step in self.around_attempt:
                 stack.enter_context(step(attempt))
                 if attempt.answer is not None:
                     break
             else:
-                attempt.answer = await self._ask(attempt.request, attempt.on_chunk)
+                attempt.answer = await self.ask(attempt.request, attempt.on_chunk)
         return cast("Completion", attempt.answer)  # the caller checks its type
 
 
@@ -136,6 +130,7 @@ def resume_on_abort(
     return Generation(request_fn(generate), resume=resume)
 
 
+@dataclass(eq=False)
 class Resume:
     """Continuation of aborted completions, so that callers see whole ones.
 
@@ -162,19 +157,14 @@ class Resume:
         ValueError: `max_attempts` is less than 1.
     """
 
-    def __init__(
-        self,
-        wait_until_resumed: Callable[[], Awaitable[object]] | None = None,
-        resume_timeout_s: float = 300.0,
-        max_attempts: int | None = None,
-        max_context: int | None = None,
-    ) -> None:
-        if max_attempts is not None and max_attempts < 1:
-            raise ValueError(f"max_attempts is {max_attempts}; it must be at least 1")
-        self._wait_until_resumed = wait_until_resumed
-        self._timeout_s = resume_timeout_s
-        self._max_attempts = max_attempts
-        self._max_context = max_context
+    wait_until_resumed: Callable[[], Awaitable[object]] | None = None
+    resume_timeout_s: float = 300.0
+    max_attempts: int | None = None
+    max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_attempts is not None and self.max_attempts < 1:
+            raise ValueError(f"max_attempts is {self.max_attempts}; it must be at least 1")
 
     async def complete(self, ask: RequestFn, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
         """The completion of all attempts together. `on_chunk` receives each of its tokens once and in order.
@@ -184,10 +174,10 @@ class Resume:
                 experts.
             TypeError: `ask` returned something other than a completion.
         """
-        if self._max_context is not None:
-            room = max(1, self._max_context - len(request.prompt_token_ids))
+        if self.max_context is not None:
+            room = max(1, self.max_context - len(request.prompt_token_ids))
             request = replace(request, sampling=request.sampling.within(room))
-        partial, fruitless = Partial(request, on_chunk), _FruitlessAttempts(self._timeout_s)
+        partial, fruitless = Partial(request, on_chunk), _FruitlessAttempts(self.resume_timeout_s)
         loop, interrupted_s = asyncio.get_running_loop(), 0.0
         for attempt in count(1):
             began = loop.time()
@@ -203,7 +193,7 @@ class Resume:
             if stopwatch.time_is_up():
                 break
             aborted = loop.time()
-            again = attempt != self._max_attempts and await self._resumed()
+            again = attempt != self.max_attempts and await self._resumed()
             again = again and await fruitless.wait(bool(part.token_ids), since=began)
             interrupted_s += loop.time() - aborted
             if not again:
@@ -215,11 +205,11 @@ class Resume:
 
     async def _resumed(self) -> bool:
         """Wait until generation is resumed. Returns False if that takes too long."""
-        if self._wait_until_resumed is None:
+        if self.wait_until_resumed is None:
             return True
         try:
             with stopwatch.paused():
-                await bounded(self._wait_until_resumed(), self._timeout_s, "wait_until_resumed")
+                await bounded(self.wait_until_resumed(), self.resume_timeout_s, "wait_until_resumed")
         except OutOfTimeError:
             return False
         return True

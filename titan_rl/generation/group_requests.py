@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -38,6 +38,7 @@ class Suspendable(Protocol):
     ) -> AbstractContextManager[bool]: ...
 
 
+@dataclass(eq=False)
 class GroupRequests:
     """The `GenerateFn` of one group. Pauses and suspensions only delay the requests of a training group.
 
@@ -55,32 +56,25 @@ class GroupRequests:
             groups.
     """
 
-    def __init__(
-        self,
-        router: GeneratorRouter,
-        playing: Playing,
-        *,
-        recorder: Recorder | None = None,
-        suspension: Suspendable | None = None,
-        room: Callable[[], Awaitable[object]] | None = None,
-        max_context: int | None = None,
-        version: int | None = None,
-    ) -> None:
-        self.recorder = recorder
-        self.suspension = suspension
-        self.room = room
-        self.version = version
-        self._router = router
-        self._playing = playing
-        if recorder is None:
-            naming = [] if version is None else [partial(_named, version)]
-            self._generation = Generation(router.stream, around_attempt=naming)
+    router: GeneratorRouter
+    playing: Playing
+    _: KW_ONLY
+    recorder: Recorder | None = None
+    suspension: Suspendable | None = None
+    room: Callable[[], Awaitable[object]] | None = None
+    max_context: int | None = None
+    version: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.recorder is None:
+            naming = [] if self.version is None else [partial(_named, self.version)]
+            self._generation = Generation(self.router.stream, around_attempt=naming)
         else:
             self._generation = Generation(
-                router.stream,
-                resume=Resume(self._both_open, SUSPEND_TIMEOUT_S, max_context=max_context),
-                ready=room,
-                around_attempt=[recorder.step, self._suspendable],
+                self.router.stream,
+                resume=Resume(self._both_open, SUSPEND_TIMEOUT_S, max_context=self.max_context),
+                ready=self.room,
+                around_attempt=[self.recorder.step, self._suspendable],
             )
 
     async def __call__(
@@ -92,19 +86,19 @@ class GroupRequests:
         sampling: SamplingParams,
     ) -> Completion:
         generate = self._generation
-        with self._playing.request(session_id):
+        with self.playing.request(session_id):
             return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
 
     async def _both_open(self) -> None:
         assert self.suspension is not None
         await self.suspension.wait_resumed()
-        await self._router.wait_resumed()
+        await self.router.wait_resumed()
 
     @contextmanager
     def _suspendable(self, attempt: Attempt) -> Generator[None]:
         request_id = attempt.request.request_id
         assert self.suspension is not None
-        with self.suspension.request(request_id, self._router.abort) as may_be_sent:
+        with self.suspension.request(request_id, self.router.abort) as may_be_sent:
             if not may_be_sent:
                 attempt.answer = Completion(request_id, [], [], FinishReason.ABORT, ())
             yield

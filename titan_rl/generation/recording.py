@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from titan_rl.core.arrays import token_array
@@ -54,6 +54,7 @@ PendingRequests = dict[str, tuple[int, bytes, SamplingParams]]
 """Requests in flight by id: index of the group, digest of the prompt, and sampling."""
 
 
+@dataclass(eq=False)
 class Recorder:
     """Recorder of one group's answers. Its method `step` is a step of `Generation`.
 
@@ -70,19 +71,11 @@ class Recorder:
         pending: Requests in flight, if several groups share them.
     """
 
-    def __init__(
-        self,
-        index: int,
-        known: Callable[[], KnownAnswers],
-        record: Callable[[RecordedAnswer], object],
-        check: Callable[[Any, int], Completion],
-        pending: PendingRequests | None = None,
-    ) -> None:
-        self.index = index
-        self.known = known
-        self.record = record
-        self._check = check
-        self._pending = {} if pending is None else pending
+    index: int
+    known: Callable[[], KnownAnswers]
+    record: Callable[[RecordedAnswer], object]
+    check: Callable[[Any, int], Completion]
+    pending: PendingRequests = field(default_factory=PendingRequests)
 
     @contextmanager
     def step(self, attempt: Attempt) -> Generator[None]:
@@ -93,14 +86,14 @@ class Recorder:
         """
         request = attempt.request
         request_id, sampling, digest = request.request_id, request.sampling, prompt_digest(request.prompt_token_ids)
-        if request_id in self._pending:
+        if request_id in self.pending:
             raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
         known = self.known().get((request_id, digest))
         if known is not None and known.sampling == sampling:
             attempt.answer = known.completion
             yield
             return
-        self._pending[request_id] = (self.index, digest, sampling)
+        self.pending[request_id] = (self.index, digest, sampling)
         partial = Partial(request, attempt.on_chunk)
         try:
             with partial.attempt() as keep:
@@ -111,8 +104,8 @@ class Recorder:
             self._keep(digest, sampling, partial.so_far)
             raise
         finally:
-            del self._pending[request_id]
-        attempt.answer = self._check(attempt.answer, sampling.max_tokens)
+            del self.pending[request_id]
+        attempt.answer = self.check(attempt.answer, sampling.max_tokens)
         self._keep(digest, sampling, attempt.answer)
 
     def record_partial(self, tokens: Mapping[str, Completion]) -> None:
@@ -121,7 +114,7 @@ class Recorder:
         Args:
             tokens: Tokens so far of all requests, by id; see `GeneratorRouter.tokens_so_far`.
         """
-        for request_id, (_, digest, sampling) in self._pending.items():
+        for request_id, (_, digest, sampling) in self.pending.items():
             if (so_far := tokens.get(request_id)) is not None:
                 self._keep(digest, sampling, so_far)
 

@@ -81,10 +81,7 @@ class EngineRequest:
     def sent_to(self, generate: GenerateFn) -> Coroutine[Any, Any, Completion]:
         """Call a `GenerateFn` with this request. The function gets its own copy of the prompt, as a list."""
         return generate(
-            list(self.prompt_token_ids),
-            request_id=self.request_id,
-            session_id=self.session_id,
-            sampling=self.sampling,
+            list(self.prompt_token_ids), request_id=self.request_id, session_id=self.session_id, sampling=self.sampling
         )
 
 

@@ -8,14 +8,7 @@ from dataclasses import replace
 from operator import index
 from typing import Any
 
-from titan_rl.core.arrays import (
-    LARGEST_TOKEN_ID,
-    TOKENS,
-    NumberArray,
-    expert_rows,
-    logprob_array,
-    token_array,
-)
+from titan_rl.core.arrays import LARGEST_TOKEN_ID, TOKENS, NumberArray, expert_rows, logprob_array, token_array
 from titan_rl.core.pickling import replace_unchecked
 from titan_rl.core.plain_data import plain, safe_repr, snapshot
 from titan_rl.rollout.types import Message, Rollout

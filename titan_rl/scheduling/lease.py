@@ -96,11 +96,7 @@ class Suspension:
         """
 
         async def guarded(
-            prompt_token_ids: Sequence[int],
-            *,
-            request_id: str,
-            session_id: str | None = None,
-            sampling: SamplingParams,
+            prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
         ) -> Completion:
             with self.request(request_id, abort) as may_be_sent:
                 if not may_be_sent:

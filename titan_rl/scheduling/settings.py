@@ -6,14 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import (
-    Field,
-    ModelWrapValidatorHandler,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, ModelWrapValidatorHandler, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from titan_rl.core.settings import FunctionName, Section, TakesEffect, one_of
 from titan_rl.scheduling.filters import BY_NAME

@@ -48,6 +48,7 @@ class Served:
     api_key: str
 
 
+@dataclass(eq=False)
 class PolicyServer:
     """Process of `titan-rl serve`. If it ends, another one is started at the same address, unless the folder now has
     another model.
@@ -62,23 +63,15 @@ class PolicyServer:
         console: Shows that the folder has another model.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        processes: AgentProcesses,
-        log: Path,
-        options: Mapping[str, str],
-        start_s: float,
-        run: Path,
-        console: Console,
-    ) -> None:
-        self._folder = folder
-        self._processes = processes
-        self._log = log
-        self._options = options
-        self._start_s = start_s
-        self._run_folder = run
-        self._console = console
+    folder: str
+    processes: AgentProcesses
+    log: Path
+    options: Mapping[str, str]
+    start_s: float
+    run: Path
+    console: Console
+
+    def __post_init__(self) -> None:
         self._model: Mapping[str, str] | None = None  # identity of the model that is served
         self._environment = {**os.environ, "TITAN_RL_API_KEY": secrets.token_urlsafe(32)}
         self._port = "0"  # the system chooses the port of the first process
@@ -94,7 +87,7 @@ class PolicyServer:
                 error = self._failure("ended")
             except ModelError as changed:
                 error = changed
-                self._console.warning(str(changed))
+                self.console.warning(str(changed))
             except (GenerationError, OSError) as failed:
                 error = failed
             if not self.served.done():
@@ -109,9 +102,9 @@ class PolicyServer:
         Raises:
             ModelError: It has another one.
         """
-        folder = Path(self._folder)
+        folder = Path(self.folder)
         if self._model is None:
-            self._model = recorded_identity(folder, self._run_folder) or model_identity(folder)
+            self._model = recorded_identity(folder, self.run) or model_identity(folder)
         if changed := changed_parts(folder, self._model):
             raise ModelError(
                 f"{folder} is not served: {', '.join(changed)} changed since the run began; put that model back"
@@ -124,11 +117,11 @@ class PolicyServer:
             GenerationError: the process ended before it listened, or did not listen in time. The message has the end of
                 its output.
         """
-        command = [sys.executable, "-m", "titan_rl.cli.main", "serve", self._folder]
-        for name, value in {**self._options, "server.port": self._port}.items():
+        command = [sys.executable, "-m", "titan_rl.cli.main", "serve", self.folder]
+        for name, value in {**self.options, "server.port": self._port}.items():
             command += [f"--{name}", value]
-        with self._log.open("wb") as output:
-            async with self._processes.running(command, self._environment, output.fileno()) as server:
+        with self.log.open("wb") as output:
+            async with self.processes.running(command, self._environment, output.fileno()) as server:
                 try:
                     url, self._port = await self._address(server.process)
                     if not self.served.done():
@@ -142,20 +135,20 @@ class PolicyServer:
     async def _address(self, process: subprocess.Popen[bytes]) -> tuple[str, str]:
         """URL and port of the server, which it prints once it listens."""
         try:
-            async with asyncio.timeout(self._start_s):
+            async with asyncio.timeout(self.start_s):
                 while (found := _URL.search(self._printed())) is None:
                     if process.poll() is not None:
                         raise self._failure("ended")
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
-            raise self._failure(f"did not answer within start_s = {self._start_s:g} s") from None
+            raise self._failure(f"did not answer within start_s = {self.start_s:g} s") from None
         return found[1], found[2]
 
     def _failure(self, problem: str) -> GenerationError:
-        return GenerationError(f"the server of {self._folder} {problem}: {self._printed()[-500:]} ({self._log})")
+        return GenerationError(f"the server of {self.folder} {problem}: {self._printed()[-500:]} ({self.log})")
 
     def _printed(self) -> str:
-        return self._log.read_text(encoding="utf-8", errors="replace")
+        return self.log.read_text(encoding="utf-8", errors="replace")
 
 
 def new_log(folder: Path, name: str) -> Path:

@@ -68,11 +68,7 @@ class PendingCall:
     """One `generate` call and the tokens that the engine has produced for it."""
 
     def __init__(
-        self,
-        request: EngineRequest,
-        future: asyncio.Future[Completion],
-        on_chunk: OnChunk | None,
-        clock: Clock,
+        self, request: EngineRequest, future: asyncio.Future[Completion], on_chunk: OnChunk | None, clock: Clock
     ) -> None:
         self.request = request
         self.future = future

@@ -10,14 +10,7 @@ from typing import Any
 
 from titan_rl.core.calls.user_code import summary, with_cause
 from titan_rl.core.errors import EngineDeadError, GenerationError, RequestError, StateDictError
-from titan_rl.generation.engine import (
-    Engine,
-    PinningEngine,
-    SleepingEngine,
-    TokenDelta,
-    check_sampling,
-    policy_of,
-)
+from titan_rl.generation.engine import Engine, PinningEngine, SleepingEngine, TokenDelta, check_sampling, policy_of
 from titan_rl.generation.loop.calls import Weights
 from titan_rl.generation.loop.state import LoopAction, LoopDecision
 from titan_rl.generation.request import EngineRequest

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from titan_rl.core.calls import stopwatch
 from titan_rl.core.calls.stopwatch import moving_with_tokens
@@ -58,6 +58,7 @@ class Failed:
         return self.outlived or self.replica.num_requests > 0
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Sends a request to one replica after the other until it is answered, in the caller's own task.
 
@@ -69,30 +70,24 @@ class Dispatcher:
         ValueError: `max_attempts` is less than 1, or `move_below` is out of range.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        requests: RequestsInFlight,
-        pause: Pause,
-        calls: OpenCalls,
-        *,
-        max_attempts: int,
-        move_below: float | None,
-    ) -> None:
-        if max_attempts < 1:
-            raise ValueError(f"max_attempts is {max_attempts!r}; it must be at least 1")
-        self.moves = Moves(pool, requests, pause, move_below)
-        self._pool = pool
-        self._limits = pool.limits
-        self._requests = requests
-        self._pause = pause
-        self._calls = calls
-        self._max_attempts = max_attempts
+    pool: Pool
+    requests: RequestsInFlight
+    pause: Pause
+    calls: OpenCalls
+    _: KW_ONLY
+    max_attempts: int
+    move_below: float | None
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise ValueError(f"max_attempts is {self.max_attempts!r}; it must be at least 1")
+        self.moves = Moves(self.pool, self.requests, self.pause, self.move_below)
+        self.limits = self.pool.limits
 
     async def generate(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
         """Answer a request; see `GeneratorRouter.stream`."""
-        async with self._calls.one():
-            with self._requests.track(request, on_chunk) as in_flight, stopwatch.ending_with(in_flight.abort_soon):
+        async with self.calls.one():
+            with self.requests.track(request, on_chunk) as in_flight, stopwatch.ending_with(in_flight.abort_soon):
                 failures: list[Failed] = []
                 while (reservation := await self._reserve(in_flight)) is not None:
                     was_moved = in_flight.is_leaving  # the router, not a failure, caused this attempt
@@ -108,7 +103,7 @@ class Dispatcher:
                         await self._judge(in_flight, [outcome] if was_moved or ended is not None else failures)
                     if ended is not None and not in_flight.aborted:
                         return ended  # the attempt ended between its last token and its answer
-                    if len(failures) == self._max_attempts:
+                    if len(failures) == self.max_attempts:
                         raise self._given_up(request, failures) from failures[-1].error
                 return in_flight.partial.so_far
 
@@ -124,29 +119,29 @@ class Dispatcher:
         """Reserve a slot on a replica, once the router is not paused and enough replicas serve. None if the request is
         aborted."""
         while True:
-            if in_flight.aborted or self._pool.target.mode is PauseMode.ABORT:
+            if in_flight.aborted or self.pool.target.mode is PauseMode.ABORT:
                 return None
             if (reservation := self.moves.take_reservation(in_flight)) is not None:
                 return reservation
-            is_open = self._pause.open.is_set()
-            if is_open and self._pool.enough.is_set():
-                return self._pool.choose(in_flight.partial.request)
+            is_open = self.pause.open.is_set()
+            if is_open and self.pool.enough.is_set():
+                return self.pool.choose(in_flight.partial.request)
             try:
                 with stopwatch.paused():
                     if is_open:
-                        await in_flight.within(self._limits.no_replica_s, self._pool.enough.wait())
+                        await in_flight.within(self.limits.no_replica_s, self.pool.enough.wait())
                     else:
                         began = asyncio.get_running_loop().time()
-                        await in_flight.within(self._limits.paused_s, self._pause.open.wait())
+                        await in_flight.within(self.limits.paused_s, self.pause.open.wait())
                         in_flight.interrupted_s += asyncio.get_running_loop().time() - began
             except CutShortError:
                 continue
             except TimeoutError:
-                if not self._pause.open.is_set():
-                    raise self._pause.not_resumed() from None
-                cause, waited_s = self._pool.last_error, self._limits.no_replica_s
-                served = "no replica" if self._pool.least == 1 else f"fewer than {self._pool.least} replicas"
-                why = self._pool.trouble() if cause is None else f"the last failed: {cause!r}"
+                if not self.pause.open.is_set():
+                    raise self.pause.not_resumed() from None
+                cause, waited_s = self.pool.last_error, self.limits.no_replica_s
+                served = "no replica" if self.pool.least == 1 else f"fewer than {self.pool.least} replicas"
+                why = self.pool.trouble() if cause is None else f"the last failed: {cause!r}"
                 raise NoReplicaError(f"{served} served within {waited_s:g} s; {why}") from cause
 
     async def _send(self, in_flight: RequestInFlight, replica: PooledReplica) -> Answered | Aborted | Moved | Failed:
@@ -211,11 +206,11 @@ class Dispatcher:
         last = failures[-1]
         alike = [failure for failure in failures if type(failure.error) is type(last.error)]
         is_lost = isinstance(last.error, EngineDeadError | EngineStalledError)
-        follows_request = len({failure.replica for failure in alike}) > 1 or len(alike) == self._max_attempts > 1
+        follows_request = len({failure.replica for failure in alike}) > 1 or len(alike) == self.max_attempts > 1
         if follows_request and not is_lost and all(failure.may_be_outlived for failure in alike):
             try:
                 with stopwatch.paused():
-                    await request.within(None, asyncio.sleep(self._limits.blame_s))
+                    await request.within(None, asyncio.sleep(self.limits.blame_s))
             except CutShortError:
                 return  # the request is aborted
             if all(failure.outlived for failure in alike):
@@ -224,7 +219,7 @@ class Dispatcher:
                     f"request {request.request_id!r} failed {len(alike)} times in the same way, on {names}, which then "
                     f"served others: {last.error!r}"
                 ) from last.error
-        self._pool.quarantine(last.replica, last.error, last.epoch)
+        self.pool.quarantine(last.replica, last.error, last.epoch)
 
 
 LOOK_S = 1.0

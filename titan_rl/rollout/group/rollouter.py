@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -50,6 +50,7 @@ class GroupRunner(Protocol):
     def resume_judging(self) -> None: ...
 
 
+@dataclass(eq=False)
 class Rollouter:
     """Runs groups of rollouts. It holds no state between groups, so any number may run at once.
 
@@ -94,28 +95,21 @@ class Rollouter:
             Its exceptions are logged once.
     """
 
-    def __init__(
-        self,
-        make_env: Callable[[Any], TokenEnv | AgentEnv | SeatedEnv],
-        rubric: Rubric,
-        *,
-        max_context: int,
-        advantage: AdvantageFn = standardized,
-        limits: RolloutConfig | None = None,
-        seed: int | None = 0,
-        finish_session: Callable[[str], object] | None = None,
-    ) -> None:
-        if not isinstance(max_context, int) or max_context < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+    make_env: Callable[[Any], TokenEnv | AgentEnv | SeatedEnv]
+    rubric: Rubric
+    _: KW_ONLY
+    max_context: int
+    advantage: AdvantageFn = standardized
+    limits: RolloutConfig = field(default_factory=RolloutConfig)
+    seed: int | None = 0
+    finish_session: Callable[[str], object] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_context, int) or self.max_context < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
-                f"Rollouter max_context is {max_context!r}; it must hold a prompt and an answer: an integer, at least 2"
+                f"Rollouter max_context is {self.max_context!r}; it must hold a prompt and an answer: an integer, at "
+                "least 2"
             )
-        self.make_env = make_env
-        self.rubric = rubric
-        self.max_context = max_context
-        self.advantage = advantage
-        self.limits = limits or RolloutConfig()
-        self.seed = seed
-        self.finish_session = finish_session
         self.callbacks = Callbacks()
         self.judging_pause = JudgingPause(self.limits.generate_timeout_s)
 

@@ -167,9 +167,7 @@ class ChatTemplateRenderer:
             )
         try:
             return ChatTemplateRenderer(
-                self._tokenizer,
-                template_kwargs={**self._template_kwargs, **kwargs},
-                single_turn=self._single_turn,
+                self._tokenizer, template_kwargs={**self._template_kwargs, **kwargs}, single_turn=self._single_turn
             )
         except ModelError as error:
             raise RequestError(f"chat_template_kwargs = {dict(kwargs)!r}: {error}") from error

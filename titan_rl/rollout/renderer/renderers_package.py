@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from titan_rl.rollout.renderer.tokenizer import folder_stop_token_ids
-from titan_rl.rollout.renderer.types import ParsedResponse, RenderedTokens, Renderer
+from titan_rl.rollout.renderer.types import ParsedResponse, Renderer
 
 logger = logging.getLogger(__name__)
 
@@ -138,15 +138,9 @@ class WithStopTokens:
     def __init__(self, renderer: Renderer, more: Sequence[int]) -> None:
         self.renderer = renderer
         self.more = tuple(more)
-
-    @property
-    def reads_tool_calls(self) -> bool:
-        return getattr(self.renderer, "reads_tool_calls", True)
-
-    def render_ids(
-        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
-    ) -> list[int]:
-        return self.renderer.render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        self.reads_tool_calls: bool = getattr(renderer, "reads_tool_calls", True)
+        self.render_ids = renderer.render_ids
+        self.bridge_to_next_turn = renderer.bridge_to_next_turn
 
     def parse_response(
         self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
@@ -156,15 +150,3 @@ class WithStopTokens:
 
     def get_stop_token_ids(self) -> list[int]:
         return [*self.renderer.get_stop_token_ids(), *self.more]
-
-    def bridge_to_next_turn(
-        self,
-        previous_prompt_ids: list[int],
-        previous_completion_ids: list[int],
-        new_messages: list[Any],
-        *,
-        tools: list[Any] | None = None,
-    ) -> RenderedTokens | None:
-        return self.renderer.bridge_to_next_turn(
-            previous_prompt_ids, previous_completion_ids, new_messages, tools=tools
-        )

@@ -168,9 +168,7 @@ class Rubric:
         return values
 
     async def score(
-        self,
-        group: RolloutGroup | Sequence[Rollout],
-        begun: Mapping[str, Mapping[str, float]] | None = None,
+        self, group: RolloutGroup | Sequence[Rollout], begun: Mapping[str, Mapping[str, float]] | None = None
     ) -> None:
         """Fill in `reward` and `reward_breakdown` (unweighted values by name) of all rollouts, or of none if it fails.
 

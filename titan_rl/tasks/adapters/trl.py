@@ -326,9 +326,7 @@ class RewardFuncsRubric(TextRubric):
         self._notes: dict[str, _Notes] = {}  # by rollout id, while the rollout's group is judged
 
     async def score(
-        self,
-        group: RolloutGroup | Sequence[Rollout],
-        begun: Mapping[str, Mapping[str, float]] | None = None,
+        self, group: RolloutGroup | Sequence[Rollout], begun: Mapping[str, Mapping[str, float]] | None = None
     ) -> None:
         rollouts = group.rollouts if isinstance(group, RolloutGroup) else group
         try:
