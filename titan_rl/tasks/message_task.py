@@ -37,7 +37,7 @@ from titan_rl.rollout.group.user_code_boundary import EnvCalls, RolloutEnded, Us
 from titan_rl.rollout.policy_text import PolicyText, text_of, with_prefix_marked
 from titan_rl.rollout.prompt_length import PromptLimit
 from titan_rl.rollout.renderer.types import Renderer
-from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.reward import FailurePolicy, Reward
 from titan_rl.rollout.rewards.rubric import Rubric, TextRubric
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, Demonstration
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus
@@ -211,6 +211,9 @@ class OpeningTask(MessageTask):
         """Tools of one rollout; see `tools_of`."""
         return ()
 
+    def env(self, sample: Any) -> MessageEnv:
+        return ToolEnv(self.opening(sample), self.offered_tools(sample))
+
     @abstractmethod
     def count_long_prompts(self, limit: PromptLimit) -> str:
         """Describe how many prompts leave no room for an answer; empty if none is found."""
@@ -278,9 +281,6 @@ class PromptTask(OpeningTask):
         """Tools of one rollout: functions, or a fresh object whose public methods are the tools."""
         return ()
 
-    def env(self, sample: Any) -> MessageEnv:
-        return ToolEnv(self.prompt(sample), self.tools(sample))
-
     @property
     def is_single_turn(self) -> bool:
         """Whether no rollout has a second turn, because the task has neither tools nor its own environment."""
@@ -291,7 +291,7 @@ class PromptTask(OpeningTask):
         return answer_rubric(self.reward)
 
     def key(self, sample: Any) -> str:
-        return json.dumps(plain_json(messages_of(self.prompt(sample))), sort_keys=True)
+        return json.dumps(plain_json(self.opening(sample)), sort_keys=True)
 
     def opening(self, sample: Any) -> Sequence[Message]:
         return messages_of(self.prompt(sample))
@@ -316,15 +316,13 @@ def answer_rubric(reward: AnswerReward, *, in_thread: bool = False) -> Rubric:
         in_thread: Whether a sync function runs in a worker thread; see `Reward`.
     """
 
-    def value(rollout: Rollout) -> float:
-        return cast("float", reward(rollout.sample, text_of(rollout)))
-
-    async def awaited(rollout: Rollout) -> float:
-        return await cast("Awaitable[float]", reward(rollout.sample, text_of(rollout)))
+    def value(rollout: Rollout) -> float | Awaitable[float]:
+        return reward(rollout.sample, text_of(rollout))
 
     name = getattr(reward, "__name__", type(reward).__name__)
-    judge = awaited if is_async(reward) else value
-    return TextRubric([Reward(judge, name=name, in_thread=in_thread)], truncated_reward=0.0, error_reward=0.0)
+    on_failure = FailurePolicy() if is_async(reward) else None  # `value` itself is not async
+    judge = Reward(value, name=name, in_thread=in_thread, on_failure=on_failure)
+    return TextRubric([judge], truncated_reward=0.0, error_reward=0.0)
 
 
 MOST_TURNS = 64

@@ -15,14 +15,13 @@ from titan_rl.core.calls.imports import find_function
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.core.plain_data import plain_json
 from titan_rl.core.settings import FilePath, FunctionName
-from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.prompt_length import USUAL_TOKEN, PromptLimit, num_characters
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message
 from titan_rl.tasks.chats import openai_messages
 from titan_rl.tasks.message_task import OpeningTask, answer_rubric
 from titan_rl.tasks.row_files import Row, read_rows
-from titan_rl.tasks.tools import ToolEnv, messages_of
+from titan_rl.tasks.tools import messages_of
 
 
 class ChosenRows:
@@ -112,9 +111,6 @@ class RowTask(OpeningTask):
     def source(self) -> str:
         """Name of the data, for messages."""
 
-    def opening(self, sample: Row) -> list[Message]:
-        return self.messages(sample)
-
     def count_long_prompts(self, limit: PromptLimit) -> str:
         trained, held_out = self._sides
         parts = [self._count(limit, trained, "prompts to train on")]
@@ -127,7 +123,7 @@ class RowTask(OpeningTask):
         long: list[int] = []
         measured = tokenized = 0
         for index in _order(len(rows), "measured"):
-            messages = self.messages(rows[index])
+            messages = self.opening(rows[index])
             if limit.most_tokens(messages) >= limit.max_context:
                 tokenized += min(num_characters(messages), limit.max_context * USUAL_TOKEN)
             if tokenized > MOST_TOKENIZED and measured:
@@ -142,9 +138,9 @@ class RowTask(OpeningTask):
         of = f"{len(rows):,}" if measured == len(rows) else f"the {measured:,} measured of {len(rows):,}"
         return f"{len(long):,} of {of} {what}, such as row {rows.number(min(long))} of {self.source},"
 
-    def messages(self, row: Row) -> list[Message]:
+    def opening(self, sample: Row) -> list[Message]:
         """Opening messages of a row, in the form of OpenAI, also if those of the row are in that of ShareGPT."""
-        return messages_of(openai_messages(self.prompt_of(row)), self.system)
+        return messages_of(openai_messages(self.prompt_of(sample)), self.system)
 
     def require_prompt(self, row: Row, place: str) -> None:
         """Check that a row has a prompt.
@@ -157,7 +153,7 @@ class RowTask(OpeningTask):
             ConfigError: the row has no prompt.
         """
         try:
-            self.messages(row)
+            self.opening(row)
         except (KeyError, IndexError, ValueError, TypeError, AttributeError, DataError) as error:
             wrong = f"has no column {error}" if isinstance(error, KeyError) else f"gives no prompt: {error}"
             raise ConfigError(
@@ -222,9 +218,6 @@ class Rows(RowTask):
                 f"training and {len(sides[1])} held out; give more rows, another share, or a task.validation_path"
             )
         return sides
-
-    def env(self, sample: Row) -> MessageEnv:
-        return ToolEnv(self.messages(sample), self.offered_tools(sample))
 
     def offered_tools(self, sample: Row) -> list[Any]:
         tools: list[Any] = [find_function("task.tools", name, {}) for name in self.tools]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
-from types import TracebackType
 from typing import Literal
 
 from titan_rl.core.calls.bounded import limited
@@ -119,7 +118,7 @@ class Reservation:
     def __enter__(self) -> PooledReplica:
         return self.replica
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.give_back()
 
     def give_back(self) -> None:

@@ -14,6 +14,8 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, cast
 
+from cachetools import LRUCache
+
 from titan_rl.core.errors import ModelError, RequestError
 from titan_rl.rollout.renderer.thoughts import THINK, THINK_END, split_thought
 from titan_rl.rollout.renderer.tokenizer import folder_stop_token_ids, load_tokenizer
@@ -110,7 +112,7 @@ class ChatTemplateRenderer:
                 f"the chat template of {self._name!r} divides an answer into several messages ({_HARMONY}), of which "
                 'the first would end it; set model.renderer = "renderers:GptOssRenderer"'
             )
-        self._rendered: dict[tuple[str, bool], list[int]] = {}  # least recently used first
+        self._rendered: LRUCache[tuple[str, bool], list[int]] = LRUCache(REMEMBERED)
         self._one_at_a_time = threading.RLock()  # tokenizers are not thread-safe
         self._calls: TemplateCalls | None = None  # found when first needed
         self._single_turn = single_turn
@@ -130,7 +132,7 @@ class ChatTemplateRenderer:
         """Copy with its own tokenizer, for another thread."""
         other = copy.copy(self)
         other._tokenizer = copy.deepcopy(self._tokenizer, memo)
-        other._rendered, other._one_at_a_time = {}, threading.RLock()
+        other._rendered, other._one_at_a_time = LRUCache(REMEMBERED), threading.RLock()
         return other
 
     @classmethod
@@ -187,12 +189,9 @@ class ChatTemplateRenderer:
                 key = (json.dumps([prepared, offered]), add_generation_prompt)
             except TypeError:  # content that is not text
                 return self._render(prepared, offered, add_generation_prompt)
-            if (ids := self._rendered.pop(key, None)) is None:
-                ids = self._render(prepared, offered, add_generation_prompt)
-            self._rendered[key] = ids
-            if len(self._rendered) > REMEMBERED:
-                del self._rendered[next(iter(self._rendered))]
-            return list(ids)
+            if key not in self._rendered:
+                self._rendered[key] = self._render(prepared, offered, add_generation_prompt)
+            return list(self._rendered[key])
 
     def _render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> list[int]:
         ids = self._tokenizer.apply_chat_template(

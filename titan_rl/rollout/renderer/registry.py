@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,27 +98,15 @@ def _renders_alike(renderer: Renderer, tokenizer: Any) -> bool:
     return True
 
 
-TOOLS: tuple[dict[str, Any], ...] = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look_up",
-            "description": "Look up a word.",
-            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
-        },
-    },
+_DATA: dict[str, Any] = tomllib.loads(
+    files("titan_rl.rollout.renderer").joinpath("conversations.toml").read_text("utf-8")
 )
-_OPENING: tuple[Message, ...] = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Define it."})
-_CALL: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "id": "call_1", "function": {"name": "look_up", "arguments": {"word": "it"}}}],
-}
-_RESULT: Message = {"role": "tool", "name": "look_up", "tool_call_id": "call_1", "content": "a pronoun"}
-_CALLED: tuple[Message, ...] = (*_OPENING, _CALL, _RESULT)
-_COMPARED = (
+TOOLS: Sequence[dict[str, Any]] = (_DATA["tool"],)
+_OPENING: Sequence[Message] = _DATA["opening"]
+_TALK: Sequence[Message] = _DATA["talk"]
+_COMPARED: Sequence[tuple[Sequence[Message], list[Any] | None]] = (
     (_OPENING, list(TOOLS)),
-    (_CALLED, list(TOOLS)),
+    ([*_OPENING, *_DATA["called"]], list(TOOLS)),
     (_OPENING[1:], None),  # here the template of Qwen2.5 adds its own system message
 )
 """Conversations and their tools, on which a renderer and a template are compared."""
@@ -240,7 +230,7 @@ def fit_template(folder: str | Path, renderer: str) -> TemplateFit:
 def _fit(tokenizer: Any, renderer: Renderer) -> TemplateFit:
     own = tokenizer.chat_template
     tried: list[_Tried] = []
-    for conversation in _CONVERSATIONS:
+    for conversation in (_TALK, _DATA["talk_with_call"]):
         tools = list(TOOLS) if any("tool_calls" in message for message in conversation) else None
         if (ids := _extended_prompt(renderer, conversation, tools)) is not None:
             tried.append(_Tried(tokenizer, conversation, tools, tokenizer.decode(ids)))
@@ -316,24 +306,6 @@ def _extended_prompt(renderer: Renderer, conversation: Sequence[Message], tools:
             return None
         prompt = list(extended.token_ids)
     return prompt
-
-
-_TALK: tuple[Message, ...] = (
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Define it."},
-    {"role": "assistant", "content": "A word.", "reasoning_content": "That is short."},
-    {"role": "user", "content": "Longer."},
-    {"role": "assistant", "content": "A pronoun.", "reasoning_content": "Not much longer."},
-    {"role": "user", "content": "Thanks."},
-)
-_TALK_WITH_CALL: tuple[Message, ...] = (
-    {"role": "user", "content": "Define it."},
-    {**_CALL, "reasoning_content": "Which word is that?"},
-    _RESULT,
-    {"role": "assistant", "content": "A pronoun.", "reasoning_content": "Found."},
-    {"role": "user", "content": "Thanks."},
-)
-_CONVERSATIONS = (_TALK, _TALK_WITH_CALL)
 
 
 _MOST_SHOWN = 8

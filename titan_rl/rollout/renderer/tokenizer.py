@@ -196,7 +196,12 @@ class TokenTexts:
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._alone: dict[int, str] = {}
+
+        @lru_cache(_REMEMBERED)
+        def of_one(token_id: int) -> str:
+            return decode([token_id])
+
+        self._of_one = of_one
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> TokenTexts:
@@ -226,11 +231,3 @@ class TokenTexts:
         if texts:
             texts[-1] += detokenizer.end()
         return texts
-
-    def _of_one(self, token_id: int) -> str:
-        text = self._alone.get(token_id)
-        if text is None:
-            text = self._decode([token_id])
-            if len(self._alone) < _REMEMBERED:
-                self._alone[token_id] = text
-        return text

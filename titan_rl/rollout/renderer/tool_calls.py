@@ -304,30 +304,21 @@ def _value(text: str, kind: Any) -> Any:
 
 def _read_formats() -> Iterator[CallFormat]:
     kinds = {kind.__name__: kind for kind in (TaggedCalls, JsonCalls, PythonCalls, BareJsonCalls, NamedJsonCalls)}
-    table = files("titan_rl.rollout.renderer").joinpath("tool_calls.toml").read_text("utf-8")
-    for entry in tomllib.loads(table)["format"]:
+    for entry in _TABLE["format"]:
         patterns = {name: re.compile(entry[name], re.DOTALL) for name in _PATTERNS & entry.keys()}
         yield kinds[entry.pop("kind")](**entry | patterns)
 
 
 _PATTERNS = {"function", "argument", "call", "end"}
+_TABLE: dict[str, Any] = tomllib.loads(
+    files("titan_rl.rollout.renderer").joinpath("tool_calls.toml").read_text("utf-8")
+)
 
 FORMATS: Sequence[CallFormat] = tuple(_read_formats())
 """Formats in the order in which they are tried, with specific formats before more general ones."""
 
-PROBE_TOOL: Mapping[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look up a word.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string"}, "count": {"type": "integer"}},
-            "required": ["word"],
-        },
-    },
-}
-PROBE_ARGUMENTS: Mapping[str, Any] = {"word": "it", "count": 3}
+PROBE_TOOL: Mapping[str, Any] = _TABLE["probe"]["tool"]
+PROBE_ARGUMENTS: Mapping[str, Any] = _TABLE["probe"]["arguments"]
 
 
 def format_of(rendered: str) -> CallFormat | None:

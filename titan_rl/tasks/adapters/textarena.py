@@ -57,9 +57,8 @@ class ArenaGame:
 
     def __init__(self, task: TextArena, num_players: int, seed: int) -> None:
         self._randomness: Any = None  # state of the game's own random generator
-        self._last_observation: dict[
-            int, str
-        ] = {}  # last text of wrappers by player; each observation repeats the whole text
+        # last text of wrappers by player; each observation repeats the whole text
+        self._last_observation: dict[int, str] = {}
         self.invalid_moves = dict.fromkeys(range(num_players), 0)
         self.done = False
         self._game = make_game(task.env_id, dict(task.options), task.wrappers)

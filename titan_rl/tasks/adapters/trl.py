@@ -166,7 +166,7 @@ class TRLTask(RowTask):
         self.rubric()
         sample = self.train_sample(0, 0)
         self._factory_of(sample)
-        ToolEnv(self.messages(sample), self._functions())
+        ToolEnv(self.opening(sample), self.offered_tools(sample))
 
     def load_rows(self) -> Sides:
         if self.dataset is None:
@@ -189,7 +189,7 @@ class TRLTask(RowTask):
         return [{} for _ in range(count)] if self.dataset is None else super().validation_samples(count)
 
     def env(self, sample: Row) -> MessageEnv:
-        messages, tools = self.messages(sample), self._functions()
+        messages, tools = self.opening(sample), self.offered_tools(sample)
         factory = self._factory_of(sample)
         if factory is None:
             return ToolEnv(messages, tools)
@@ -204,10 +204,10 @@ class TRLTask(RowTask):
         return self.dataset or "no data set"
 
     def offered_tools(self, sample: Row) -> list[Any]:
-        return [*self._functions()]
+        return [_find("task.tools", name) for name in self.tools]
 
     def key(self, sample: Row) -> str:
-        return repr(self.messages(sample))
+        return repr(self.opening(sample))
 
     def rubric(self) -> Rubric:
         """Make the rubric of the reward functions, and of `get_reward` of the environments.
@@ -232,7 +232,7 @@ class TRLTask(RowTask):
     def columns(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         """Keyword arguments of reward functions, each a list with one value for each rollout."""
         rows = [cast("Row", rollout.sample) for rollout in rollouts]
-        opening = len(self.messages(rows[0]))
+        opening = len(self.opening(rows[0]))
         in_text = isinstance(self.prompt_of(rows[0]), str)
         environments: dict[str, Any] = {}
         if self.environment_factory is not None:
@@ -275,9 +275,6 @@ class TRLTask(RowTask):
         name = str(row.get("environment"))
         check_name("the column environment", name, factories, "names of task.environment_factory")
         return factories[name]
-
-    def _functions(self) -> list[Callable[..., Any]]:
-        return [_find("task.tools", name) for name in self.tools]
 
 
 RewardFunc = Callable[..., Any]

@@ -294,15 +294,12 @@ class AgentProgram:
 def make_folder(parent: Path, name: str) -> Path:
     """Make a new folder: `name`, or `name-2` if that exists, and so on."""
     parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
+    for number in count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
+        with suppress(FileExistsError):
             folder.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
             return folder
+    raise AssertionError("there is always another number")
 
 
 def _host(base_url: str) -> str:
