@@ -52,8 +52,7 @@ class EngineRequest:
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestError(
                 f"the prompt of request {self.request_id!r} contains something other than token ids, which are "
-                "integers from "
-                f"0 to {LARGEST_TOKEN_ID}: {_not_a_token(self.prompt_token_ids)}"
+                f"integers from 0 to {LARGEST_TOKEN_ID}: {_not_a_token(self.prompt_token_ids)}"
             ) from error
         if prompt and (least := prompt.least()) < 0:
             raise RequestError(f"the prompt of request {self.request_id!r} has token {least}; none is negative")

@@ -211,12 +211,8 @@ def parts_of(layer: Any, weight: torch.Tensor) -> list[_Part]:
     else:
         return []
     offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [
-        _Part(index, 0, offset, size, start, global_size)
-        for index, (offset, size, start, global_size) in enumerate(
-            zip(offsets, sizes, starts, global_sizes, strict=True)
-        )
-    ]
+    places = zip(offsets, sizes, starts, global_sizes, strict=True)
+    return [_Part(index, 0, *place) for index, place in enumerate(places)]
 
 
 def _experts(path: str, module: Any) -> Iterator[HeldTensor]:
@@ -239,16 +235,12 @@ def _experts(path: str, module: Any) -> Iterator[HeldTensor]:
     first, second = (half, 0) if is_swapped else (0, half)
     local = [module._map_global_expert_id_to_local_expert_id(expert) for expert in range(config.num_experts)]
     prefix = path[: path.index(".experts") + len(".experts")]
-    for weight, boxes in (
-        (
-            w13,
-            {
-                module.ckpt_gate_proj_name: _ExpertBox(first, (size, hidden), (start, 0), (global_size, hidden)),
-                module.ckpt_up_proj_name: _ExpertBox(second, (size, hidden), (start, 0), (global_size, hidden)),
-            },
-        ),
-        (w2, {module.ckpt_down_proj_name: _ExpertBox(0, (hidden, size), (0, start), (hidden, global_size))}),
-    ):
+    gate_and_up = {
+        module.ckpt_gate_proj_name: _ExpertBox(first, (size, hidden), (start, 0), (global_size, hidden)),
+        module.ckpt_up_proj_name: _ExpertBox(second, (size, hidden), (start, 0), (global_size, hidden)),
+    }
+    down = {module.ckpt_down_proj_name: _ExpertBox(0, (hidden, size), (0, start), (hidden, global_size))}
+    for weight, boxes in ((w13, gate_and_up), (w2, down)):
         found = _expert_checksums(weight.as_subclass(torch.Tensor), isa, tuple(boxes.values()))
         for (name, box), values in zip(boxes.items(), found, strict=False):
             for expert, at in enumerate(local):

@@ -228,10 +228,8 @@ class Judge(ModelReward):
     def _note_verdicts(self, rollout_id: str, verdicts: Sequence[Verdict], num_rollouts: int, **more: float) -> None:
         """Record a rollout's share of the cost of the verdicts, which are about `num_rollouts` rollouts."""
         fresh = [verdict for verdict in verdicts if not verdict.is_cached]
-        prompt, completion = (
-            sum(verdict.prompt_tokens for verdict in fresh) / num_rollouts,
-            sum(verdict.completion_tokens for verdict in fresh) / num_rollouts,
-        )
+        prompt = sum(verdict.prompt_tokens for verdict in fresh) / num_rollouts
+        completion = sum(verdict.completion_tokens for verdict in fresh) / num_rollouts
         noted = {
             "seconds": max((verdict.seconds for verdict in fresh), default=0.0),
             "tokens": prompt + completion,

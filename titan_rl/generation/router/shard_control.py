@@ -458,10 +458,8 @@ class Shards:
         loads: dict[str, Load] = {}
         for shard in self._shards.values():  # dozens, with thousands of replicas each
             for name, (num_tokens, num_requests) in shard.load.loads.items():
-                before = loads.get(name)
-                loads[name] = (
-                    (num_tokens, num_requests) if before is None else (before[0] + num_tokens, before[1] + num_requests)
-                )
+                tokens, requests = loads.get(name, (0, 0))
+                loads[name] = (tokens + num_tokens, requests + num_requests)
         for replica in self._pool:
             self._pool.note_other_shards(replica, loads.get(replica.name, (0, 0)))
         return loads

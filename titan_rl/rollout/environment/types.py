@@ -302,14 +302,23 @@ class SeatOutError(Exception):
         self.why = why
 
 
-class TokenSeat(Protocol):
-    """Seat of a game in tokens. Different seats may be asked concurrently, each for one answer at a time."""
+class Seat(Protocol):
+    """Seat of a game."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def player(self) -> Player: ...
+
+    def reward(self, name: str, value: float) -> None:
+        """Give the seat a reward, for `env_reward(name)`. Rewards with the same name add up. Rewards of seats that the
+        policy does not play are ignored."""
+        ...
+
+
+class TokenSeat(Seat, Protocol):
+    """Seat of a game in tokens. Different seats may be asked concurrently, each for one answer at a time."""
 
     async def generate(self, prompt_token_ids: Sequence[int]) -> Completion:
         """Request the next completion. A completion that has used up its token budget is the last one.
@@ -339,11 +348,6 @@ class TokenSeat(Protocol):
         """Add messages to the seat's transcript."""
         ...
 
-    def reward(self, name: str, value: float) -> None:
-        """Give the seat a reward, for `env_reward(name)`. Rewards with the same name add up. Rewards of seats that the
-        policy does not play are ignored."""
-        ...
-
 
 @runtime_checkable
 class SeatedEnv(Protocol):
@@ -369,14 +373,8 @@ class SeatedEnv(Protocol):
         ...
 
 
-class MessageSeat(Protocol):
+class MessageSeat(Seat, Protocol):
     """Seat of a game in chat messages, with its own conversation."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def player(self) -> Player: ...
 
     async def ask(self, messages: Sequence[Message]) -> Message:
         """Append messages to the seat's conversation and return its answer.
@@ -388,10 +386,6 @@ class MessageSeat(Protocol):
 
     def tell(self, messages: Sequence[Message]) -> None:
         """Add messages that the seat sees before its next question, or at the end of its transcript."""
-        ...
-
-    def reward(self, name: str, value: float) -> None:
-        """Give the seat a reward; see `TokenSeat.reward`."""
         ...
 
 

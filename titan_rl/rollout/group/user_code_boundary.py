@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -56,6 +56,7 @@ class TimeBudget:
         return TimeIsUp(status, f"its own time is up: rollout_timeout_s is {self.watch.limit_s:g}")
 
 
+@dataclass(eq=False)
 class UserCodeBoundary:
     """Context manager that turns exceptions of user code into `RolloutEnded` with a status: `status`, ERROR_TIMEOUT
     once the deadline has passed, or TRUNCATED_PROMPT for a `PromptTooLongError`.
@@ -77,32 +78,28 @@ class UserCodeBoundary:
     A rollout enters four of these, and a context manager of `asynccontextmanager` takes longer than this class.
     """
 
-    def __init__(
-        self,
-        status: RolloutStatus,
-        deadline: float | None = None,
-        *,
-        watch: Stopwatch | None = None,
-        time_budget: TimeBudget | None = None,
-    ) -> None:
-        self._status = status
-        self._timeout = None if deadline is None else asyncio.timeout_at(deadline)
-        self._watch = watch
-        self._time_budget = time_budget
+    status: RolloutStatus
+    deadline: float | None = None
+    _: KW_ONLY
+    watch: Stopwatch | None = None
+    time_budget: TimeBudget | None = None
+
+    def __post_init__(self) -> None:
+        self._timeout = None if self.deadline is None else asyncio.timeout_at(self.deadline)
         self._task: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> None:
         self._task = asyncio.current_task()
         if self._timeout is not None:
             await self._timeout.__aenter__()
-        if self._watch is not None:
-            self._watch.start()
+        if self.watch is not None:
+            self.watch.start()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._watch is not None:
-            self._watch.stop()
+        if self.watch is not None:
+            self.watch.stop()
         try:
             if self._timeout is not None:
                 await self._timeout.__aexit__(kind, error, traceback)
@@ -118,10 +115,10 @@ class UserCodeBoundary:
             raise RolloutEnded(RolloutStatus.TRUNCATED_PROMPT, str(error)) from error
         is_late = self._timeout is not None and self._timeout.expired()
         if not (is_late and isinstance(error, Exception)):
-            raise RolloutEnded(self._status, Failure.of(error)) from error
-        if self._time_budget is not None:
-            raise self._time_budget.error() from error
-        late = Failure.of(error, f"TimeoutError: {_LIMITS[self._status]}")
+            raise RolloutEnded(self.status, Failure.of(error)) from error
+        if self.time_budget is not None:
+            raise self.time_budget.error() from error
+        late = Failure.of(error, f"TimeoutError: {_LIMITS[self.status]}")
         raise RolloutEnded(RolloutStatus.ERROR_TIMEOUT, late) from error
 
 

@@ -100,22 +100,16 @@ class UserFunction:
         """
 
         def call() -> Any:
-            try:
-                return self._fn(argument)
-            except BaseException as error:  # including SystemExit, and a CancelledError, which is not the caller's
-                if is_ctrl_c(error):
-                    raise
-                raise reward_error(self._name, about, error) from error
-
-        def limited() -> Any:
             with PULSE.limited(timeout_s):
-                return call()
+                try:
+                    return self._fn(argument)
+                except BaseException as error:  # including SystemExit, and a CancelledError, which is not the caller's
+                    if is_ctrl_c(error):
+                        raise
+                    raise reward_error(self._name, about, error) from error
 
         try:
-            if self._threads is not None:
-                result = await self._threads.run(limited, timeout_s)
-            else:
-                result = limited()
+            result = call() if self._threads is None else await self._threads.run(call, timeout_s)
             if inspect.isawaitable(result):
                 result = await bounded(_awaited(result), timeout_s, f"reward {self._name!r} on {about}")
         except RewardError:
