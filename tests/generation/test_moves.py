@@ -261,3 +261,20 @@ def test_moves_neither_lose_nor_repeat_tokens(events: list[tuple[str, int, float
         await router.close()
 
     in_virtual_time(scenario)
+
+
+def test_abort_ends_a_request_that_waits_for_a_replica_at_once():
+    async def scenario() -> None:
+        replica = SteppingReplica("dead")
+        replica.dead = True
+        router = routed(replica)
+        waiting = asyncio.ensure_future(router.generate(PROMPT, request_id="r", sampling=SamplingParams(max_tokens=4)))
+        await asyncio.sleep(5)  # the replica has failed the request and is out of service
+        began = asyncio.get_running_loop().time()
+        await router.abort(["r"])
+        completion = await waiting
+        assert (completion.finish_reason, len(completion.token_ids)) == (FinishReason.ABORT, 0)
+        assert asyncio.get_running_loop().time() - began < 1
+        await router.close()
+
+    in_virtual_time(scenario)

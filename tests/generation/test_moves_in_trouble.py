@@ -202,6 +202,27 @@ def test_moved_request_moves_again_after_its_tokens_doubled():
     in_virtual_time(scenario)
 
 
+def test_requests_do_not_move_only_to_swap_two_replicas():
+    """The fullest replica has only requests that must stay, and the next one a single request more than the target."""
+
+    async def scenario() -> None:
+        replicas = [SteppingReplica(name) for name in ("seeded", "two", "one")]
+        router = routed(*replicas, below=0.9, in_turn=True)
+        asked = Asked(router)
+        for request_id, seed in [("a", 1), ("b", None), ("c", None), ("d", 2), ("e", None)]:
+            asked.ask(f"{request_id}/0", 40, seed=seed)
+        asked.ask("short/0", 4)  # for the last replica, which then has room
+        for request_id, seed in [("f", 3), ("g", None)]:
+            asked.ask(f"{request_id}/0", 4 if seed is None else 40, seed=seed)
+        await asyncio.sleep(12)
+        assert requests_of(router) == [3, 2, 1]
+        assert router.num_moved == 0
+        await asked.all()
+        await router.close()
+
+    in_virtual_time(scenario)
+
+
 def test_requests_move_from_the_fullest_replica_with_movable_ones():
     async def scenario() -> None:
         seeded, full, joins = (SteppingReplica(name) for name in ("seeded", "full", "joins"))

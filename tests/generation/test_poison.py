@@ -34,7 +34,7 @@ class Touchy(SimulatedReplica):
             stream_interval=16,
         )
         self.served: list[str] = []
-        self.is_broken = False
+        self.is_broken = self.never_answers = False
         self.failures_left = Counter[str]()  # number of failures to come, by request id
 
     async def stream(self, request, on_chunk=None) -> Completion:
@@ -48,6 +48,9 @@ class Touchy(SimulatedReplica):
             raise RuntimeError("device hiccup")
         if self.is_broken:
             raise RuntimeError("device lost")
+        if self.never_answers:
+            while self.never_answers:  # noqa: ASYNC110
+                await asyncio.sleep(1)
         return await super().stream(request, on_chunk)
 
 
@@ -130,6 +133,22 @@ async def test_failures_on_a_single_replica_are_not_blamed_on_the_request(max_at
     assert len(completion.token_ids) == NUM_TOKENS
     assert stage.failed == ["a"] * (max_attempts - 1)
     assert {len(completion.token_ids) for completion in await asyncio.gather(*good)} == {NUM_TOKENS}
+    await stage.close()
+
+
+@pytest.mark.looptime
+async def test_request_is_not_blamed_while_one_of_its_replicas_serves_nothing() -> None:
+    """It failed in the same way on two replicas, of which only one works for others."""
+    stage = Stage(3)
+    for replica in stage.replicas[:2]:
+        replica.failures_left["unlucky"] = 1
+    stage.replicas[0].never_answers = True
+    old = [stage.ask(f"old {index}") for index in range(6)]
+    await asyncio.sleep(1)
+    completion = await stage.ask("unlucky")
+    assert len(completion.token_ids) == NUM_TOKENS
+    stage.replicas[0].never_answers = False
+    await asyncio.gather(*old)
     await stage.close()
 
 
