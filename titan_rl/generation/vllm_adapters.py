@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,9 +104,7 @@ def load_adapter(worker: Any, adapter_id: int, items: Iterable[tuple[str, Any]],
         given.add(name)
     for name in matrices.keys() - given:
         matrices[name].held.zero_()
-    halves = {name.rpartition(".lora_")[0]: 0 for name in given}
-    for name in given:
-        halves[name.rpartition(".lora_")[0]] += 1
+    halves = Counter(name.rpartition(".lora_")[0] for name in given)
     if torn := sorted(name for name, count in halves.items() if count == 1):
         raise StateDictError(f"the adapter has only one of the two matrices of {torn[0]} and {len(torn) - 1} more")
     for wrapper in manager.punica_wrapper_mapping.values():

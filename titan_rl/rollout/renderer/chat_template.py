@@ -442,14 +442,8 @@ def _answer(text: str) -> Message:
 
 
 def _call(arguments: Mapping[str, Any] | str, count: int = 1, names: Sequence[str] = ("look_up",)) -> Message:
-    calls = [
-        {
-            "type": "function",
-            "id": CALL_ID.format(1 + at),
-            "function": {"name": names[at % len(names)], "arguments": arguments},
-        }
-        for at in range(count)
-    ]
+    functions = [{"name": names[at % len(names)], "arguments": arguments} for at in range(count)]
+    calls = [{"type": "function", "id": CALL_ID.format(at), "function": each} for at, each in enumerate(functions, 1)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 

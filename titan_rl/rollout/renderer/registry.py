@@ -297,9 +297,8 @@ def _extended_prompt(renderer: Renderer, conversation: Sequence[Message], tools:
         if token_ids[: len(before)] != before:
             return None
         completion = token_ids[len(before) :]
-        completion = completion[
-            : 1 + next((at for at, token in enumerate(completion) if token in stops), len(completion))
-        ]
+        last = next((at for at, token in enumerate(completion) if token in stops), len(completion))
+        completion = completion[: last + 1]
         following = list(conversation[reply + 1 : end])
         extended = renderer.bridge_to_next_turn(prompt, completion, following, tools=tools)
         if extended is None:

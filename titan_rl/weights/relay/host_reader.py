@@ -194,17 +194,8 @@ class Download:
             time.sleep(RETRY_S)
 
     def _find_sender(self, version: int) -> Sender:
-        answer = ask(
-            self._remote.address,
-            {
-                "ask": "place",
-                "token": self._remote.token,
-                "version": version,
-                "host": self._name,
-                "address": self._address,
-                "avoid": self._avoid,
-            },
-        )
+        message = {"ask": "place", "token": self._remote.token, "version": version, "avoid": self._avoid}
+        answer = ask(self._remote.address, {**message, "host": self._name, "address": self._address})
         return Sender(str(answer["host"]), str(answer["address"]), int(answer["hops"]))
 
     def _read(self, copy: ShardCopy, address: str, *, count: int = ALL, watch: PaceWatch | None = None) -> None:
