@@ -5,12 +5,16 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from background import HANG_S
+from user_project import project
 
 from titan_rl.core.run_files import read_status
+
+__all__ = ["project"]
 
 pytestmark = pytest.mark.slow
 
@@ -39,33 +43,47 @@ def swallows(rollout):
 def sleeps(rollout):
     time.sleep(1000)
 
+def insists(rollout):
+    while True:
+        try: re.match(r"(a+)+$", "a" * 40 + "b")
+        except BaseException: pass
+
+def dozes(rollout):
+    while True:
+        try: time.sleep(1000)
+        except BaseException: pass
+
 def computes(rollout):
     pass
     return sum(itertools.repeat(1))
 
-async def judge(fn, in_thread):
-    with LoopWatchdog():
+async def judge(signals, fn, where, limit_s):
+    with LoopWatchdog(), signals.ending_in_order():
         print("ready", flush=True)
+        reward = Reward(globals()[fn], in_thread=where == "thread", timeout_s=float(limit_s))
         try:
-            await Reward(globals()[fn], in_thread=in_thread, timeout_s=6.0).values([Rollout("g/0", "g", 0, None)])
+            await reward.values([Rollout("g/0", "g", 0, None)])
         except RewardError as error:
             print(error, flush=True)
 
 run = Path(sys.argv[1])
-with status_kept(run, begins=True), StopSignals("stopping", "ended"), guarded(run, "no-run", "no advice", run):
-    run_to_its_end(judge(sys.argv[2], sys.argv[3:] == ["thread"]))
+with status_kept(run, begins=True) as status, StopSignals("stopping", "ended") as signals:
+    with guarded(run, "no-run", "no advice", run):
+        run_to_its_end(judge(signals, *sys.argv[2:]))
+    status.state = "stopped" if signals.code else "finished"
+sys.exit(signals.code)
 """
 
 
 LINES = {
     fn: PROGRAM.splitlines().index(f"def {fn}(rollout):") + (2 if fn == "sleeps" else 3)
-    for fn in ("backtracks", "swallows", "sleeps", "computes")
+    for fn in ("backtracks", "swallows", "sleeps", "insists", "dozes", "computes")
 }
 
 
-def judge(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def judge(tmp_path: Path, fn: str, where: str = "loop") -> subprocess.CompletedProcess[str]:
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, tmp_path / "program.py", tmp_path, *arguments]
+    command = [sys.executable, tmp_path / "program.py", tmp_path, fn, where, "6"]
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=tmp_path)
 
 
@@ -79,11 +97,11 @@ def test_late_reward_of_the_main_thread_fails_even_if_it_catches_its_interruptio
         assert f"titan-rl: program.py:{LINES[fn]} in {fn} has held Python's interpreter lock (GIL) for" in ended.stderr
 
 
-@pytest.mark.parametrize(("fn", "where"), [("backtracks", ["thread"]), ("computes", [])])
+@pytest.mark.parametrize(("fn", "where"), [("backtracks", "thread"), ("computes", "loop")])
 def test_late_reward_that_cannot_be_interrupted_ends_the_process_and_is_named(
-    tmp_path: Path, fn: str, where: list[str]
+    tmp_path: Path, fn: str, where: str
 ) -> None:
-    ended = judge(tmp_path, fn, *where)
+    ended = judge(tmp_path, fn, where)
     assert ended.returncode == -signal.SIGKILL
     line = f"program.py:{LINES[fn]} in {fn} has held Python's interpreter lock (GIL) for"
     assert f"titan-rl: {line}" in ended.stderr
@@ -91,6 +109,76 @@ def test_late_reward_that_cannot_be_interrupted_ends_the_process_and_is_named(
     status = read_status(tmp_path)
     assert status.state == "failed"
     assert status.reason.startswith(line)
+
+
+@pytest.mark.parametrize("fn", ["insists", "dozes"])
+def test_late_reward_that_goes_on_after_its_interruptions_ends_the_process(tmp_path: Path, fn: str) -> None:
+    ended = judge(tmp_path, fn)
+    assert ended.returncode == -signal.SIGKILL
+    line = f"program.py:{LINES[fn]} in {fn} goes on after its interruption"
+    assert f"titan-rl: {line}" in ended.stderr
+    assert read_status(tmp_path).reason.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("fn", "where", "code"),
+    [("computes", "loop", -signal.SIGKILL), ("backtracks", "thread", -signal.SIGKILL), ("backtracks", "loop", 143)],
+)
+def test_one_signal_ends_a_held_process_within_seconds_whatever_the_limit_of_the_call(
+    tmp_path: Path, fn: str, where: str, code: int
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, tmp_path / "program.py", tmp_path, fn, where, "9999"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        try:
+            errors = process.communicate(timeout=HANG_S)[1]
+        finally:
+            process.kill()
+    assert process.returncode == code, errors
+    assert f"program.py:{LINES[fn]} in {fn} has held Python's interpreter lock (GIL) for" in errors
+    assert read_status(tmp_path).state == "stopped"
+
+
+DRY_RUN = """
+import re
+from titan_rl import MessageObservation, MessageStep, MessageTask, Reward, RolloutStatus, Rubric
+
+class Env:
+    async def reset(self): return MessageObservation([{"role": "user", "content": "Say it."}])
+    async def step(self, message): return MessageStep(status=RolloutStatus.COMPLETED)
+    async def close(self): ...
+
+class Holds(MessageTask):
+    def sample(self, rng): return rng.randint(0, 999)
+    def env(self, sample): return Env()
+    def rubric(self): return Rubric([Reward(backtracks, in_thread=IN_THREAD)])
+
+def backtracks(rollout):
+    while True:
+        try: re.match(r"(a+)+$", "a" * 40 + "b")
+        except BaseException: pass
+"""
+
+
+@pytest.mark.parametrize("in_thread", [True, False])
+def test_dry_run_that_a_reward_holds_ends_within_a_minute_and_names_task_and_remedy(
+    project: Path, in_thread: bool
+) -> None:
+    (project / "holds.py").write_text(DRY_RUN.replace("IN_THREAD", str(in_thread)))
+    (project / "holds.toml").write_text('[model]\npath = "policy"\n[task]\ntype = "holds:Holds"\n')
+    program = "import sys; from titan_rl.cli.main import main; sys.exit(main(['train', 'holds.toml', '--dry-run']))"
+    command = [sys.executable, "-c", program]
+    began = time.monotonic()
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=project)
+    assert time.monotonic() - began < 60
+    assert ended.returncode == -signal.SIGKILL
+    line = DRY_RUN.splitlines().index("def backtracks(rollout):") + 3
+    assert f"holds.py:{line} in backtracks" in ended.stderr
+    assert "task 'holds', train_sample(0, 0): not ready" in ended.stderr
+    assert "start it again" not in ended.stderr
 
 
 ALARM = """

@@ -100,6 +100,10 @@ GRACE_S = 15.0
 ROLLOUT_LIMIT_S = 20.0
 REPEATED = 4
 """Samples that are drawn twice."""
+_NOT_READY = (
+    "not ready, the dry run is killed; make this line end by itself, as a simpler regular expression does, and do not "
+    "catch BaseException there"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,27 +136,27 @@ def play_dry_run(config: RunConfig, console: Console) -> list[DryRunResult]:
         MissingExtraError: The package that reads tokenizers is not installed.
     """
     DEMONSTRATED_CALL_S.set(min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S))
-    limit_s, began = LIMIT_S + GRACE_S, time.monotonic()
-    timer = threading.Timer(limit_s, lambda: PULSE.interrupt_if_late(time.monotonic() - began))
+    began = time.monotonic()
+    timer = threading.Timer(LIMIT_S + GRACE_S, lambda: PULSE.interrupt_if_late(time.monotonic() - began))
     timer.daemon = True
+    PULSE.advise(_NOT_READY)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         parts = {Path(folder, str(number)): part for number, part in enumerate(_parts_of(config))}
         for run_folder in parts:
             run_folder.mkdir()
         timer.start()
         try:
-            with PULSE.limited(
-                limit_s
-            ):  # also for code of tasks that blocks the event loop, and with it all time limits
+            with PULSE.limited(LIMIT_S):  # also for code that blocks the event loop, and with it all time limits
                 return run_to_its_end(_play_parts(parts, console))
         except OutOfTimeError as error:
             location = where(error)
             raise DataError(
-                f"a group of each task took longer than {limit_s:g} s without a model"
+                f"a group of each task took longer than {LIMIT_S:g} s without a model"
                 + ("" if location is None else f": {location} blocks, and does not return")
             ) from None
         finally:
             timer.cancel()
+            PULSE.advise("")
 
 
 def problems_of_losses(config: RunConfig) -> list[str]:
@@ -240,6 +244,7 @@ async def _play(
     """Play a group as training does, including the journal. Return None for a task of agents."""
     source = config.tasks[number]
     task, sampling = source.task, config.sampling_of(source)
+    PULSE.advise(f"task {source.name[:80]!r}, train_sample({config.seed}, 0): {_NOT_READY}")
     stop_token_ids = renderer.get_stop_token_ids()
     with calling(f"train_sample({config.seed}, 0)", source.name):
         sample = task.train_sample(config.seed, 0)

@@ -41,6 +41,8 @@ BLOCKED_AFTER_S = 5.0
 """Seconds after which a blocking call is reported."""
 INTERRUPT_S = 5.0
 """Seconds after its time limit in which a call may be interrupted, before only the end of its process remains."""
+STOP_S = 3.0
+"""Seconds after a stop signal in which a call may return, whatever its time limit is."""
 
 CALLERS = {  # module and function of titan_rl that call code of each kind
     ("rollout/group/user_code_boundary.py", "make"): "environment",
@@ -76,7 +78,9 @@ class CallInterrupted(BaseException):
 _WRITE_STACK = signal.SIGVTALRM
 _INTERRUPT = signal.SIGRTMAX - 1
 _HERE = str(Path(__file__).parents[2])  # code of titan_rl, which is not interrupted
-_STATE = struct.Struct("=Qdd?")  # beats, limit of calls in progress, limit of environments, whether it is interruptible
+# Beats; limits of the call in the main thread, of calls in threads, and of environments; whether it is interruptible;
+# whether interrupted code still runs; advice.
+_STATE = struct.Struct("=Qddd??384s")
 
 
 class LimitedCall:
@@ -84,6 +88,7 @@ class LimitedCall:
 
     Raises:
         OutOfTimeError: the call was interrupted, even if it handled that itself. Names its line.
+        CancelledError: the call was interrupted after a stop signal.
         RuntimeError: the call used signals outside the main thread, even if it handled the error of that.
     """
 
@@ -114,6 +119,8 @@ class LimitedCall:
             failure = RuntimeError(NO_SIGNALS)
             record_location(failure, self.used_signals[0] or None)
             raise failure from error
+        if self.is_interrupted and self._pulse.stopped_at < math.inf:
+            raise asyncio.CancelledError from None  # it has not failed: the program is being cancelled
         if self.is_interrupted:
             late = OutOfTimeError(f"it took longer than {self.limit_s:g} s")
             record_location(late, self.location)
@@ -143,9 +150,14 @@ def _record_signal_use() -> None:
 
 
 class Pulse:
-    """Pulse of this process. A thread beats while the process is watched; see `LoopWatchdog`."""
+    """Pulse of this process. A thread beats while the process is watched; see `LoopWatchdog`.
+
+    Attributes:
+        stopped_at: Time of the stop signal that cancels the program; infinite without one.
+    """
 
     def __init__(self) -> None:
+        self.stopped_at = math.inf
         self.descriptor: int | None = None  # of the shared memory, once it is open
         self._lock = threading.Lock()
         self._calls: list[LimitedCall] = []
@@ -165,7 +177,7 @@ class Pulse:
             self._interrupts = threading.current_thread() is threading.main_thread()
             if self._interrupts:
                 signal.signal(_INTERRUPT, self._handle)
-                struct.pack_into("=?", self._state, 24, True)
+                struct.pack_into("=?", self._state, 32, True)
             faulthandler.register(_WRITE_STACK, stacks, all_threads=True)
             self.descriptor = descriptor  # last, because other threads write once it is set
         return self.descriptor
@@ -178,6 +190,16 @@ class Pulse:
     def rest(self) -> None:
         """Beat no more. Nothing is reported until the next beat."""
         self._write(0)
+
+    def returned(self) -> None:
+        """Note that no interrupted code runs in the main thread, if this is the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            self._mark_interrupted(False)
+
+    def advise(self, advice: str) -> None:
+        """Set the advice to show if this process is killed because of a call."""
+        if self.open() is not None:
+            struct.pack_into("=384s", self._state, 34, advice.encode())
 
     def limit_environments(self, limit_s: float) -> None:
         """Set the time limit of environments that block."""
@@ -196,37 +218,48 @@ class Pulse:
         with self._lock:
             self._calls.remove(call)
             self._write_limits()
+            if call.is_interrupted:
+                self._mark_interrupted(False)
 
     def interrupt_if_late(self, blocked_s: float) -> None:
         """Interrupt user code with which the main thread has been blocked for `blocked_s`, if its time is up."""
-        if self._interrupts and (blocked_s >= self._env_limit_s or self._late_call() is not None):
-            self._beat_at = time.monotonic() - blocked_s
+        began = time.monotonic() - blocked_s
+        if self._interrupts and (self._is_late(began, self._env_limit_s) or self._late_call() is not None):
+            self._beat_at = began
             signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
 
     def _late_call(self) -> LimitedCall | None:
         """Innermost call of the main thread whose time is up."""
+        calls = (call for call in self._calls[::-1] if call.is_in_main)
+        return next((call for call in calls if self._is_late(call.began, call.limit_s)), None)
+
+    def _is_late(self, began: float, limit_s: float) -> bool:
         now = time.monotonic()
-        return next((call for call in self._calls[::-1] if call.is_in_main and now - call.began >= call.limit_s), None)
+        return now - began >= limit_s or now - max(began, self.stopped_at) >= STOP_S
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         frames = of_callback(traceback.extract_stack(frame))
-        call, blocked_s = self._late_call(), time.monotonic() - self._beat_at
+        call = self._late_call()
         if call is not None and frames and not frames[-1].filename.startswith(_HERE):
             call.is_interrupted, call.location = True, innermost(frames)
-        elif kind_of(frames) != "environment" or blocked_s < self._env_limit_s:
+        elif kind_of(frames) != "environment" or not self._is_late(self._beat_at, self._env_limit_s):
             return
+        self._mark_interrupted(True)
         raise CallInterrupted(f"it blocked for longer than {self._env_limit_s if call is None else call.limit_s:g} s")
 
     def _write(self, num_beats: int) -> None:
         if self.descriptor is not None:
             struct.pack_into("=Q", self._state, 0, num_beats)
 
+    def _mark_interrupted(self, is_interrupted: bool) -> None:
+        if self.descriptor is not None:
+            struct.pack_into("=?", self._state, 33, is_interrupted)
+
     def _write_limits(self) -> None:
         if self.descriptor is not None:
-            in_main = [call for call in self._calls if call.is_in_main]
-            calls = [*(call for call in self._calls if not call.is_in_main), *in_main[-1:]]
-            longest = max((call.limit_s for call in calls), default=0.0)
-            struct.pack_into("=dd", self._state, 8, longest, self._env_limit_s)
+            main = next((call.limit_s for call in self._calls[::-1] if call.is_in_main), 0.0)
+            longest = max((call.limit_s for call in self._calls if not call.is_in_main), default=0.0)
+            struct.pack_into("=ddd", self._state, 8, main, longest, self._env_limit_s)
 
 
 PULSE = Pulse()
@@ -234,28 +267,36 @@ PULSE = Pulse()
 
 @dataclass(frozen=True, slots=True)
 class HeldInterpreter:
-    """Finding of a `PulseReader`: a call that holds the GIL.
+    """Finding of a `PulseReader`: a call that holds the GIL, or goes on after its interruption.
 
     Args:
         where: Line of user code, "rewards.py:12 in right".
-        seconds: Time for which it has computed so far.
+        seconds: Time for which it has computed so far, or gone on.
         limit_s: Its time limit; infinite if it has none.
+        late_s: Time since it should have ended; negative before.
+        is_interrupted: Whether it goes on after its interruption.
+        advice: Advice of the process, see `Pulse.advise`.
     """
 
     where: str
     seconds: float
     limit_s: float
+    late_s: float
+    is_interrupted: bool
+    advice: str
 
     @property
     def is_late(self) -> bool:
-        return self.seconds >= self.limit_s
+        return self.late_s >= 0
 
     @property
     def is_lost(self) -> bool:
         """Whether it was not interrupted in time, so that its process must end."""
-        return self.seconds >= self.limit_s + INTERRUPT_S
+        return self.late_s >= INTERRUPT_S
 
     def __str__(self) -> str:
+        if self.is_interrupted:
+            return f"{self.where} goes on after its interruption, for {self.seconds:.0f} s so far"
         return (
             f"{self.where} has held Python's interpreter lock (GIL) for {self.seconds:.0f} s, as a slow regular "
             "expression does, and nothing else runs in its process"
@@ -282,21 +323,29 @@ class PulseReader:
         self._looked_at = 0.0
         self._times: dict[int, float] = {}  # by thread
         self._thread = pid  # the busiest
-        self._held_s = 0.0
+        self._held_s = self._interrupted_s = 0.0
         self._has_asked = self._is_interruptible = False
 
-    def look(self, now: float) -> HeldInterpreter | None:
-        """Return what holds the GIL, if that is the case for `BLOCKED_AFTER_S`. Called about every second."""
-        num_beats, limit_s, env_limit_s, self._is_interruptible = _STATE.unpack(os.pread(self._file, _STATE.size, 0))
+    def look(self, now: float, stopped_s: float = -math.inf) -> HeldInterpreter | None:
+        """Return what holds the GIL, or goes on after its interruption, if that is the case for `BLOCKED_AFTER_S`.
+        Called about every second.
+
+        Args:
+            stopped_s: Time since a stop signal.
+        """
+        state = _STATE.unpack(os.pread(self._file, _STATE.size, 0))
+        num_beats, main_s, threads_s, env_limit_s, self._is_interruptible, is_interrupted, advice = state
         passed, self._looked_at = min(now - self._looked_at, self._longest_look_s), now
-        if not num_beats or num_beats != self._num_beats:
-            self._num_beats, self._held_s, self._has_asked, self._times = num_beats, 0.0, False, {}
+        has_beaten, self._num_beats = num_beats != self._num_beats, num_beats
+        if not num_beats or (has_beaten and not is_interrupted):
+            self._held_s, self._interrupted_s, self._has_asked, self._times = 0.0, 0.0, False, {}
             return None
         before, self._times = self._times, _thread_times(self._pid)
         used = {thread: seconds - before.get(thread, seconds) for thread, seconds in self._times.items()}
-        self._thread = max(used, key=lambda thread: used[thread], default=self._pid)
-        if used.get(self._thread, 0.0) > 0:  # otherwise the process is stopped
+        self._thread = self._pid if is_interrupted else max(used, key=lambda thread: used[thread], default=self._pid)
+        if has_beaten or used.get(self._thread, 0.0) > 0:  # otherwise the process is stopped
             self._held_s += passed
+            self._interrupted_s += passed * is_interrupted
         if self._held_s < BLOCKED_AFTER_S:
             return None
         if not self._has_asked:
@@ -307,10 +356,18 @@ class PulseReader:
         frames = _frames(os.pread(self._file, 1 << 20, _STATE.size).decode(errors="replace"))
         if not frames:
             return None
-        limit_s = env_limit_s if kind_of(frames) == "environment" else limit_s or math.inf
-        last = frames[-1]
-        where = innermost(frames) or f"{last.filename}:{last.lineno} in {last.name}"
-        return HeldInterpreter(where, self._held_s, limit_s)
+        limit_s = (main_s if self._thread == self._pid else threads_s or main_s) or math.inf
+        if kind_of(frames) == "environment":
+            limit_s = env_limit_s
+        late_s = self._interrupted_s if is_interrupted else self._held_s - limit_s
+        if (where := innermost(frames)) is None:
+            where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
+        else:  # not while titan_rl saves something
+            late_s = max(late_s, min(self._held_s, stopped_s) - STOP_S)
+        seconds = self._interrupted_s if is_interrupted else self._held_s
+        return HeldInterpreter(
+            where, seconds, limit_s, late_s, is_interrupted, advice.rstrip(b"\0").decode("utf-8", "ignore")
+        )
 
     def interrupt(self) -> None:
         """Interrupt the call, if it is in the main thread of a process that can be interrupted."""

@@ -78,8 +78,12 @@ class LoopWatchdog:
             PULSE.beat()
             self._turned.clear()
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._turned.set)
+                self._loop.call_soon_threadsafe(self._turn)
                 self._wait_for_turn(tick)
+
+    def _turn(self) -> None:
+        PULSE.returned()
+        self._turned.set()
 
     def _wait_for_turn(self, tick: float) -> None:
         began, ticks, reported_at = time.monotonic(), 0, 0

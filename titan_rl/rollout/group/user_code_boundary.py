@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from titan_rl.core.calls.cancellation import cancel_requested, is_ctrl_c, must_propagate
+from titan_rl.core.calls.pulse import PULSE, CallInterrupted
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.calls.user_code import Failure, describe, record_location, task_location, where
 from titan_rl.core.errors import PromptTooLongError, StrayCancellationError
@@ -109,6 +110,8 @@ class UserCodeBoundary:
             return
         if isinstance(error, asyncio.CancelledError) and cancel_requested():
             return
+        if isinstance(error, CallInterrupted):
+            PULSE.returned()
         # Any other cancellation comes from an awaited object, such as a future of a client that closed. Other
         # BaseExceptions may be the SystemExit of a tool written as a program.
         if isinstance(error, PromptTooLongError):

@@ -3,8 +3,8 @@
 The guard is notified of every signal that the run's process receives, and of the end of that process. If the process
 does not react to a second SIGINT or SIGTERM, because native code holds the GIL, the guard kills it, and records in the
 run's `status.json` that the run was stopped. It also reads the pulse of the process: it names a call that holds the
-GIL, and if the call cannot be interrupted when its time is up, kills the process. If the process has ended without
-cleaning up, for one of these reasons or because of a SIGKILL, the guard cleans up instead.
+GIL, and if the call cannot be interrupted when its time is up, or soon after one signal, kills the process. If the
+process has ended without cleaning up, for one of these reasons or because of a SIGKILL, the guard cleans up instead.
 
 This file runs as a separate program, and imports the rest of titan_rl only when it needs it.
 """
@@ -12,6 +12,7 @@ This file runs as a separate program, and imports the rest of titan_rl only when
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -131,7 +132,7 @@ def watch(
     opened: list[_Pulse] = []
     if pulse:  # in a thread, because its imports would make several signals one
         threading.Thread(target=_open_pulse, args=(pid, int(pulse), opened), daemon=True).start()
-    num_stops, last, killed = 0, 0.0, ""
+    num_stops, first, last, killed = 0, math.inf, 0.0, ""
     while True:
         ready = dict(poll.poll(LOOK_S * 1000 if pulse else None))
         watched = opened[0] if opened else None
@@ -146,13 +147,13 @@ def watch(
                 os.write(1, numbers)
             stops = STOPS if num_stops == 0 else SECOND_STOPS
             if any(number in stops for number in numbers) and now - last > ONE_STOP_S:
-                num_stops, last = num_stops + 1, now
-        elif watched is not None:
-            killed = killed or watched.look(now, process, advice)
+                num_stops, first, last = num_stops + 1, min(first, now), now
+        if watched is not None:  # also after signals, which an interruption is, too
+            killed = killed or watched.look(now, now - first, process, advice)
         if num_stops >= 2 and not killed and (ends or (watched and watched.is_held)):
             killed = _end(process, f"the run does not react, and is killed; {advice}")
     if killed and run is not None:
-        _record_end(run, "" if num_stops >= 2 else killed)
+        _record_end(run, "" if num_stops else killed)
     _clean_up(root, run_id)
 
 
@@ -170,11 +171,11 @@ class _Pulse:
         self._reader = PulseReader(pid, descriptor, 2 * LOOK_S)
         self.is_held = False
 
-    def look(self, now: float, process: int, advice: str) -> str:
-        """Name a call that holds the GIL, and end it when its time is up. Return the reason for which the process was
-        killed, or ""."""
-        held = self._reader.look(now)
-        if held is not None and not self.is_held:
+    def look(self, now: float, stopped_s: float, process: int, advice: str) -> str:
+        """Name a call that holds the GIL, and end it when its time is up, or soon after a stop signal. Return the
+        reason for which the process was killed, or ""."""
+        held = self._reader.look(now, stopped_s)
+        if held is not None and not held.is_interrupted and not self.is_held:
             _show(
                 f"{held}; with rollout.num_workers, environments and rewards have processes of their own, which are "
                 "replaced if this happens"
@@ -185,7 +186,8 @@ class _Pulse:
         if not held.is_lost:
             self._reader.interrupt()
             return ""
-        return _end(process, f"{held}, longer than its limit of {held.limit_s:g} s; the run is killed; {advice}", 0.0)
+        limit = f", longer than its limit of {held.limit_s:g} s" if held.seconds >= held.limit_s else ""
+        return _end(process, f"{held}{limit}; {held.advice or f'the run is killed; {advice}'}", 0.0)
 
 
 def _end(process: int, reason: str, grace_s: float = GRACE_S) -> str:

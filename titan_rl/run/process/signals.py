@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
 from titan_rl.cluster.hosts.folders import scratch_root
+from titan_rl.core.calls.pulse import PULSE
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.errors import TitanRLError
 from titan_rl.core.run_files import record_immediate_end
@@ -78,6 +80,7 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._reacted.set()
+        PULSE.stopped_at = math.inf
         if self.received is signal.SIGHUP:
             self._before[signal.SIGHUP] = signal.SIG_IGN  # another one must not cut the end of the program short
         for number, handler in self._before.items():
@@ -131,6 +134,7 @@ class StopSignals:
         name = signal.Signals(number).name
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), time.monotonic()
+            PULSE.stopped_at = self._received_at
             self.console.end_with(f"{name}: {self.stopping}")
             threading.Thread(target=self._wait_for_reaction, name="stop", daemon=True).start()
             self._cancel()
