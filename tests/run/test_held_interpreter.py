@@ -45,12 +45,18 @@ def sleeps(rollout):
 
 def insists(rollout):
     while True:
-        try: re.match(r"(a+)+$", "a" * 40 + "b")
-        except BaseException: pass
+        try:
+            while True:
+                try: re.match(r"(a+)+$", "a" * 40 + "b")
+                except BaseException: pass
+        except BaseException: pass  # an interruption between two matches
 
 def dozes(rollout):
     while True:
-        try: time.sleep(1000)
+        try:
+            while True:
+                try: time.sleep(1000)
+                except BaseException: pass
         except BaseException: pass
 
 def computes(rollout):
@@ -76,7 +82,7 @@ sys.exit(signals.code)
 
 
 LINES = {
-    fn: PROGRAM.splitlines().index(f"def {fn}(rollout):") + (2 if fn == "sleeps" else 3)
+    fn: PROGRAM.splitlines().index(f"def {fn}(rollout):") + {"sleeps": 2, "insists": 5, "dozes": 5}.get(fn, 3)
     for fn in ("backtracks", "swallows", "sleeps", "insists", "dozes", "computes")
 }
 
@@ -158,8 +164,11 @@ class Holds(MessageTask):
 
 def backtracks(rollout):
     while True:
-        try: re.match(r"(a+)+$", "a" * 40 + "b")
-        except BaseException: pass
+        try:
+            while True:
+                try: re.match(r"(a+)+$", "a" * 40 + "b")
+                except BaseException: pass
+        except BaseException: pass  # an interruption between two matches
 """
 
 
@@ -175,7 +184,7 @@ def test_dry_run_that_a_reward_holds_ends_within_a_minute_and_names_task_and_rem
     ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=project)
     assert time.monotonic() - began < 60
     assert ended.returncode == -signal.SIGKILL
-    line = DRY_RUN.splitlines().index("def backtracks(rollout):") + 3
+    line = DRY_RUN.splitlines().index("def backtracks(rollout):") + 5
     assert f"holds.py:{line} in backtracks" in ended.stderr
     assert "task 'holds', train_sample(0, 0): not ready" in ended.stderr
     assert "start it again" not in ended.stderr

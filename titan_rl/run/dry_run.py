@@ -100,10 +100,7 @@ GRACE_S = 15.0
 ROLLOUT_LIMIT_S = 20.0
 REPEATED = 4
 """Samples that are drawn twice."""
-_NOT_READY = (
-    "not ready, the dry run is killed; make this line end by itself, as a simpler regular expression does, and do not "
-    "catch BaseException there"
-)
+_NOT_READY = "not ready, the dry run is killed; make this line end by itself, as a simpler regular expression does"
 
 
 @dataclass(frozen=True, slots=True)

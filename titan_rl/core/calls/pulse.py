@@ -80,7 +80,7 @@ _INTERRUPT = signal.SIGRTMAX - 1
 _HERE = str(Path(__file__).parents[2])  # code of titan_rl, which is not interrupted
 # Beats; limits of the call in the main thread, of calls in threads, and of environments; whether it is interruptible;
 # whether interrupted code still runs; advice.
-_STATE = struct.Struct("=Qddd??384s")
+_STATE = struct.Struct("=Qddd??256p")
 
 
 class LimitedCall:
@@ -199,7 +199,7 @@ class Pulse:
     def advise(self, advice: str) -> None:
         """Set the advice to show if this process is killed because of a call."""
         if self.open() is not None:
-            struct.pack_into("=384s", self._state, 34, advice.encode())
+            struct.pack_into("=256p", self._state, 34, advice.encode())
 
     def limit_environments(self, limit_s: float) -> None:
         """Set the time limit of environments that block."""
@@ -323,8 +323,8 @@ class PulseReader:
         self._looked_at = 0.0
         self._times: dict[int, float] = {}  # by thread
         self._thread = pid  # the busiest
-        self._held_s = self._interrupted_s = 0.0
-        self._has_asked = self._is_interruptible = False
+        self._held_s = 0.0
+        self._has_asked = self._is_interruptible = self._is_interrupted = False
 
     def look(self, now: float, stopped_s: float = -math.inf) -> HeldInterpreter | None:
         """Return what holds the GIL, or goes on after its interruption, if that is the case for `BLOCKED_AFTER_S`.
@@ -337,15 +337,14 @@ class PulseReader:
         num_beats, main_s, threads_s, env_limit_s, self._is_interruptible, is_interrupted, advice = state
         passed, self._looked_at = min(now - self._looked_at, self._longest_look_s), now
         has_beaten, self._num_beats = num_beats != self._num_beats, num_beats
-        if not num_beats or (has_beaten and not is_interrupted):
-            self._held_s, self._interrupted_s, self._has_asked, self._times = 0.0, 0.0, False, {}
+        if not num_beats or is_interrupted != self._is_interrupted or (has_beaten and not is_interrupted):
+            self._held_s, self._has_asked, self._times, self._is_interrupted = 0.0, False, {}, is_interrupted
             return None
         before, self._times = self._times, _thread_times(self._pid)
         used = {thread: seconds - before.get(thread, seconds) for thread, seconds in self._times.items()}
         self._thread = self._pid if is_interrupted else max(used, key=lambda thread: used[thread], default=self._pid)
         if has_beaten or used.get(self._thread, 0.0) > 0:  # otherwise the process is stopped
             self._held_s += passed
-            self._interrupted_s += passed * is_interrupted
         if self._held_s < BLOCKED_AFTER_S:
             return None
         if not self._has_asked:
@@ -356,18 +355,14 @@ class PulseReader:
         frames = _frames(os.pread(self._file, 1 << 20, _STATE.size).decode(errors="replace"))
         if not frames:
             return None
-        limit_s = (main_s if self._thread == self._pid else threads_s or main_s) or math.inf
-        if kind_of(frames) == "environment":
-            limit_s = env_limit_s
-        late_s = self._interrupted_s if is_interrupted else self._held_s - limit_s
+        own_s = main_s if self._thread == self._pid else threads_s or main_s
+        limit_s = env_limit_s if kind_of(frames) == "environment" else own_s or math.inf
+        late_s = self._held_s if is_interrupted else self._held_s - limit_s
         if (where := innermost(frames)) is None:
             where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
         else:  # not while titan_rl saves something
             late_s = max(late_s, min(self._held_s, stopped_s) - STOP_S)
-        seconds = self._interrupted_s if is_interrupted else self._held_s
-        return HeldInterpreter(
-            where, seconds, limit_s, late_s, is_interrupted, advice.rstrip(b"\0").decode("utf-8", "ignore")
-        )
+        return HeldInterpreter(where, self._held_s, limit_s, late_s, is_interrupted, advice.decode(errors="ignore"))
 
     def interrupt(self) -> None:
         """Interrupt the call, if it is in the main thread of a process that can be interrupted."""
