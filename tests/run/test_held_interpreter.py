@@ -152,15 +152,19 @@ DRY_RUN = """
 import re
 from titan_rl import MessageObservation, MessageStep, MessageTask, Reward, RolloutStatus, Rubric
 
+WHERE = "loop"
+
 class Env:
     async def reset(self): return MessageObservation([{"role": "user", "content": "Say it."}])
-    async def step(self, message): return MessageStep(status=RolloutStatus.COMPLETED)
+    async def step(self, message):
+        if WHERE == "step": backtracks(None)
+        return MessageStep(status=RolloutStatus.COMPLETED)
     async def close(self): ...
 
 class Holds(MessageTask):
     def sample(self, rng): return rng.randint(0, 999)
     def env(self, sample): return Env()
-    def rubric(self): return Rubric([Reward(backtracks, in_thread=IN_THREAD)])
+    def rubric(self): return Rubric([Reward(backtracks, in_thread=WHERE == "thread")])
 
 def backtracks(rollout):
     while True:
@@ -172,11 +176,9 @@ def backtracks(rollout):
 """
 
 
-@pytest.mark.parametrize("in_thread", [True, False])
-def test_dry_run_that_a_reward_holds_ends_within_a_minute_and_names_task_and_remedy(
-    project: Path, in_thread: bool
-) -> None:
-    (project / "holds.py").write_text(DRY_RUN.replace("IN_THREAD", str(in_thread)))
+@pytest.mark.parametrize("where", ["loop", "thread", "step"])
+def test_held_dry_run_ends_within_a_minute_and_names_task_and_remedy(project: Path, where: str) -> None:
+    (project / "holds.py").write_text(DRY_RUN.replace('"loop"', f'"{where}"'))
     (project / "holds.toml").write_text('[model]\npath = "policy"\n[task]\ntype = "holds:Holds"\n')
     program = "import sys; from titan_rl.cli.main import main; sys.exit(main(['train', 'holds.toml', '--dry-run']))"
     command = [sys.executable, "-c", program]
