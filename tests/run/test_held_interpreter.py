@@ -156,7 +156,9 @@ WHERE = "loop"
 
 class Env:
     async def reset(self): return MessageObservation([{"role": "user", "content": "Say it."}])
-    async def step(self, message): return MessageStep(status=RolloutStatus.COMPLETED)
+    async def step(self, message):
+        if WHERE == "step": backtracks(None)
+        return MessageStep(status=RolloutStatus.COMPLETED)
     async def close(self): ...
 
 class Holds(MessageTask):
@@ -174,7 +176,7 @@ def backtracks(rollout):
 """
 
 
-@pytest.mark.parametrize("where", ["loop", "thread"])
+@pytest.mark.parametrize("where", ["loop", "thread", "step"])
 def test_held_dry_run_ends_within_a_minute_and_names_task_and_remedy(project: Path, where: str) -> None:
     (project / "holds.py").write_text(DRY_RUN.replace('"loop"', f'"{where}"'))
     (project / "holds.toml").write_text('[model]\npath = "policy"\n[task]\ntype = "holds:Holds"\n')

@@ -163,6 +163,7 @@ class Pulse:
         self._calls: list[LimitedCall] = []
         self._num_beats = 0
         self._beat_at = 0.0
+        self._blocked_from = math.inf  # beat before the last: a thread may beat just before `_handle` runs
         self._env_limit_s = math.inf
         self._interrupts = False
 
@@ -183,7 +184,7 @@ class Pulse:
         return self.descriptor
 
     def beat(self) -> None:
-        self._beat_at = time.monotonic()
+        self._blocked_from, self._beat_at = self._beat_at, time.monotonic()
         self._num_beats += 1
         self._write(self._num_beats)
 
@@ -225,7 +226,7 @@ class Pulse:
         """Interrupt user code with which the main thread has been blocked for `blocked_s`, if its time is up."""
         began = time.monotonic() - blocked_s
         if self._interrupts and (self._is_late(began, self._env_limit_s) or self._late_call() is not None):
-            self._beat_at = began
+            self._blocked_from = began
             signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
 
     def _late_call(self) -> LimitedCall | None:
@@ -242,7 +243,7 @@ class Pulse:
         call = self._late_call()
         if call is not None and frames and not frames[-1].filename.startswith(_HERE):
             call.is_interrupted, call.location = True, innermost(frames)
-        elif kind_of(frames) != "environment" or not self._is_late(self._beat_at, self._env_limit_s):
+        elif kind_of(frames) != "environment" or not self._is_late(self._blocked_from, self._env_limit_s):
             return
         self._mark_interrupted(True)
         raise CallInterrupted(f"it blocked for longer than {self._env_limit_s if call is None else call.limit_s:g} s")
