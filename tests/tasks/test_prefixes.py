@@ -265,10 +265,10 @@ def test_chats_of_a_file_mark_the_beginning_of_an_answer(tmp_path: Path) -> None
     rest = {"role": "assistant", "content": " it is 5"}
     rows = [{"messages": [SO[0], each, rest]} for each in ({**SO[1], "prefix": True}, SO[1])]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (_, marked), (_, unmarked) = read_chats(file, 2)
+    ((_, marked),) = read_chats(file, 1)
     assert learned(plain(), marked)[1] == f" it is 5{END}"
-    with pytest.raises(DataError, match=r'both from the assistant.*mark the first with "prefix": true'):
-        encode(plain(), unmarked)
+    with pytest.raises(DataError, match=r'jsonl:2: .*both from the assistant.*mark the first with "prefix": true'):
+        read_chats(file, 2)
 
 
 def test_line_break_of_the_template_precedes_the_beginning_of_an_answer() -> None:

@@ -1,17 +1,18 @@
 """Rows of a file as a task: reading them, the split, and the order of the epochs."""
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from titan_rl import Rollout, RolloutGroup
+from titan_rl import PromptTask, Rollout, RolloutGroup
 from titan_rl.config.load import load_config
 from titan_rl.config.task_tables import check_task, load_task
 from titan_rl.config.validation_errors import Origins
-from titan_rl.core.errors import ConfigError
+from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.tasks import Rows, ToolEnv
 
 ROWS = [{"question": f"What is {a} + 1?", "answer": str(a + 1)} for a in range(100)]
@@ -111,6 +112,51 @@ async def test_prompt_may_be_a_chat_of_sharegpt(tmp_path: Path) -> None:
 def test_message_of_an_unknown_role_is_refused(tmp_path: Path, message: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=rf"task.prompt = 'prompt': row 0 of .* gives no prompt: the prompt{problem}"):
         make(tmp_path, path=write(tmp_path, "chats.jsonl", [{"prompt": [message]}]), prompt="prompt").check_settings()
+
+
+HI = {"role": "user", "content": "Hi"}
+HELLO = {"role": "assistant", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{**HI, "wieght": 1}], r"\[0\]: wieght has no meaning in a chat here, .*; write weight for wieght"),
+        ([{**HI, "content": 5}], r"\[0\].content must be a string, not 5"),
+        ([{"role": "user", "contnet": "Hi"}], r"\[0\]: contnet has no meaning in a chat here, .*content for contnet"),
+        ([{"role": "user"}], r"\[0\].content must be a string, not null"),
+        ([{"from": "human", "vlaue": "Hi"}], r"\[0\]: vlaue has no meaning in a chat here, which has from, value"),
+        ([HI, HELLO, HELLO], r"\[1\] and the prompt\[2\] are both from the assistant"),
+        ([HI, {**HELLO, "prefix": True}, HI], r"\[1\].prefix is true, but no message of the assistant follows"),
+        ([{**HI, "tool_calls": [{"function": {"name": "f"}}]}], r"\[0\].tool_calls has a meaning only in a message of"),
+    ],
+)
+def test_wrong_message_of_any_row_is_refused(tmp_path: Path, messages: Any, problem: str) -> None:
+    path = write(tmp_path, "chats.jsonl", [{"prompt": [HI]}, {"prompt": messages}])
+    with pytest.raises(ConfigError, match=rf"row 1 of .* gives no prompt: the prompt{problem}"):
+        make(tmp_path, path=path, prompt="prompt", held_out=0).check_settings()
+
+
+def test_prompt_of_a_task_has_the_checks_of_rows() -> None:
+    class Greets(PromptTask):
+        def sample(self, rng: random.Random) -> int:
+            return 1
+
+        def prompt(self, sample: int) -> Any:
+            return [{**HI, "wieght": 1}]
+
+        def reward(self, sample: int, text: str) -> float:
+            return 1.0
+
+    with pytest.raises(DataError, match=r"the prompt\[0\]: wieght has no meaning in a chat here"):
+        Greets().env(1)
+
+
+async def test_last_message_of_a_prompt_may_be_marked_as_the_beginning_of_the_answer(tmp_path: Path) -> None:
+    path = write(tmp_path, "chats.jsonl", [{"prompt": [HI, {**HELLO, "prefix": True}]}] * 2)
+    task = make(tmp_path, path=path, prompt="prompt", held_out=0)
+    task.check_settings()
+    assert list((await task.env(task.train_sample(0, 0)).reset()).messages) == [HI, {**HELLO, "prefix": True}]
 
 
 async def test_reward_function_and_tools_apply_to_rows(tmp_path: Path) -> None:

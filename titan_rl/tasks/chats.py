@@ -34,10 +34,27 @@ LABELS = (
 )
 """Keys of a chat that say where it comes from. They are ignored."""
 
-MESSAGE_KEYS = (
-    *("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "reasoning_content", "thinking"),
-    *("weight", "train", PREFIX, WRITTEN),
+ONLY_OF = {
+    "assistant": ("tool_calls", "function_call", "reasoning_content", "thinking", PREFIX, WRITTEN),
+    "tool": ("tool_call_id",),
+}
+"""Keys of messages that have a meaning for one role alone."""
+
+SHARED_KEYS = ("name", "weight", "train", *(key for keys in ONLY_OF.values() for key in keys))
+MESSAGE_KEYS = ("role", "content", *SHARED_KEYS)
+SHAREGPT_KEYS = ("from", "value", *SHARED_KEYS)
+CALL_KEYS = ("id", "type", "index", "function")
+FUNCTION_KEYS = ("name", "arguments")
+TOOL_KEYS = ("type", "function", "name", "description", "parameters", "strict")
+
+PAIRS = (
+    ("instruction", "output"),
+    ("prompt", "completion"),
+    ("prompt", "chosen"),
+    ("prompt", "response"),
+    ("question", "answer"),
 )
+"""Columns of data sets with one question and one answer in each row: Alpaca's, TRL's and others."""
 
 
 def demonstration_of(row: Mapping[str, Any], place: str) -> Demonstration:
@@ -53,72 +70,104 @@ def demonstration_of(row: Mapping[str, Any], place: str) -> Demonstration:
         place: Place of the row, for messages.
 
     Raises:
-        DataError: the row is no chat, has no answer to learn, or has a key without a meaning. Names place and field.
+        DataError: the row is no chat, has no answer, or has a key without a meaning. Names place and field.
     """
+    _require_no_pair(row, place)
     _require_known(row, (*CHAT_KEYS, *LABELS), CHAT_KEYS, place)
+    _require_one(row, "messages", "conversations", place)
+    _require_one(row, "tools", "functions", place)
     name = "conversations" if "messages" not in row and "conversations" in row else "messages"
     given = row.get(name)
     if not isinstance(given, list) or not given:
         raise DataError(f"{place}: {name} must be a list of messages, not {_shown(given)}")
     messages = _messages(cast("list[Any]", given), f"{place}: {name}")
-    if row.get("system") and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": _text(row["system"], f"{place}: system")})
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if not answers:
+    if messages[-1].get(PREFIX):
+        raise _unfinished(f"{place}: {name}[{len(given) - 1}]")
+    if row.get("system"):
+        system = _text(row["system"], f"{place}: system")
+        if messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        elif messages[0]["content"] != system:
+            raise DataError(
+                f"{place}: system is {_shown(system)}, but {name} begin with another system message; remove one of them"
+            )
+    if all(message["role"] != "assistant" for message in messages):
         raise DataError(f"{place}: {name} has no assistant message, so there is nothing to train on")
-    if all(message.get("weight") == 0 for message in answers):
-        raise DataError(f"{place}: {name} has no assistant message with a weight, so there is nothing to train on")
     return Demonstration(messages, _tools(row, place))
 
 
-def openai_messages(prompt: Any) -> Any:
-    """Messages of a prompt in the form of OpenAI, if they are in that of ShareGPT; anything else unchanged.
+def prompt_messages(given: Sequence[Any]) -> list[Message]:
+    """Messages of a prompt in the form of OpenAI, also if they are in the form of ShareGPT. The last may be the
+    beginning of the answer.
 
     Raises:
-        DataError: a message has an unknown role, or is a call that is not JSON.
+        DataError: a message is wrong; see `demonstration_of`.
     """
-    given = cast("list[Any]", prompt if isinstance(prompt, list) else [])
-    is_sharegpt = bool(given) and all(isinstance(each, dict) and "from" in each for each in given)
-    return _messages(given, "the prompt") if is_sharegpt else cast("Any", prompt)
+    return [*_messages(given, "the prompt")]
 
 
-def require_role(message: Message, place: str) -> None:
-    """Check the role of a message.
-
-    Raises:
-        DataError: the role is unknown.
-    """
+def _require_role(message: Message, place: str) -> None:
     if (role := message.get("role")) not in ROLES:
         meant = SHAREGPT_ROLES.get(str(role))
         hint = f'; write "{meant}"' if meant else ""
         raise DataError(f"{place}.role is {_shown(role)}; it must be one of {', '.join(ROLES)}{hint}")
+    for only, names in ONLY_OF.items():
+        if role != only and (wrong := next((name for name in names if message.get(name)), None)):
+            of = "the assistant" if only == "assistant" else f"a {only}"
+            raise DataError(
+                f"{place}.{wrong} has a meaning only in a message of {of}; remove it, or change the role from "
+                f"{_shown(role)}"
+            )
 
 
 def _messages(given: Sequence[Any], place: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for number, each in enumerate(given):
-        message = _message(each, f"{place}[{number}]")
-        is_call = isinstance(each, Mapping) and cast("Mapping[str, Any]", each).get("from") == "function_call"
-        if is_call and messages and messages[-1]["role"] == "assistant":  # an answer is one message, with all its calls
-            messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
-        else:
-            messages.append(message)
+        here, before = f"{place}[{number}]", f"{place}[{number - 1}]"
+        message, last = _message(each, here), messages[-1] if messages else {}
+        is_answer, is_begun = last.get("role") == message["role"] == "assistant", bool(last.get(PREFIX))
+        if is_begun and not is_answer:
+            raise _unfinished(before)
+        is_call = cast("Mapping[str, Any]", each).get("from") == "function_call"
+        if is_answer and is_call and not is_begun:  # an answer is one message, with all its calls
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
+            continue
+        if is_answer and not is_begun:
+            raise DataError(
+                f"{before} and {here} are both from the assistant; a message of another role must precede each answer. "
+                f'If the second continues the first, mark the first with "{PREFIX}": true'
+            )
+        messages.append(message)
     return messages
+
+
+def _unfinished(place: str) -> DataError:
+    return DataError(
+        f"{place}.{PREFIX} is true, but no message of the assistant follows; remove the mark, or add the rest"
+    )
 
 
 def _message(given: Any, place: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise DataError(f"{place} must be an object with role and content, not {_shown(given)}")
     fields = {name: value for name, value in cast("Mapping[str, Any]", given).items() if value not in (None, [], {})}
-    if "from" in fields:
+    if "from" in fields or ("value" in fields and "role" not in fields):
         fields = _of_sharegpt(fields, place)
     _require_known(fields, MESSAGE_KEYS, MESSAGE_KEYS, place)
     if fields.get("role") == "function":
         fields["role"] = "tool"  # the older form of OpenAI, as is function_call
-    require_role(fields, place)
+    _require_role(fields, place)
+    _require_one(fields, "function_call", "tool_calls", place)
     if "function_call" in fields:
-        fields["tool_calls"] = [_call(fields.pop("function_call"), f"{place}.function_call")]
+        fields["tool_calls"] = [_call_of(fields.pop("function_call"), f"{place}.function_call")]
+    elif "tool_calls" in fields:
+        calls = fields["tool_calls"]
+        if not isinstance(calls, list):
+            raise DataError(f"{place}.tool_calls must be a list of calls, not {_shown(calls)}")
+        calls = cast("list[Any]", calls)
+        fields["tool_calls"] = [_call(call, f"{place}.tool_calls[{at}]") for at, call in enumerate(calls)]
     fields["content"] = _text(fields.get("content", "" if fields.get("tool_calls") else None), f"{place}.content")
+    _read_thought(fields, place)
     weight, train = fields.pop("weight", 1), fields.pop("train", True)
     if weight not in (0, 1) or train not in (False, True):
         name, value = ("train", train) if weight in (0, 1) else ("weight", weight)
@@ -126,23 +175,64 @@ def _message(given: Any, place: str) -> dict[str, Any]:
     return fields if weight and train else {**fields, "weight": 0}
 
 
+def _read_thought(fields: dict[str, Any], place: str) -> None:
+    """Read the keys of an answer besides its content, and check that they agree with it."""
+    _require_one(fields, "thinking", "reasoning_content", place)
+    if "thinking" in fields:
+        fields["reasoning_content"] = fields.pop("thinking")
+    for name in ("reasoning_content", WRITTEN):
+        if name in fields:
+            fields[name] = _text(fields[name], f"{place}.{name}")
+    for name in ("content", "reasoning_content"):
+        part = str(fields.get(name, ""))
+        if part.strip() not in fields.get(WRITTEN, part):
+            raise DataError(
+                f"{place}.{WRITTEN} is {_shown(fields[WRITTEN])}, which does not have the {name}, {_shown(part)}; "
+                f"remove {WRITTEN}, or correct it"
+            )
+    if fields.get(PREFIX, True) not in (False, True):
+        raise DataError(f"{place}.{PREFIX} is {_shown(fields[PREFIX])}; it must be true")
+
+
 def _of_sharegpt(fields: Mapping[str, Any], place: str) -> dict[str, Any]:
+    _require_known(fields, SHAREGPT_KEYS, SHAREGPT_KEYS, place)
     others = {name: value for name, value in fields.items() if name not in ("from", "value")}
-    source, value = fields["from"], fields.get("value")
+    source, value = fields.get("from"), fields.get("value")
     role = SHAREGPT_ROLES.get(source) if isinstance(source, str) else None
     if role is None:
         raise DataError(f"{place}.from is {_shown(source)}; it must be one of {', '.join(SHAREGPT_ROLES)}")
     if source != "function_call":
         return {"role": role, "content": value, **others}
+    _require_one({"value": value, **others}, "value", "tool_calls", place)
     calls = _parsed(value, f"{place}.value")
     calls = cast("list[Any]", calls) if isinstance(calls, list) else [calls]
-    return {"role": role, "tool_calls": [_call(call, f"{place}.value") for call in calls], **others}
+    return {"role": role, "tool_calls": [_call_of(call, f"{place}.value") for call in calls], **others}
 
 
-def _call(call: Any, place: str) -> dict[str, Any]:
-    if not isinstance(call, Mapping) or not isinstance(cast("Mapping[str, Any]", call).get("name"), str):
-        raise DataError(f"{place} must be an object with the name and the arguments of a call, not {_shown(call)}")
-    return {"type": "function", "function": dict(cast("Mapping[str, Any]", call))}
+def _call(given: Any, place: str) -> dict[str, Any]:
+    """A call in the form of OpenAI, also if its name and arguments are not in a `function`."""
+    items = cast("Mapping[str, Any]", given).items() if isinstance(given, Mapping) else (("function", given),)
+    call = {name: value for name, value in items if value is not None}
+    if "function" in call:
+        _require_known(call, CALL_KEYS, CALL_KEYS, place)
+        return {"type": "function", **call, "function": _function(call["function"], f"{place}.function")}
+    function = {name: call.pop(name) for name in [*call] if name not in CALL_KEYS}
+    return {"type": "function", **call, "function": _function(function, place)}
+
+
+def _call_of(function: Any, place: str) -> dict[str, Any]:
+    return {"type": "function", "function": _function(function, place)}
+
+
+def _function(given: Any, place: str) -> dict[str, Any]:
+    function = dict(cast("Mapping[str, Any]", given)) if isinstance(given, Mapping) else {}
+    _require_known(function, FUNCTION_KEYS, FUNCTION_KEYS, place)
+    if not isinstance(function.get("name"), str):
+        raise DataError(f"{place} must be an object with the name and the arguments of a call, not {_shown(given)}")
+    arguments = _parsed(function.get("arguments") or {}, f"{place}.arguments")
+    if not isinstance(arguments, Mapping):
+        raise DataError(f"{place}.arguments must be an object, not {_shown(function['arguments'])}")
+    return function
 
 
 def _text(content: Any, place: str) -> str:
@@ -165,7 +255,18 @@ def _tools(row: Mapping[str, Any], place: str) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", tools)):
         raise DataError(f"{place}: {name} must be a list of objects, not {_shown(tools)}")
     found = cast("list[dict[str, Any]]", tools)
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in found] or None
+    return [_tool(tool, f"{place}: {name}[{at}]") for at, tool in enumerate(found)] or None
+
+
+def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    """A tool in the form of OpenAI. Templates show all its keys, so only those that seem misspelt are errors."""
+    function = tool.get("function", tool)
+    for fields in (tool, function):
+        if isinstance(fields, Mapping) and (meant := _meant(cast("Mapping[str, Any]", fields), TOOL_KEYS)):
+            raise DataError(f"{place}: write {meant}")
+    if not isinstance(function, Mapping) or not isinstance(cast("Mapping[str, Any]", function).get("name"), str):
+        raise DataError(f"{place} must have a function with a name, not {_shown(function)}")
+    return tool if "function" in tool else {"type": "function", "function": tool}
 
 
 def _parsed(text: Any, place: str) -> Any:
@@ -176,14 +277,39 @@ def _parsed(text: Any, place: str) -> Any:
 
 
 def _require_known(fields: Mapping[str, Any], known: Iterable[str], expected: Sequence[str], place: str) -> None:
-    unknown = [name for name, value in fields.items() if name not in known and value not in (None, "")]
+    unknown = {name: value for name, value in fields.items() if name not in known and value not in (None, "")}
     if unknown:
-        near = [get_close_matches(name, expected, n=1) for name in unknown]
-        meant = ", ".join(f"{found[0]} for {name}" for name, found in zip(unknown, near, strict=True) if found)
+        meant = _meant(unknown, expected)
         hint = f"write {meant}, or remove it" if meant else "remove it, or rename it"
         raise DataError(
             f"{place}: {', '.join(unknown)} has no meaning in a chat here, which has {', '.join(expected)}; {hint}"
         )
+
+
+def _meant(fields: Iterable[str], expected: Sequence[str]) -> str:
+    """Advice for misspelt keys, such as "content for contnet"; empty if none is like an expected one."""
+    near = {name: get_close_matches(name, expected, n=1, cutoff=0.75) for name in fields if name not in expected}
+    return ", ".join(f"{found[0]} for {name}" for name, found in near.items() if found)
+
+
+def _require_one(fields: Mapping[str, Any], one: str, other: str, place: str) -> None:
+    if fields.get(one) and fields.get(other):
+        raise DataError(f"{place} has both {one} and {other}; remove one of them")
+
+
+def _require_no_pair(row: Mapping[str, Any], place: str) -> None:
+    """Check that a row is not a question and an answer in columns, which have no roles."""
+    pair = next(((asked, said) for asked, said in PAIRS if asked in row and said in row), None)
+    if pair is None or row.get("messages") or row.get("conversations"):
+        return
+    asked, said = pair
+    write = (
+        f'{{"messages": [{{"role": "user", "content": {asked}}}, {{"role": "assistant", "content": {said}}}]}}'
+        if isinstance(row[asked], str)
+        else '{"messages": [...]} with the messages of both'
+    )
+    more = ", with the input, if there is one, after the instruction" if asked == "instruction" else ""
+    raise DataError(f"{place}: {asked} and {said} are no chat; write {write}{more}")
 
 
 def _shown(value: Any) -> str:

@@ -18,7 +18,6 @@ from titan_rl.core.settings import FilePath, FunctionName
 from titan_rl.rollout.prompt_length import USUAL_TOKEN, PromptLimit, num_characters
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message
-from titan_rl.tasks.chats import openai_messages
 from titan_rl.tasks.message_task import OpeningTask, answer_rubric
 from titan_rl.tasks.row_files import Row, read_rows
 from titan_rl.tasks.tools import messages_of
@@ -140,7 +139,7 @@ class RowTask(OpeningTask):
 
     def opening(self, sample: Row) -> list[Message]:
         """Opening messages of a row, in the form of OpenAI, also if those of the row are in that of ShareGPT."""
-        return messages_of(openai_messages(self.prompt_of(sample)), self.system)
+        return messages_of(self.prompt_of(sample), self.system)
 
     def require_prompt(self, row: Row, place: str) -> None:
         """Check that a row has a prompt.

@@ -50,7 +50,7 @@ from titan_rl.core.errors import TitanRLError
 from titan_rl.core.plain_data import plain_json, safe_repr
 from titan_rl.rollout.environment.types import MessageObservation, MessageStep
 from titan_rl.rollout.types import Message, RolloutStatus
-from titan_rl.tasks.chats import require_role
+from titan_rl.tasks.chats import prompt_messages
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -399,7 +399,7 @@ def tool_message(call: Mapping[str, Any], text: str) -> Message:
 
 
 def messages_of(prompt: str | Sequence[Message], system: str = "") -> list[Message]:
-    """Opening messages of a conversation.
+    """Opening messages of a conversation, in the form of OpenAI.
 
     Args:
         prompt: The user's message, or all messages after the system message.
@@ -407,7 +407,7 @@ def messages_of(prompt: str | Sequence[Message], system: str = "") -> list[Messa
 
     Raises:
         TypeError: the prompt is neither text nor messages.
-        DataError: a message has an unknown role.
+        DataError: a message has an unknown role or key, or is wrong in another way; see `prompt_messages`.
     """
     if system:
         return [{"role": "system", "content": system}, *messages_of(prompt)]
@@ -418,9 +418,7 @@ def messages_of(prompt: str | Sequence[Message], system: str = "") -> list[Messa
             f"the prompt is {safe_repr(prompt)}; it must be text, or a list of messages such as "
             '{"role": "user", "content": "..."}'
         )
-    for number, message in enumerate(prompt):
-        require_role(message, f"the prompt[{number}]")
-    return list(prompt)
+    return prompt_messages(prompt)
 
 
 def as_text(result: Any) -> str:

@@ -404,6 +404,22 @@ def test_answers_of_one_word_token_are_reported(toml: Path, answers: str, level:
     assert ('set sft.tiny_model.level = "byte"' in report) == is_noted
 
 
+def test_chats_without_an_answer_to_learn_are_left_out_and_counted(tmp_path: Path) -> None:
+    asked, said = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}
+    learned, context = {"messages": [asked, said]}, {"messages": [asked, {**said, "weight": 0}]}
+    file, toml = tmp_path / "chats.jsonl", tmp_path / "chats.toml"
+    toml.write_text('[model]\npath = "base"\n[sft]\ndata = "chats.jsonl"\nheld_out = 0\nsteps = 2\n')
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in [learned, context, learned, context]))
+    config = load_sft_config(toml)
+    plan = plan_run(config, find_demonstrations(config), tmp_path / "run")
+    assert plan.tokens.num_demonstrations == 2
+    report = check(config, tmp_path / "scratch")[1]
+    assert f"warning: 2 of 4 demonstrations, such as {file}:2, have no answer with a" in report
+    file.write_text(f"{json.dumps(context)}\n")
+    with pytest.raises(DataError, match=r"chats.jsonl:1: no answer of any demonstration has a weight"):
+        check(config, tmp_path / "scratch")
+
+
 def test_batch_tokens_limits_every_step(toml: Path) -> None:
     config = load_sft_config(toml, [("sft.batch_tokens", "100"), ("sft.batch_size", "32"), ("sft.shuffle", "false")])
     found = find_demonstrations(config)

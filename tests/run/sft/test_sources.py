@@ -214,6 +214,49 @@ def test_chats_are_read_from_every_format_of_rows(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("at", "hint"), [("vlaue", "write value for vlaue"), ("form", "write from for form")])
+def test_misspelt_key_of_sharegpt_is_answered_with_its_own_keys(tmp_path: Path, at: str, hint: str) -> None:
+    message = {"from": "human", "value": "a"}
+    message[at] = message.pop("value" if at == "vlaue" else "from")
+    with pytest.raises(DataError, match=hint):
+        read(tmp_path, {"conversations": [message, {"from": "gpt", "value": "b"}]})
+
+
+def test_thinking_of_an_answer_is_its_thought(tmp_path: Path) -> None:
+    found = read(tmp_path, {"messages": [CHAT[0], {**CHAT[1], "thinking": "2 and 3."}]})
+    assert found.messages[1] == {**CHAT[1], "reasoning_content": "2 and 3."}
+
+
+def test_text_as_it_was_written_is_read_with_its_parts(tmp_path: Path) -> None:
+    answer = {**CHAT[1], "reasoning_content": "2 and 3.", "written": "<think>2 and 3.</think>5"}
+    assert read(tmp_path, {"messages": [CHAT[0], answer]}).messages[1] == answer
+
+
+def test_flat_calls_are_calls_of_functions(tmp_path: Path) -> None:
+    call = {"id": "a", "name": "add", "arguments": {"a": 2}}
+    found = read(tmp_path, {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [call]}]})
+    function = {"name": "add", "arguments": {"a": 2}}
+    assert found.messages[1]["tool_calls"] == [{"type": "function", "id": "a", "function": function}]
+
+
+def test_keys_of_a_schema_that_a_template_shows_are_kept(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {**ADD, "return": {"type": "number"}, "strict": True}}
+    assert read(tmp_path, {"messages": CHAT, "tools": [tool]}).tools == [tool]
+
+
+CALL = ":2: messages[1].tool_calls[0]"
+ASKED = {"from": "human", "value": "2 + 3?"}
+
+
+def with_call(function: Any, **more: Any) -> dict[str, Any]:
+    call = {"type": "function", "id": "a", "function": function, **more}
+    return {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+def with_tool(function: Any) -> dict[str, Any]:
+    return {"messages": CHAT, "tools": [{"type": "function", "function": function}]}
+
+
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
@@ -229,7 +272,6 @@ def test_chats_are_read_from_every_format_of_rows(tmp_path: Path) -> None:
         ),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, ":2: messages[1].weight is 0.5; it must be 1 to learn"),
         ({"messages": [CHAT[0], {**CHAT[1], "train": "no"}]}, ':2: messages[1].train is "no"; it must be 1 to learn'),
-        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, ":2: messages has no assistant message with a weight"),
         (
             {"messages": [{"role": "human", "content": "a"}]},
             ':2: messages[0].role is "human"; it must be one of system',
@@ -252,6 +294,106 @@ def test_chats_are_read_from_every_format_of_rows(tmp_path: Path) -> None:
         ({"messages": [*CHAT, {"role": "user", "content": 5}]}, ":2: messages[2].content must be a string, not 5"),
         ({"messages": CHAT[:1]}, ":2: messages has no assistant message"),
         ({"messages": CHAT, "tools": {"a": 1}}, ':2: tools must be a list of objects, not {"a": 1}'),
+        ({"messages": CHAT, "conversations": CHAT}, ":2 has both messages and conversations; remove one of them"),
+        ({"messages": CHAT, "tools": [ADD], "functions": [ADD]}, ":2 has both tools and functions; remove one of them"),
+        (
+            {"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"},
+            ':2: system is "b", but messages begin with another system message; remove one of them',
+        ),
+        (with_call({"name": "add", "argumets": "{}"}), f"{CALL}.function: argumets has no meaning in a chat here"),
+        (with_call({"name": "add", "arguments": "{"}), f"{CALL}.function.arguments is not valid JSON"),
+        (with_call({"name": "add", "arguments": "[1]"}), f'{CALL}.function.arguments must be an object, not "[1]"'),
+        (with_call({"arguments": "{}"}), f"{CALL}.function must be an object with the name and the arguments of a"),
+        (with_call({"name": "add"}, functon=1), f"{CALL}: functon has no meaning in a chat here"),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "tool_calls": {"name": "add"}}]},
+            ':2: messages[1].tool_calls must be a list of calls, not {"name": "add"}',
+        ),
+        (
+            {
+                "messages": [
+                    CHAT[0],
+                    {"role": "assistant", "tool_calls": [{"name": "f"}], "function_call": {"name": "f"}},
+                ]
+            },
+            ":2: messages[1] has both function_call and tool_calls; remove one of them",
+        ),
+        (
+            {"conversations": [ASKED, {"from": "function_call", "value": '{"name": "add", "argumets": {}}'}]},
+            ":2: conversations[1].value: argumets has no meaning in a chat here, which has name, arguments; write "
+            "arguments for argumets",
+        ),
+        (
+            {"messages": [{**CHAT[0], "tool_calls": [{"function": {"name": "add"}}]}, CHAT[1]]},
+            ":2: messages[0].tool_calls has a meaning only in a message of the assistant; remove it, or change the role",
+        ),
+        (
+            {"messages": [{**CHAT[0], "prefix": True}, CHAT[1]]},
+            ":2: messages[0].prefix has a meaning only in a message of the assistant",
+        ),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "tool_call_id": "a"}]},
+            ":2: messages[1].tool_call_id has a meaning only in a message of a tool; remove it, or change the role",
+        ),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "prefix": True}]},
+            ":2: messages[1].prefix is true, but no message of the assistant follows; remove the mark, or add the rest",
+        ),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "prefix": "yes"}, CHAT[1]]},
+            ':2: messages[1].prefix is "yes"; it must be true',
+        ),
+        ({"messages": [*CHAT, CHAT[1]]}, ":2: messages[1] and messages[2] are both from the assistant"),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "thinking": "2", "reasoning_content": "3"}]},
+            ":2: messages[1] has both thinking and reasoning_content; remove one of them",
+        ),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "written": "6"}]},
+            ':2: messages[1].written is "6", which does not have the content, "5"; remove written, or correct it',
+        ),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "reasoning_content": "2", "written": "5"}]},
+            ':2: messages[1].written is "5", which does not have the reasoning_content, "2"',
+        ),
+        ({"messages": [CHAT[0], {**CHAT[1], "reasoning_content": 2}]}, ":2: messages[1].reasoning_content must be a"),
+        (with_tool({"name": "add", "descriptn": "a"}), ":2: tools[0]: write description for descriptn"),
+        (with_tool({"description": "a"}), ':2: tools[0] must have a function with a name, not {"desc'),
+        (
+            {"messages": CHAT, "tools": [{"type": "function", "fucntion": ADD}]},
+            ":2: tools[0]: write function for fucntion",
+        ),
+        (
+            {"conversations": [{"from": "human", "vlaue": "a"}, {"from": "gpt", "value": "b"}]},
+            ":2: conversations[0]: vlaue has no meaning in a chat here, which has from, value, name",
+        ),
+        (
+            {"conversations": [{"form": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            ":2: conversations[0]: form has no meaning in a chat here, which has from, value, name",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a", "role": "user"}, {"from": "gpt", "value": "b"}]},
+            ":2: conversations[0]: role has no meaning in a chat here, which has from, value, name",
+        ),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            ':2: instruction and output are no chat; write {"messages": [{"role": "user", "content": instruction}, '
+            '{"role": "assistant", "content": output}]}, with the input, if there is one, after the instruction',
+        ),
+        (
+            {"prompt": "a", "completion": "b"},
+            ':2: prompt and completion are no chat; write {"messages": [{"role": "user", "content": prompt}, '
+            '{"role": "assistant", "content": completion}]}',
+        ),
+        (
+            {"prompt": CHAT[:1], "completion": CHAT[1:]},
+            ':2: prompt and completion are no chat; write {"messages": [...]} with the messages of both',
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            ':2: prompt and chosen are no chat; write {"messages": [{"role": "user", "content": prompt}, ',
+        ),
+        ({"text": "a", "label": 1}, ":2: text, label has no meaning in a chat here"),
     ],
 )
 def test_invalid_chat_row_error_names_file_line_and_field(tmp_path: Path, row: Any, complaint: str) -> None:

@@ -188,14 +188,14 @@ class SupervisedPlan:
         tokens: Tokens of the demonstrations.
         steps: Indices of the demonstrations that each step learns.
         held_out: Indices of the demonstrations that no step learns.
-        warning: Reason why the demonstrations cannot be learned well, or None.
+        warnings: Reasons why the demonstrations cannot be learned well, or are left out.
     """
 
     config: RunConfig
     tokens: TokenSource
     steps: list[list[int]]
     held_out: list[int]
-    warning: str | None = None
+    warnings: Sequence[str] = ()
 
     def __str__(self) -> str:
         num_learned = self.tokens.num_demonstrations - len(self.held_out)
@@ -215,6 +215,7 @@ def plan_run(config: RunConfig, found: list[Found], folder: Path) -> SupervisedP
         DataError: A demonstration cannot be rendered, or there are too few demonstrations.
     """
     sft = config.sft
+    found, unlearned = _learnable(found)
     start = Path(sft.start or folder / "start")
     model = config.model.model_copy(update={"path": str(start)})
     if not sft.start:
@@ -232,8 +233,24 @@ def plan_run(config: RunConfig, found: list[Found], folder: Path) -> SupervisedP
         batch_tokens=sft.batch_tokens or 0,
     )
     is_word = not sft.start and sft.tiny_model.level == "word"
-    warning = _unspelled(start, found) if is_word else None
-    return SupervisedPlan(supervised(config, model, len(steps)), tokens, steps, held_out, warning)
+    warnings = [unlearned, _unspelled(start, found) if is_word else None]
+    return SupervisedPlan(supervised(config, model, len(steps)), tokens, steps, held_out, [*filter(None, warnings)])
+
+
+def _learnable(found: list[Found]) -> tuple[list[Found], str | None]:
+    """Demonstrations with an answer to learn, and a warning if others are left out."""
+    left_out = [
+        name
+        for name, one in found
+        if all(message.get("weight") == 0 for message in one.messages if message["role"] == "assistant")
+    ]
+    if not left_out:
+        return found, None
+    if len(left_out) == len(found):
+        raise DataError(f"{left_out[0]}: no answer of any demonstration has a weight, so there is nothing to train on")
+    kept = [each for each in found if each[0] not in set(left_out)]
+    number = f"{len(left_out):,} of {len(found):,} demonstrations, such as {left_out[0]},"
+    return kept, f'{number} have no answer with a "weight" other than 0, and are left out'
 
 
 MOST_LABELS = 64
@@ -359,7 +376,7 @@ def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[
     samples = plan.tokens.samples(plan.steps[0])
     lengths = [len(sample.token_ids) for sample in samples]
     learned = sum(sample.num_trained_tokens for sample in samples)
-    notes = [*losses, *([] if plan.warning is None else [f"warning: {plan.warning}"])]
+    notes = [*losses, *(f"warning: {warning}" for warning in plan.warnings)]
     summary = "".join(f"{note}\ntitan-rl: " for note in notes) + (
         f"{plan}; the first step learns {learned:,} of {sum(lengths):,} tokens, {max(lengths)} in the longest "
         "conversation"
@@ -395,8 +412,8 @@ async def _teach(
         progress.message(note)
     for loss in session.start.losses:
         progress.warning(loss)
-    if plan.warning is not None:
-        progress.warning(plan.warning)
+    for warning in plan.warnings:
+        progress.warning(warning)
     progress.message(f"{plan}; starting a trainer")
     resources.enter_context(LoopWatchdog(progress))
     (files := HostFiles(run_dir.path)).begin()
