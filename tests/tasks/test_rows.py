@@ -126,7 +126,7 @@ HELLO = {"role": "assistant", "content": "Hello"}
         ([{"role": "user", "contnet": "Hi"}], r"\[0\]: contnet has no meaning in a chat here, .*content for contnet"),
         ([{"role": "user"}], r"\[0\].content must be a string, not null"),
         ([{"from": "human", "vlaue": "Hi"}], r"\[0\]: vlaue has no meaning in a chat here, which has from, value"),
-        ([HI, HELLO, HELLO], r"\[1\] and the prompt\[2\] are both from the assistant"),
+        ([HI, HELLO, HELLO], r"\[1\] and \[2\] are both from the assistant"),
         ([HI, {**HELLO, "prefix": True}, HI], r"\[1\].prefix is true, but no message of the assistant follows"),
         ([{**HI, "tool_calls": [{"function": {"name": "f"}}]}], r"\[0\].tool_calls has a meaning only in a message of"),
     ],

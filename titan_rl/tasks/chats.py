@@ -47,13 +47,7 @@ CALL_KEYS = ("id", "type", "index", "function")
 FUNCTION_KEYS = ("name", "arguments")
 TOOL_KEYS = ("type", "function", "name", "description", "parameters", "strict")
 
-PAIRS = (
-    ("instruction", "output"),
-    ("prompt", "completion"),
-    ("prompt", "chosen"),
-    ("prompt", "response"),
-    ("question", "answer"),
-)
+PAIRS = (("instruction", "output"), ("prompt", "completion"), ("prompt", "chosen"), ("question", "answer"))
 """Columns of data sets with one question and one answer in each row: Alpaca's, TRL's and others."""
 
 
@@ -73,7 +67,7 @@ def demonstration_of(row: Mapping[str, Any], place: str) -> Demonstration:
         DataError: the row is no chat, has no answer, or has a key without a meaning. Names place and field.
     """
     _require_no_pair(row, place)
-    _require_known(row, (*CHAT_KEYS, *LABELS), CHAT_KEYS, place)
+    _require_known(row, CHAT_KEYS, place, ignored=LABELS)
     _require_one(row, "messages", "conversations", place)
     _require_one(row, "tools", "functions", place)
     name = "conversations" if "messages" not in row and "conversations" in row else "messages"
@@ -123,8 +117,8 @@ def _require_role(message: Message, place: str) -> None:
 def _messages(given: Sequence[Any], place: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for number, each in enumerate(given):
-        here, before = f"{place}[{number}]", f"{place}[{number - 1}]"
-        message, last = _message(each, here), messages[-1] if messages else {}
+        before = f"{place}[{number - 1}]"
+        message, last = _message(each, f"{place}[{number}]"), messages[-1] if messages else {}
         is_answer, is_begun = last.get("role") == message["role"] == "assistant", bool(last.get(PREFIX))
         if is_begun and not is_answer:
             raise _unfinished(before)
@@ -134,8 +128,8 @@ def _messages(given: Sequence[Any], place: str) -> list[dict[str, Any]]:
             continue
         if is_answer and not is_begun:
             raise DataError(
-                f"{before} and {here} are both from the assistant; a message of another role must precede each answer. "
-                f'If the second continues the first, mark the first with "{PREFIX}": true'
+                f"{before} and [{number}] are both from the assistant; a message of another role must precede each "
+                f'answer. If the second continues the first, mark the first with "{PREFIX}": true'
             )
         messages.append(message)
     return messages
@@ -153,19 +147,18 @@ def _message(given: Any, place: str) -> dict[str, Any]:
     fields = {name: value for name, value in cast("Mapping[str, Any]", given).items() if value not in (None, [], {})}
     if "from" in fields or ("value" in fields and "role" not in fields):
         fields = _of_sharegpt(fields, place)
-    _require_known(fields, MESSAGE_KEYS, MESSAGE_KEYS, place)
+    _require_known(fields, MESSAGE_KEYS, place)
     if fields.get("role") == "function":
         fields["role"] = "tool"  # the older form of OpenAI, as is function_call
     _require_role(fields, place)
     _require_one(fields, "function_call", "tool_calls", place)
     if "function_call" in fields:
-        fields["tool_calls"] = [_call_of(fields.pop("function_call"), f"{place}.function_call")]
+        fields["tool_calls"] = [_call(fields.pop("function_call"), f"{place}.function_call")]
     elif "tool_calls" in fields:
-        calls = fields["tool_calls"]
-        if not isinstance(calls, list):
+        if not isinstance(calls := fields["tool_calls"], list):
             raise DataError(f"{place}.tool_calls must be a list of calls, not {_shown(calls)}")
-        calls = cast("list[Any]", calls)
-        fields["tool_calls"] = [_call(call, f"{place}.tool_calls[{at}]") for at, call in enumerate(calls)]
+        numbered = enumerate(cast("list[Any]", calls))
+        fields["tool_calls"] = [_call(call, f"{place}.tool_calls[{at}]") for at, call in numbered]
     fields["content"] = _text(fields.get("content", "" if fields.get("tool_calls") else None), f"{place}.content")
     _read_thought(fields, place)
     weight, train = fields.pop("weight", 1), fields.pop("train", True)
@@ -195,7 +188,7 @@ def _read_thought(fields: dict[str, Any], place: str) -> None:
 
 
 def _of_sharegpt(fields: Mapping[str, Any], place: str) -> dict[str, Any]:
-    _require_known(fields, SHAREGPT_KEYS, SHAREGPT_KEYS, place)
+    _require_known(fields, SHAREGPT_KEYS, place)
     others = {name: value for name, value in fields.items() if name not in ("from", "value")}
     source, value = fields.get("from"), fields.get("value")
     role = SHAREGPT_ROLES.get(source) if isinstance(source, str) else None
@@ -206,27 +199,24 @@ def _of_sharegpt(fields: Mapping[str, Any], place: str) -> dict[str, Any]:
     _require_one({"value": value, **others}, "value", "tool_calls", place)
     calls = _parsed(value, f"{place}.value")
     calls = cast("list[Any]", calls) if isinstance(calls, list) else [calls]
-    return {"role": role, "tool_calls": [_call_of(call, f"{place}.value") for call in calls], **others}
+    return {"role": role, "tool_calls": [_call(call, f"{place}.value") for call in calls], **others}
 
 
 def _call(given: Any, place: str) -> dict[str, Any]:
     """A call in the form of OpenAI, also if its name and arguments are not in a `function`."""
-    items = cast("Mapping[str, Any]", given).items() if isinstance(given, Mapping) else (("function", given),)
-    call = {name: value for name, value in items if value is not None}
+    if not isinstance(given, Mapping):
+        raise DataError(f"{place} must be an object with the name and the arguments of a call, not {_shown(given)}")
+    call = {name: value for name, value in cast("Mapping[str, Any]", given).items() if value is not None}
     if "function" in call:
-        _require_known(call, CALL_KEYS, CALL_KEYS, place)
+        _require_known(call, CALL_KEYS, place)
         return {"type": "function", **call, "function": _function(call["function"], f"{place}.function")}
     function = {name: call.pop(name) for name in [*call] if name not in CALL_KEYS}
     return {"type": "function", **call, "function": _function(function, place)}
 
 
-def _call_of(function: Any, place: str) -> dict[str, Any]:
-    return {"type": "function", "function": _function(function, place)}
-
-
 def _function(given: Any, place: str) -> dict[str, Any]:
     function = dict(cast("Mapping[str, Any]", given)) if isinstance(given, Mapping) else {}
-    _require_known(function, FUNCTION_KEYS, FUNCTION_KEYS, place)
+    _require_known(function, FUNCTION_KEYS, place)
     if not isinstance(function.get("name"), str):
         raise DataError(f"{place} must be an object with the name and the arguments of a call, not {_shown(given)}")
     arguments = _parsed(function.get("arguments") or {}, f"{place}.arguments")
@@ -276,9 +266,9 @@ def _parsed(text: Any, place: str) -> Any:
         raise DataError(f"{place} is not valid JSON: {error}") from None
 
 
-def _require_known(fields: Mapping[str, Any], known: Iterable[str], expected: Sequence[str], place: str) -> None:
-    unknown = {name: value for name, value in fields.items() if name not in known and value not in (None, "")}
-    if unknown:
+def _require_known(fields: Mapping[str, Any], expected: Sequence[str], place: str, ignored: Sequence[str] = ()) -> None:
+    known = {*expected, *ignored}
+    if unknown := [name for name, value in fields.items() if name not in known and value not in (None, "")]:
         meant = _meant(unknown, expected)
         hint = f"write {meant}, or remove it" if meant else "remove it, or rename it"
         raise DataError(

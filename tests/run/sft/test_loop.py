@@ -414,9 +414,9 @@ def test_chats_without_an_answer_to_learn_are_left_out_and_counted(tmp_path: Pat
     plan = plan_run(config, find_demonstrations(config), tmp_path / "run")
     assert plan.tokens.num_demonstrations == 2
     report = check(config, tmp_path / "scratch")[1]
-    assert f"warning: 2 of 4 demonstrations, such as {file}:2, have no answer with a" in report
+    assert f"warning: 2 of 4 demonstrations, such as {file}:2, have only answers with" in report
     file.write_text(f"{json.dumps(context)}\n")
-    with pytest.raises(DataError, match=r"chats.jsonl:1: no answer of any demonstration has a weight"):
+    with pytest.raises(DataError, match=r"chats.jsonl:1: all answers of all demonstrations have .weight.: 0"):
         check(config, tmp_path / "scratch")
 
 

@@ -325,7 +325,7 @@ def with_tool(function: Any) -> dict[str, Any]:
         ),
         (
             {"messages": [{**CHAT[0], "tool_calls": [{"function": {"name": "add"}}]}, CHAT[1]]},
-            ":2: messages[0].tool_calls has a meaning only in a message of the assistant; remove it, or change the role",
+            ":2: messages[0].tool_calls has a meaning only in a message of the assistant; remove it, or change",
         ),
         (
             {"messages": [{**CHAT[0], "prefix": True}, CHAT[1]]},
@@ -343,7 +343,7 @@ def with_tool(function: Any) -> dict[str, Any]:
             {"messages": [CHAT[0], {**CHAT[1], "prefix": "yes"}, CHAT[1]]},
             ':2: messages[1].prefix is "yes"; it must be true',
         ),
-        ({"messages": [*CHAT, CHAT[1]]}, ":2: messages[1] and messages[2] are both from the assistant"),
+        ({"messages": [*CHAT, CHAT[1]]}, ":2: messages[1] and [2] are both from the assistant"),
         (
             {"messages": [CHAT[0], {**CHAT[1], "thinking": "2", "reasoning_content": "3"}]},
             ":2: messages[1] has both thinking and reasoning_content; remove one of them",

@@ -25,10 +25,11 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import CheckpointError, ConfigError, DataError
-from titan_rl.rollout.policy_text import joined
+from titan_rl.rollout.policy_text import PREFIX, joined
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import renderable
+from titan_rl.rollout.task import Demonstration
 from titan_rl.run.checks.requirements import check_policy, require_modules
 from titan_rl.run.components import Planes
 from titan_rl.run.directory import RunDirectory, run_name
@@ -239,18 +240,18 @@ def plan_run(config: RunConfig, found: list[Found], folder: Path) -> SupervisedP
 
 def _learnable(found: list[Found]) -> tuple[list[Found], str | None]:
     """Demonstrations with an answer to learn, and a warning if others are left out."""
-    left_out = [
-        name
-        for name, one in found
-        if all(message.get("weight") == 0 for message in one.messages if message["role"] == "assistant")
-    ]
-    if not left_out:
-        return found, None
-    if len(left_out) == len(found):
-        raise DataError(f"{left_out[0]}: no answer of any demonstration has a weight, so there is nothing to train on")
-    kept = [each for each in found if each[0] not in set(left_out)]
-    number = f"{len(left_out):,} of {len(found):,} demonstrations, such as {left_out[0]},"
-    return kept, f'{number} have no answer with a "weight" other than 0, and are left out'
+    kept = [(name, one) for name, one in found if _is_learned(one)]
+    if not kept:
+        raise DataError(f'{found[0][0]}: all answers of all demonstrations have "weight": 0; nothing is to be learned')
+    num_left_out = len(found) - len(kept)
+    such = next((name for name, one in found if not _is_learned(one)), "")
+    warning = f'{num_left_out:,} of {len(found):,} demonstrations, such as {such}, have only answers with "weight": 0, '
+    return kept, f"{warning}and are left out" if num_left_out else None
+
+
+def _is_learned(one: Demonstration) -> bool:
+    answers = [message for message in one.messages if message.get("role") == "assistant" and not message.get(PREFIX)]
+    return not answers or any(message.get("weight") != 0 for message in answers)
 
 
 MOST_LABELS = 64
