@@ -74,7 +74,8 @@ def demonstration_of(row: Mapping[str, Any], place: str) -> Demonstration:
     given = row.get(name)
     if not isinstance(given, list) or not given:
         raise DataError(f"{place}: {name} must be a list of messages, not {_shown(given)}")
-    messages = _messages(cast("list[Any]", given), f"{place}: {name}")
+    given = cast("list[Any]", given)
+    messages = _messages(given, f"{place}: {name}")
     if messages[-1].get(PREFIX):
         raise _unfinished(f"{place}: {name}[{len(given) - 1}]")
     if row.get("system"):
@@ -293,11 +294,9 @@ def _require_no_pair(row: Mapping[str, Any], place: str) -> None:
     if pair is None or row.get("messages") or row.get("conversations"):
         return
     asked, said = pair
-    write = (
-        f'{{"messages": [{{"role": "user", "content": {asked}}}, {{"role": "assistant", "content": {said}}}]}}'
-        if isinstance(row[asked], str)
-        else '{"messages": [...]} with the messages of both'
-    )
+    write = f'{{"messages": [{{"role": "user", "content": {asked}}}, {{"role": "assistant", "content": {said}}}]}}'
+    if isinstance(row[asked], list):
+        write = f'{{"messages": {asked} + {said}}}'
     more = ", with the input, if there is one, after the instruction" if asked == "instruction" else ""
     raise DataError(f"{place}: {asked} and {said} are no chat; write {write}{more}")
 

@@ -387,7 +387,7 @@ def with_tool(function: Any) -> dict[str, Any]:
         ),
         (
             {"prompt": CHAT[:1], "completion": CHAT[1:]},
-            ':2: prompt and completion are no chat; write {"messages": [...]} with the messages of both',
+            ':2: prompt and completion are no chat; write {"messages": prompt + completion}',
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c"},
