@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from titan_rl import Demonstration
 from titan_rl.config.load import load_config, load_sft_config
 from titan_rl.config.resume_changes import settings_of
 from titan_rl.config.run import RunConfig
@@ -415,9 +416,17 @@ def test_chats_without_an_answer_to_learn_are_left_out_and_counted(tmp_path: Pat
     assert plan.tokens.num_demonstrations == 2
     report = check(config, tmp_path / "scratch")[1]
     assert f"warning: 2 of 4 demonstrations, such as {file}:2, have only answers with" in report
-    file.write_text(f"{json.dumps(context)}\n")
+    begun = {"messages": [asked, {**said, "prefix": True}, {**said, "weight": 0}]}
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in [begun, context]))
     with pytest.raises(DataError, match=r"chats.jsonl:1: all answers of all demonstrations have .weight.: 0"):
         check(config, tmp_path / "scratch")
+
+
+def test_demonstration_without_an_answer_is_an_error_and_not_left_out(toml: Path) -> None:
+    config = load_sft_config(toml)
+    silent = ("number 3", Demonstration([{"role": "user", "content": "2 + 3?"}]))
+    with pytest.raises(DataError, match="number 3: it has no assistant message"):
+        plan_run(config, [silent], toml.parent / "scratch").tokens.samples([0])
 
 
 def test_batch_tokens_limits_every_step(toml: Path) -> None:

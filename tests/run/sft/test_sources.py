@@ -239,6 +239,19 @@ def test_flat_calls_are_calls_of_functions(tmp_path: Path) -> None:
     assert found.messages[1]["tool_calls"] == [{"type": "function", "id": "a", "function": function}]
 
 
+def test_nulls_of_a_call_are_left_out(tmp_path: Path) -> None:
+    row = with_call({"name": "add", "arguments": "{}"}, index=None)
+    function = {"name": "add", "arguments": "{}"}
+    assert read(tmp_path, row).messages[1]["tool_calls"] == [{"type": "function", "id": "a", "function": function}]
+
+
+def test_call_after_the_beginning_of_an_answer_stays_its_continuation(tmp_path: Path) -> None:
+    begun = {"from": "gpt", "value": "So", "prefix": True}
+    call = {"from": "function_call", "value": '{"name": "f"}'}
+    found = read(tmp_path, {"conversations": [ASKED, begun, call]})
+    assert [message.get("prefix", False) for message in found.messages] == [False, True, False]
+
+
 def test_keys_of_a_schema_that_a_template_shows_are_kept(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {**ADD, "return": {"type": "number"}, "strict": True}}
     assert read(tmp_path, {"messages": CHAT, "tools": [tool]}).tools == [tool]
@@ -394,6 +407,24 @@ def with_tool(function: Any) -> dict[str, Any]:
             ':2: prompt and chosen are no chat; write {"messages": [{"role": "user", "content": prompt}, ',
         ),
         ({"text": "a", "label": 1}, ":2: text, label has no meaning in a chat here"),
+        (
+            {"instruction": "a"},
+            ":2: instruction has no meaning in a chat here, which has messages, conversations, system, tools, "
+            "functions; remove it, or rename it",
+        ),
+        (
+            {"messages": CHAT, "prompt": "a", "completion": "b"},
+            ":2: prompt, completion has no meaning in a chat here",
+        ),
+        (
+            {
+                "conversations": [
+                    ASKED,
+                    {"from": "function_call", "value": '{"name": "f"}', "tool_calls": [{"name": "f"}]},
+                ]
+            },
+            ":2: conversations[1] has both value and tool_calls; remove one of them",
+        ),
     ],
 )
 def test_invalid_chat_row_error_names_file_line_and_field(tmp_path: Path, row: Any, complaint: str) -> None:
