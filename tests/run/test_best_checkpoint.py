@@ -122,10 +122,18 @@ async def test_run_that_stopped_early_is_finished_until_its_limit_changes(tmp_pa
 
 async def test_summary_names_the_best_checkpoint_and_its_export(tmp_path: Path) -> None:
     summary = await Run(tmp_path, RISES_AND_FALLS, keep="best").run()
-    assert summary.rows["best"].startswith("step 4, with validation reward 0.900; to export it: titan-rl export ")
+    assert summary.rows["best"].startswith("step 4, with validation reward 0.900; export it: titan-rl export ")
     assert summary.rows["best"].endswith("/run OUT --best")
     rising = await Run(tmp_path / "rising", {0: 0.1, 2: 0.5, 4: 0.9}, keep="best").run()
     assert "best" not in rising.rows, "the last one is the best"
+
+
+async def test_initial_model_is_named_as_the_best_and_is_not_exported(tmp_path: Path) -> None:
+    run = Run(tmp_path, {0: 0.6, 2: 0.6, 4: 0.2}, keep="best")
+    summary = await run.run()
+    assert summary.rows["best"] == "the initial model, with validation reward 0.600; no step is better"
+    with pytest.raises(ConfigError, match=r"no step of .*/run is better than its initial model.*use model\.path"):
+        newest_checkpoint(run.run_dir.path, best=True)
 
 
 async def test_best_policy_of_a_run_is_found_for_its_export(tmp_path: Path) -> None:

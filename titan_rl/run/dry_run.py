@@ -421,4 +421,4 @@ def describe(result: DryRunResult, max_context: int) -> Iterator[str]:
 
 
 def _reward(rollout: Rollout) -> str:
-    return "none" if rollout.reward is None else f"{rollout.reward:.3g}"
+    return "none" if rollout.reward is None or rollout.status.is_fault else f"{rollout.reward:.3g}"

@@ -17,16 +17,18 @@ def best_checkpoint(root: Path, rewards: Mapping[int, float]) -> Path | None:
     return max(validated, key=lambda path: rewards[step_of(path)], default=None)
 
 
-def best_of(root: Path) -> tuple[Path, float] | None:
-    """Best checkpoint in a folder and its held-out reward, by the state of the newest one; None if none was validated.
+def best_of(root: Path) -> tuple[Path | None, float] | None:
+    """Best policy in a folder of checkpoints and its held-out reward, by the state of the newest one: a checkpoint, or
+    None for the initial model, which has no checkpoint. The result is None if no checkpoint was validated.
 
     Raises:
         CheckpointError: The state cannot be read.
     """
     newest = latest(root)
     rewards = {} if newest is None else RunState.read(newest).held_out
-    best = best_checkpoint(root, rewards)
-    return None if best is None else (best, rewards[step_of(best)])
+    if (best := best_checkpoint(root, rewards)) is None:
+        return None
+    return (None, rewards[0]) if best_version(rewards) == 0 else (best, rewards[step_of(best)])
 
 
 def best_version(rewards: Mapping[int, float]) -> int | None:

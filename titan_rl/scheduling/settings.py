@@ -163,7 +163,7 @@ class SchedulingConfig(Section):
 def _preset(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings that the mode of a table sets. A given `window` takes the place of `max_group_age`."""
     mode = given.get("mode")
-    preset = MODES[cast("Mode", mode)] if isinstance(mode, str) and mode in MODES else {}
+    preset: Mapping[str, Any] = MODES[cast("Mode", mode)] if isinstance(mode, str) and mode in MODES else {}
     return {name: value for name, value in preset.items() if name != "max_group_age" or given.get("window") is None}
 
 

@@ -109,7 +109,7 @@ def newest_checkpoint(run: Path, *, best: bool = False) -> PolicySource | None:
         best: Whether to find the checkpoint with the highest held-out reward instead.
 
     Raises:
-        ConfigError: The run has checkpoints, and none of them was validated.
+        ConfigError: The run has checkpoints, and none of them was validated, or the initial model is the best policy.
         CheckpointError: The rewards in the newest checkpoint cannot be read.
     """
     checkpoint = latest(run / "checkpoints")
@@ -119,7 +119,12 @@ def newest_checkpoint(run: Path, *, best: bool = False) -> PolicySource | None:
                 f"no checkpoint of {run} was validated, so that none is the best: a run needs validation.interval and "
                 'checkpoint.keep = "best" for that. Leave --best out to export the newest one'
             )
-        checkpoint = found[0]
+        checkpoint, reward = found
+        if checkpoint is None:
+            raise ConfigError(
+                f"no step of {run} is better than its initial model, which has the validation reward {reward:.3f}: use "
+                "model.path of its config.toml, or leave --best out to export the newest step"
+            )
     return None if checkpoint is None else _of_step(checkpoint, run, str(run))
 
 

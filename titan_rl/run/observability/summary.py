@@ -112,12 +112,17 @@ class RunSummary:
 
     @property
     def _best(self) -> Mapping[str, str]:
-        """Row of the best checkpoint, if a later one was validated as well."""
+        """Row of the best policy, if it is not the last one."""
         with contextlib.suppress(CheckpointError):
-            if (best := best_of(self.run_dir / "checkpoints")) is not None and step_of(best[0]) < self.steps:
+            if (best := best_of(self.run_dir / "checkpoints")) is None:
+                return {}
+            checkpoint, reward = best
+            if checkpoint is None:
+                return {"best": f"the initial model, with validation reward {reward:.3f}; no step is better"}
+            if step_of(checkpoint) < self.steps:
                 command = shlex.join(["titan-rl", "export", str(self.run_dir), "OUT", "--best"])
                 return {
-                    "best": f"step {step_of(best[0])}, with validation reward {best[1]:.3f}; to export it: {command}"
+                    "best": f"step {step_of(checkpoint)}, with validation reward {reward:.3f}; export it: {command}"
                 }
         return {}
 
