@@ -158,6 +158,18 @@ def test_consistent_hash_moves_only_sessions_of_a_withdrawn_replica(three: list[
     assert {take(strategy, None).name for _ in range(20)}
 
 
+def test_group_keeps_its_replica_until_its_last_session_ends(three: list[Candidate]):
+    strategy = GroupAffinity(RoundRobin())
+    admitted(strategy, *three)
+    first = take(strategy, "g/0")
+    assert take(strategy, "g/1") is first
+    strategy.finish_session("g/0")
+    assert take(strategy, "g/2") is first
+    strategy.finish_session("g/1")
+    strategy.finish_session("g/2")
+    assert take(strategy, "g/3") is not first
+
+
 def test_siblings_share_the_replica_of_their_first_turn(three: list[Candidate]) -> None:
     strategy = StickySession(fallback=GroupAffinity(RoundRobin()))
     admitted(strategy, *three)

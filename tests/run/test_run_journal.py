@@ -460,6 +460,42 @@ async def test_longest_part_of_an_interrupted_answer_is_continued(tmp_path, coun
     assert engine.prompts == [[50, 51, 52, 53]]
 
 
+async def test_batches_after_one_that_was_formed_otherwise_are_void(tmp_path):
+    position = DataPosition(3, 6, (1, 2, 3, 4, 5))
+    journal = reopened(tmp_path, position)
+    for index in (1, 2, 3):
+        journal.finished(Assigned(index, "task", index), group_of(index))
+    journal.batch(3, [1])
+    journal.batch(4, [2])
+    journal.batch(3, [3])
+    journal.drain()
+    assert backlog(reopened(tmp_path, position)).batches == [[3]]
+
+
+async def test_answers_of_a_finished_group_are_not_kept(tmp_path):
+    journal, engine = RunJournal(tmp_path), Engine()
+    await journal.record(engine, 0)([1], request_id="train-0/0/0", sampling=SAMPLING)
+    ((key, known),) = journal.state.completions[0].items()
+    journal.finished(Assigned(0, "task", 0), group_of(0))
+    late = Completion(key[0], [2], [-1.0], FinishReason.STOP, (VersionSpan(0, 1),))
+    journal.answered(RecordedAnswer(0, key[1], known.sampling, late))
+    assert journal.state.completions == {}
+    journal.close()
+
+
+async def test_part_with_other_sampling_is_recorded_even_if_it_is_shorter(tmp_path):
+    journal, engine = RunJournal(tmp_path), Engine()
+    engine.abort_at = 3
+    await journal.record(engine, 0)([50], request_id="train-0/0/0", sampling=SAMPLING)
+    engine.abort_at = 2
+    hotter = replace(SAMPLING, temperature=1.5)
+    await journal.record(engine, 0)([50], request_id="train-0/0/0", sampling=hotter)
+    journal.drain()
+    engine = Engine()
+    await resume_on_abort(reopened(tmp_path).record(engine, 0))([50], request_id="train-0/0/0", sampling=hotter)
+    assert engine.prompts == [[50, 51, 52]]
+
+
 async def test_journal_of_another_run_is_rejected_with_advice(tmp_path):
     position = await checkpointed(tmp_path / "journal")
     other = DataPosition(1, 9, (7,))

@@ -12,7 +12,7 @@ import pytest
 from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import GenerationError, RequestError, TrainingError
 from titan_rl.generation.scripted_engine import scripted_logprobs
-from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.run.journal.records import GroupRecord, decode, encode
 from titan_rl.training.data.sample_builder import Distillation, build_samples
 from titan_rl.training.teacher import MOST_IN_FLIGHT, Teacher
@@ -121,6 +121,22 @@ async def test_privileged_context_precedes_an_edited_history():
     assert second.teacher is not None
     assert second.teacher.logprobs == scripted_logprobs([7, 42, 8, 3, 2, 6], 0, 0)[4:]
     assert third.teacher is None
+
+
+async def test_first_token_that_a_teacher_reads_has_no_score():
+    group = group_of([turn([7], [5, 6]), turn([7, 5, 6, 9], [8])])
+    await Teacher("t", ScriptedTeacher(), max_context=64, prompt=lambda rollout: []).score(group)
+    first, second = group.rollouts[0].turns
+    assert first.teacher is None
+    assert second.teacher is not None
+
+
+async def test_aborted_group_is_not_scored():
+    group, generate = group_of([turn([7], [5])]), ScriptedTeacher()
+    group.rollouts[0].status = RolloutStatus.ABORTED
+    group.rollouts.append(replace(group.rollouts[0], rollout_id="g/1", status=RolloutStatus.COMPLETED))
+    await Teacher("t", generate, max_context=64).score(group)
+    assert generate.prompts == []
 
 
 async def test_tokens_beyond_the_teacher_context_are_unscored():

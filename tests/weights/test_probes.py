@@ -159,6 +159,14 @@ def test_missing_update_of_one_layer_is_caught_below_the_tolerance(layer: int, e
     assert missed <= margin < 0.1
 
 
+def test_update_that_was_loaded_twice_is_caught() -> None:
+    policy, swaps = Policy(0, step=0.02, error=FLOAT32), SwapCheck()
+    check(swaps, policy, 0, policy.engine(0))
+    change = policy.trainer(1) - policy.trainer(0)
+    with pytest.raises(VerificationError, match=r"move the probes' logprobs by 2\.0"):
+        check(swaps, policy, 1, policy.engine(1, lacks=-change))
+
+
 def test_swap_without_effect_is_caught() -> None:
     policy, swaps = Policy(0, step=0.005, error=BFLOAT16), SwapCheck()
     check(swaps, policy, 6, policy.engine(6))
