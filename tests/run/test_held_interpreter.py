@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from background import HANG_S
+from depth import in_depth
 from user_project import project
 
 from titan_rl.core.run_files import read_status
@@ -93,7 +93,7 @@ def judge(tmp_path: Path, fn: str, where: str = "loop") -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("fn", ["backtracks", "swallows", "sleeps"])
+@pytest.mark.parametrize("fn", ["swallows", *(pytest.param(each, marks=in_depth) for each in ("backtracks", "sleeps"))])
 def test_late_reward_of_the_main_thread_fails_even_if_it_catches_its_interruption(tmp_path: Path, fn: str) -> None:
     ended = judge(tmp_path, fn)
     assert ended.returncode == 0, ended.stderr
@@ -103,7 +103,7 @@ def test_late_reward_of_the_main_thread_fails_even_if_it_catches_its_interruptio
         assert f"titan-rl: program.py:{LINES[fn]} in {fn} has held Python's interpreter lock (GIL) for" in ended.stderr
 
 
-@pytest.mark.parametrize(("fn", "where"), [("backtracks", "thread"), ("computes", "loop")])
+@pytest.mark.parametrize(("fn", "where"), [("backtracks", "thread"), pytest.param("computes", "loop", marks=in_depth)])
 def test_late_reward_that_cannot_be_interrupted_ends_the_process_and_is_named(
     tmp_path: Path, fn: str, where: str
 ) -> None:
@@ -117,7 +117,7 @@ def test_late_reward_that_cannot_be_interrupted_ends_the_process_and_is_named(
     assert status.reason.startswith(line)
 
 
-@pytest.mark.parametrize("fn", ["insists", "dozes"])
+@pytest.mark.parametrize("fn", ["insists", pytest.param("dozes", marks=in_depth)])
 def test_late_reward_that_goes_on_after_its_interruptions_ends_the_process(tmp_path: Path, fn: str) -> None:
     ended = judge(tmp_path, fn)
     assert ended.returncode == -signal.SIGKILL
@@ -128,7 +128,11 @@ def test_late_reward_that_goes_on_after_its_interruptions_ends_the_process(tmp_p
 
 @pytest.mark.parametrize(
     ("fn", "where", "code"),
-    [("computes", "loop", -signal.SIGKILL), ("backtracks", "thread", -signal.SIGKILL), ("backtracks", "loop", 143)],
+    [
+        ("computes", "loop", -signal.SIGKILL),
+        pytest.param("backtracks", "thread", -signal.SIGKILL, marks=in_depth),
+        ("backtracks", "loop", 143),
+    ],
 )
 def test_one_signal_ends_a_held_process_within_seconds_whatever_the_limit_of_the_call(
     tmp_path: Path, fn: str, where: str, code: int
@@ -176,15 +180,13 @@ def backtracks(rollout):
 """
 
 
-@pytest.mark.parametrize("where", ["loop", "thread", "step"])
-def test_held_dry_run_ends_within_a_minute_and_names_task_and_remedy(project: Path, where: str) -> None:
+@pytest.mark.parametrize("where", ["thread", *(pytest.param(each, marks=in_depth) for each in ("loop", "step"))])
+def test_held_dry_run_is_ended_and_names_task_and_remedy(project: Path, where: str) -> None:
     (project / "holds.py").write_text(DRY_RUN.replace('"loop"', f'"{where}"'))
     (project / "holds.toml").write_text('[model]\npath = "policy"\n[task]\ntype = "holds:Holds"\n')
     program = "import sys; from titan_rl.cli.main import main; sys.exit(main(['train', 'holds.toml', '--dry-run']))"
     command = [sys.executable, "-c", program]
-    began = time.monotonic()
     ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=project)
-    assert time.monotonic() - began < 60
     assert ended.returncode == -signal.SIGKILL
     line = DRY_RUN.splitlines().index("def backtracks(rollout):") + 5
     assert f"holds.py:{line} in backtracks" in ended.stderr
