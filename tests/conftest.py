@@ -18,9 +18,11 @@ pytest.register_assert_rewrite("titan_rl.testing.engine_contract")
 settings.register_profile("titan_rl", max_examples=examples(100), deadline=None)
 settings.load_profile("titan_rl")
 
-# A shell starts background processes with SIGINT ignored, and their children inherit that.
+# A shell starts background processes with SIGINT ignored, nohup with SIGHUP, and their children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 os.environ.pop("PYTEST_ADDOPTS", None)  # meant for this process, not for those that tests start
 

@@ -47,7 +47,9 @@ def test_exit_code_survives_unwritable_streams(project: Path, arguments: list[st
 def test_characters_that_the_output_cannot_encode_become_escapes(tmp_path: Path):
     record = {"task": "sums", "prompt": 0, "prompt_digest": "d", "sibling": 0, "status": "completed", "turns": [[]]}
     given = {"metrics": {}, "num_completion_tokens": 1, "error": None, "reward_breakdown": {}}
-    records = [{**record, **given, "prompt": index, "reward": float(index)} for index in range(2)]
+    records = [
+        {**record, **given, "prompt": index, "prompt_id": f"p{index}", "reward": float(index)} for index in range(2)
+    ]
     result = task_result(records, samples_per_prompt=1, success=1.0)
     Evaluation("the policy", 0, {"sums": result}, 1.0, folder=tmp_path).write()
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
